@@ -28,7 +28,7 @@ from trainer.tasks.task import Task
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adadelta": torch.optim.Adadelta}
 
 
-class Batches:
+class EndlessBatches:
     """Endless batches of one rank, in the order of our loop."""
 
     def __init__(self, task: Task, batch_size: int, rank: int, world_size: int) -> None:
@@ -76,7 +76,7 @@ def mean_loss(task: Task, model: nn.Module, batch: Any) -> Tensor:
     return loss / count
 
 
-def run_ddp(task: Task, batches: Batches, optimizer: dict[str, Any], clip: float, watch: Stopwatch) -> None:
+def run_ddp(task: Task, batches: EndlessBatches, optimizer: dict[str, Any], clip: float, watch: Stopwatch) -> None:
     model = DistributedDataParallel(task.model())
     optim = OPTIMIZERS[optimizer["name"]](model.parameters(), **optimizer["settings"])
     for batch in batches:
@@ -89,7 +89,9 @@ def run_ddp(task: Task, batches: Batches, optimizer: dict[str, Any], clip: float
             return
 
 
-def run_accelerate(task: Task, batches: Batches, optimizer: dict[str, Any], clip: float, watch: Stopwatch) -> None:
+def run_accelerate(
+    task: Task, batches: EndlessBatches, optimizer: dict[str, Any], clip: float, watch: Stopwatch
+) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -106,7 +108,9 @@ def run_accelerate(task: Task, batches: Batches, optimizer: dict[str, Any], clip
             return
 
 
-def run_lightning(task: Task, batches: Batches, optimizer: dict[str, Any], clip: float, watch: Stopwatch) -> None:
+def run_lightning(
+    task: Task, batches: EndlessBatches, optimizer: dict[str, Any], clip: float, watch: Stopwatch
+) -> None:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -138,11 +142,11 @@ def run_lightning(task: Task, batches: Batches, optimizer: dict[str, Any], clip:
         barebones=False,
     )
 
-    class Stream(torch.utils.data.IterableDataset[Any]):
+    class BatchStream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(batches)
 
-    trainer.fit(Module(), DataLoader(Stream(), batch_size=None))
+    trainer.fit(Module(), DataLoader(BatchStream(), batch_size=None))
 
 
 LOOPS = {"ddp": run_ddp, "accelerate": run_accelerate, "lightning": run_lightning}
@@ -158,7 +162,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     kind = load_task(request["task"])
     task = kind(kind.Options(**request["task_options"]))
-    batches = Batches(task, request["batch_size"], rank, world_size)
+    batches = EndlessBatches(task, request["batch_size"], rank, world_size)
     watch = Stopwatch(request["warm_up"], request["steps"])
     LOOPS[sys.argv[1]](task, batches, request["optimizer"], request["clip_norm"], watch)
     if rank == 0:

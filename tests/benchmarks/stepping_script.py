@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 WIDTH = 128
 
 
-class Batches(Dataset):  # type: ignore[type-arg]
+class RepeatedBatch(Dataset):  # type: ignore[type-arg]
     """The same batch, again and again."""
 
     def __init__(self, batch: int, steps: int) -> None:
@@ -54,7 +54,7 @@ def main() -> None:
             batch, steps = map(int, line.split())
             dist.barrier()
             began = time.perf_counter()
-            for points in DataLoader(Batches(batch, steps), batch_size=None):
+            for points in DataLoader(RepeatedBatch(batch, steps), batch_size=None):
                 optimizer.zero_grad()
                 model(points).square().mean().backward()
                 optimizer.step()

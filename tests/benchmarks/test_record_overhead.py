@@ -90,7 +90,7 @@ class NoMoreStepsError(Exception):
     """The measurement needs no more steps."""
 
 
-class Training(Loop):
+class SteppedLoop(Loop):
     """The real loop in a thread of its own, which trains only while ``advance`` waits for it.
 
     Args:
@@ -166,7 +166,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
     batch = 16
     steps = max(5, round(BLOCK_S * 1e3 / target_ms))
     while True:
-        plain = Training(rank, None, batch)
+        plain = SteppedLoop(rank, None, batch)
         plain.advance(20)
         # The quicker runs, since a moment in which the machine is slow makes no step that has this length.
         agreed = torch.tensor(statistics.quantiles([plain.advance(steps) for _ in range(12)], n=4)[0] * 1e3)
@@ -183,7 +183,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
     end = time.monotonic() + MOST_S
     for attempt in itertools.count():
         paths = [None, Path(folder) / str(attempt) / "events" / f"{rank}.ndjson"]
-        made = {path: Training(rank, path, batch) for path in (paths if attempt % 2 else reversed(paths))}
+        made = {path: SteppedLoop(rank, path, batch) for path in (paths if attempt % 2 else reversed(paths))}
         plain, recorded = (made[path] for path in paths)
         for each in made.values():
             each.advance(20)

@@ -27,7 +27,7 @@ STOLEN = 0.02
 LEAST_PAIRS = 20
 
 
-class Job:
+class ScriptOnTwoRanks:
     """The script on two ranks, which trains while it is asked to."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
@@ -60,8 +60,8 @@ def test_measuring_an_unchanged_script_keeps_its_share_of_the_speed(
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2", str(SCRIPT)]
     run_dir = RunDir(tmp_path / "run")
     flags = ["--cpu", "--distributed-world-size", "2", "--run-dir", str(tmp_path / "run"), "--script", str(SCRIPT)]
-    plain = Job(tmp_path / "plain", torchrun)
-    measured = Job(tmp_path / "measured", [sys.executable, "-m", "trainer", *flags, "--"])
+    plain = ScriptOnTwoRanks(tmp_path / "plain", torchrun)
+    measured = ScriptOnTwoRanks(tmp_path / "measured", [sys.executable, "-m", "trainer", *flags, "--"])
     batch = 32
     for job in (plain, measured):
         job.train(batch, 20)

@@ -42,7 +42,7 @@ def require_namespaces() -> None:
 
 
 @dataclass(frozen=True)
-class Host:
+class NamespaceHost:
     """A machine, as far as networks tell one from another; files and processes are shared with all others."""
 
     name: str
@@ -97,7 +97,7 @@ def network(
     own_name: str = "127.0.1.1",
     subnet: str = "10.77.0",
     round_trip_s: Mapping[str, float] | None = None,
-) -> Iterator[list[Host]]:
+) -> Iterator[list[NamespaceHost]]:
     """Make hosts with these interfaces by name, each of which reaches all others.
 
     Args:
@@ -119,7 +119,7 @@ def network(
             file.write_text("\n".join(lines) + "\n")
             setup = f"hostname {name} && mount --bind '{file}' /etc/hosts && ip link set lo up"
             holder = stack.enter_context(_namespaces(["--net", "--uts", "--mount"], setup))
-            host = Host(name, addresses[name], interface, holder)
+            host = NamespaceHost(name, addresses[name], interface, holder)
             veth = ["link", "add", f"port{number}", "type", "veth", "peer", "name", interface, "netns", str(holder)]
             _ip(switch, *veth)
             delay_s = (round_trip_s or {}).get(name, 0.0) / 2
@@ -201,7 +201,7 @@ def _enter(holder: int, *words: str | Path) -> None:
     subprocess.run(["nsenter", "--target", str(holder), "--net", *map(str, words)], check=True)
 
 
-def _clear(host: Host) -> None:
+def _clear(host: NamespaceHost) -> None:
     """End what still runs on a host: only this test's processes are there."""
     deadline = time.monotonic() + LIMIT_S
     while left := host.processes():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from network_namespaces import LIMIT_S, Host, network, require_namespaces, wait_until
+from network_namespaces import LIMIT_S, NamespaceHost, network, require_namespaces, wait_until
 
 DAEMONS = {
     name: shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -36,20 +36,20 @@ def require_slurm() -> None:
 
 @dataclass
 class Slurm:
-    login: Host
+    login: NamespaceHost
     """Where commands are typed; slurmctld runs there too."""
-    nodes: list[Host]
+    nodes: list[NamespaceHost]
     folder: Path
     environ: Mapping[str, str]
     """What makes Slurm's commands find this cluster."""
     daemons: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start_node(self, node: Host) -> None:
+    def start_node(self, node: NamespaceHost) -> None:
         """Start the daemon of a node."""
         conf = self.environ["SLURM_CONF"]
         _daemon(self, node, DAEMONS["slurmd"], "-D", "-N", node.name, "-f", conf)
 
-    def kill_node(self, node: Host) -> None:
+    def kill_node(self, node: NamespaceHost) -> None:
         """Kill what Slurm itself runs on a node, and leave what it has started there."""
         slurmd = [process.pid for process in self.daemons if process.pid in node.processes()]
         steps = [pid for pid, words in node.processes().items() if words.startswith("slurmstepd:")]
@@ -155,7 +155,9 @@ def slurm(
         yield cluster
 
 
-def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, proctrack: str, memory: str) -> str:
+def _configuration(
+    folder: Path, login: NamespaceHost, nodes: Sequence[NamespaceHost], cpus: int, proctrack: str, memory: str
+) -> str:
     settings = {
         "ClusterName": "lab",
         "SlurmctldHost": f"{login.name}({login.address})",
@@ -215,7 +217,7 @@ def _configuration(folder: Path, login: Host, nodes: Sequence[Host], cpus: int, 
     return "\n".join(lines) + "\n"
 
 
-def _daemon(cluster: Slurm, host: Host, *words: str | Path | None) -> None:
+def _daemon(cluster: Slurm, host: NamespaceHost, *words: str | Path | None) -> None:
     log = (cluster.folder / "log" / "output").open("a")
     with log:
         process = host.start(*(str(word) for word in words), env=cluster.environ, stdout=log, stderr=subprocess.STDOUT)
@@ -227,7 +229,7 @@ def _idle(cluster: Slurm) -> int:
     return answer.stdout.split().count("idle")
 
 
-def _remove_cgroups(nodes: Sequence[Host]) -> None:
+def _remove_cgroups(nodes: Sequence[NamespaceHost]) -> None:
     """Remove the empty groups that Slurm leaves of each node."""
     for node in nodes:
         for top in CGROUPS.glob(f"*/slurm_{node.name}"):

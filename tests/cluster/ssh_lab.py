@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 from host_recipe import TESTS
-from network_namespaces import Host, network, require_namespaces, wait_until
+from network_namespaces import NamespaceHost, network, require_namespaces, wait_until
 from ssh_server import SSHD
 
 
 @dataclass(frozen=True)
 class SshLab:
-    hosts: list[Host]
+    hosts: list[NamespaceHost]
     folder: Path
     """Seen by all hosts; its folder ``disk`` is a disk of its own on each."""
 
@@ -31,7 +31,7 @@ class SshLab:
     def disk(self) -> Path:
         return self.folder / "disk"
 
-    def disk_of(self, host: Host) -> Path:
+    def disk_of(self, host: NamespaceHost) -> Path:
         """Where a host's disk is seen from outside."""
         return self.folder / f"disk.{host.name}"
 
@@ -117,7 +117,7 @@ def _key(path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
 
 
-def _log(folder: Path, host: Host) -> str:
+def _log(folder: Path, host: NamespaceHost) -> str:
     path = folder / f"sshd.{host.name}.log"
     return path.read_text() if path.exists() else ""
 

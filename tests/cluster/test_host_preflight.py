@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fake_driver import fake_driver
 from host_recipe import recipe
-from network_namespaces import LIMIT_S, Host, wait_until
+from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 
 import gputrain_tui
@@ -97,7 +97,7 @@ def test_three_hosts_in_order_are_checked_within_three_seconds(lab: SshLab) -> N
 
 
 @contextmanager
-def mounted(host: Host, *words: str | Path) -> Iterator[None]:
+def mounted(host: NamespaceHost, *words: str | Path) -> Iterator[None]:
     """Mount something on one host for as long as the body runs."""
     host.run("mount", *words)
     try:

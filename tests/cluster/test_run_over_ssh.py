@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from host_recipe import ENDLESS, check_rank, events, is_training, recipe
-from network_namespaces import LIMIT_S, Host, wait_until
+from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 
 INTERFACES = {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "enp1s0f1"}
@@ -36,7 +36,7 @@ def running_lab() -> Iterator[SshLab]:
     shutil.rmtree(folder)
 
 
-class Cluster:
+class SshCluster:
     """The lab, and the commands of one test."""
 
     def __init__(self, lab: SshLab, *, names: Sequence[str] = NAMES, ranks: Sequence[int] = RANKS) -> None:
@@ -100,7 +100,7 @@ class Cluster:
     def supervisor(self) -> int:
         return int(self.status()["supervisor"]["pid"])
 
-    def on(self, host: Host) -> dict[int, str]:
+    def on(self, host: NamespaceHost) -> dict[int, str]:
         """What runs on a host, its sshd left out."""
         return {pid: words for pid, words in host.processes().items() if not words.startswith("sshd: /usr/sbin/sshd")}
 
@@ -125,8 +125,8 @@ GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
 
 
 @pytest.fixture
-def cluster(running_lab: SshLab) -> Iterator[Cluster]:
-    found = Cluster(running_lab)
+def cluster(running_lab: SshLab) -> Iterator[SshCluster]:
+    found = SshCluster(running_lab)
     yield found
     for process in found.started:
         if process.poll() is None:  # the test has failed
@@ -153,7 +153,7 @@ def check_steps(record: Path, rank: int) -> int:
     return done
 
 
-def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(cluster: Cluster) -> None:
+def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(cluster: SshCluster) -> None:
     cluster.typed_on = cluster.h1  # which has ranks as well
     cluster.home = cluster.lab.folder / "shared"
     cluster.write()
@@ -168,7 +168,7 @@ def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(
     assert not any((cluster.lab.disk_of(host) / "home").exists() for host in cluster.lab.hosts)
 
 
-def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_and_resumed(cluster: Cluster) -> None:
+def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_and_resumed(cluster: SshCluster) -> None:
     cluster.write(**ENDLESS)
     code, name = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, name
@@ -206,7 +206,7 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     cluster.check_record()
 
 
-def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cluster: Cluster) -> None:
+def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cluster: SshCluster) -> None:
     cluster.write("max_restarts = 1", **ENDLESS, save_every_updates=50)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
@@ -245,7 +245,7 @@ def results(record: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("supervisor", ["lives", "is gone"])
-def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: Cluster, supervisor: str) -> None:
+def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"
     cluster.write(**ENDLESS)
     code, said = cluster.run("run", "recipe.toml", "--detach", GPUTRAIN_HOME=str(cluster.home))
@@ -262,7 +262,7 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
 
 
 @pytest.mark.timing
-def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: Cluster) -> None:
+def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: SshCluster) -> None:
     cluster.write(**ENDLESS)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
@@ -281,7 +281,7 @@ def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host
 
 @pytest.mark.slow
 def test_agents_that_hear_of_nobody_go_on_while_their_ranks_make_steps_and_end_them_when_they_do_not(
-    cluster: Cluster,
+    cluster: SshCluster,
 ) -> None:
     cluster.write(**ENDLESS | {"distributed_timeout": 4})
     code, said = cluster.run("run", "recipe.toml", "--detach")
@@ -309,7 +309,7 @@ def test_hosts_a_round_trip_of_40_ms_apart_train_are_followed_and_stop_with_thei
         ping += "print(time.monotonic() - began)"
         took_s = [float(lab.hosts[1].run(sys.executable, "-c", ping).stdout) for _ in range(3)]
         assert min(took_s) >= 0.04
-        cluster = Cluster(lab, ranks=[1, 1, 1])
+        cluster = SshCluster(lab, ranks=[1, 1, 1])
         cluster.write(**ENDLESS)
         command = cluster.start("run", "recipe.toml")
         try:
@@ -334,7 +334,7 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
     names = [f"n{number}" for number in range(1, 17)]
     folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     with ssh_lab(folder, dict.fromkeys(["n0", *names], "eth0")) as lab:
-        cluster = Cluster(lab, names=names, ranks=[1] * 16)
+        cluster = SshCluster(lab, names=names, ranks=[1] * 16)
         for _ in range(3):
             cluster.write(**ENDLESS | {"join_timeout": 300})
             code, said = cluster.run("run", "recipe.toml", "--detach")

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 from host_recipe import ENDLESS, ENVIRON, check_rank, events, is_training, recipe
-from network_namespaces import LIMIT_S, Host, network, require_namespaces, wait_until
+from network_namespaces import LIMIT_S, NamespaceHost, network, require_namespaces, wait_until
 
 INTERFACES = {"h1": "eth0", "h2": "ens3", "h3": "enp1s0f1"}
 
 
 @dataclass
-class Cluster:
-    hosts: list[Host]
+class NamespaceCluster:
+    hosts: list[NamespaceHost]
     folder: Path
     """Of this test, seen by all hosts."""
-    started: dict[Host, subprocess.Popen[str]] = field(default_factory=dict)
+    started: dict[NamespaceHost, subprocess.Popen[str]] = field(default_factory=dict)
 
     def plan(
         self, ranks: Sequence[int], *words: str, by: str = "name", task: dict[str, Any] | None = None, **train: Any
@@ -35,13 +35,13 @@ class Cluster:
         command = [sys.executable, "-m", "gputrain_tui", "plan", "recipe.toml", *words]
         return self.hosts[0].run(*command, cwd=self.folder, env=ENVIRON).stdout
 
-    def home(self, host: Host) -> Path:
+    def home(self, host: NamespaceHost) -> Path:
         """The folder in which a host's command is typed."""
         path = self.folder / host.name
         path.mkdir(exist_ok=True)
         return path
 
-    def start(self, host: Host, *words: str, **environ: str) -> None:
+    def start(self, host: NamespaceHost, *words: str, **environ: str) -> None:
         with (self.home(host) / "output").open("w") as output:
             self.started[host] = host.start(
                 *words, cwd=self.home(host), env=ENVIRON | environ, stdout=output, stderr=subprocess.STDOUT
@@ -58,26 +58,26 @@ class Cluster:
         """Wait for all commands; exit codes by host."""
         return {host.name: process.wait(LIMIT_S) for host, process in self.started.items()}
 
-    def output(self, host: Host) -> str:
+    def output(self, host: NamespaceHost) -> str:
         return (self.home(host) / "output").read_text()
 
-    def last_line(self, host: Host) -> str:
+    def last_line(self, host: NamespaceHost) -> str:
         return self.output(host).splitlines()[-1]
 
-    def record(self, host: Host) -> Path:
+    def record(self, host: NamespaceHost) -> Path:
         return self.home(host) / "record"
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     require_namespaces()
     with network(tmp_path_factory.mktemp("network"), INTERFACES) as running:
         yield running
 
 
 @pytest.fixture
-def cluster(hosts: list[Host], tmp_path: Path) -> Iterator[Cluster]:
-    started = Cluster(hosts, tmp_path)
+def cluster(hosts: list[NamespaceHost], tmp_path: Path) -> Iterator[NamespaceCluster]:
+    started = NamespaceCluster(hosts, tmp_path)
     yield started
     for process in started.started.values():
         if process.poll() is None:
@@ -87,7 +87,7 @@ def cluster(hosts: list[Host], tmp_path: Path) -> Iterator[Cluster]:
         wait_until(lambda host=host: not host.processes(), f"no process is left on {host.name}")
 
 
-def check_record(cluster: Cluster, ranks: Sequence[int]) -> None:
+def check_record(cluster: NamespaceCluster, ranks: Sequence[int]) -> None:
     """Every host has recorded its ranks and no others, and all of them trained together to the end."""
     first = 0
     checksums = set()
@@ -104,7 +104,9 @@ def check_record(cluster: Cluster, ranks: Sequence[int]) -> None:
     assert len(checksums) == 1
 
 
-def test_commands_pasted_on_three_hosts_train_together_though_names_lead_to_the_loopback(cluster: Cluster) -> None:
+def test_commands_pasted_on_three_hosts_train_together_though_names_lead_to_the_loopback(
+    cluster: NamespaceCluster,
+) -> None:
     ranks = [2, 1, 3]
     shell = cluster.plan(ranks, "--shell", "--run-dir", "record")
     assert "tcp://h1:" in shell
@@ -115,7 +117,7 @@ def test_commands_pasted_on_three_hosts_train_together_though_names_lead_to_the_
 
 
 @pytest.mark.parametrize("init_method", ["file", pytest.param("env", marks=pytest.mark.slow)])
-def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: Cluster, init_method: str) -> None:
+def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: NamespaceCluster, init_method: str) -> None:
     url = {"file": f"file://{cluster.folder}/meeting", "env": "env://"}[init_method]
     ranks = [1, 1, 2]
     words = ("--json", "--run-dir", "record", "--set", f"cluster.init_method={url}")
@@ -129,7 +131,7 @@ def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: Cluster, 
     assert not (cluster.folder / "meeting").exists()
 
 
-def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: Cluster) -> None:
+def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: NamespaceCluster) -> None:
     cluster.start_all("\n".join(cluster.plan([1, 1, 2], "--shell", join_timeout=6).splitlines()[:4]))
     assert cluster.wait() == {"h1": 1, "h2": 1}
     for host in cluster.hosts[:2]:
@@ -139,7 +141,7 @@ def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: Clust
         assert "Traceback" not in cluster.output(host)
 
 
-def test_a_link_that_goes_down_ends_every_host_with_the_name_of_what_it_lost(cluster: Cluster) -> None:
+def test_a_link_that_goes_down_ends_every_host_with_the_name_of_what_it_lost(cluster: NamespaceCluster) -> None:
     endless = ENDLESS | {"distributed_timeout": 4}
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **endless))
     firsts = dict(zip(cluster.hosts, [0, 1, 2], strict=True))
@@ -161,7 +163,7 @@ def test_a_link_that_goes_down_ends_every_host_with_the_name_of_what_it_lost(clu
         assert [failure["kind"] for failure in failures] in (["lost_peer"], [])  # its node may have ended it before
 
 
-def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: Cluster) -> None:
+def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: NamespaceCluster) -> None:
     h1, h2, h3 = cluster.hosts
     for host, other in ((h2, h3), (h3, h2)):
         host.run("ip", "route", "add", "unreachable", other.address)
@@ -180,7 +182,7 @@ def test_hosts_that_may_not_reach_each_other_are_named_before_training(cluster: 
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_reach_the_first_one_fails_before_the_others_time_out(cluster: Cluster) -> None:
+def test_a_host_that_cannot_reach_the_first_one_fails_before_the_others_time_out(cluster: NamespaceCluster) -> None:
     h2 = cluster.hosts[1]
     # Long enough for the other two to join on a loaded machine; the way is gone before anybody starts.
     shell = cluster.plan([1, 1, 1], "--shell", join_timeout=15)
@@ -200,7 +202,7 @@ def test_a_host_that_cannot_reach_the_first_one_fails_before_the_others_time_out
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_others(
-    cluster: Cluster, rank: int
+    cluster: NamespaceCluster, rank: int
 ) -> None:
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **ENDLESS))
     where = {0: 0, 3: 2}[rank]
@@ -218,7 +220,7 @@ def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_o
 
 
 @pytest.mark.slow
-def test_the_error_of_a_rank_is_reported_on_every_host(cluster: Cluster) -> None:
+def test_the_error_of_a_rank_is_reported_on_every_host(cluster: NamespaceCluster) -> None:
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", task={"fault": "raise", "fault_rank": 3, "fault_step": 3}))
     assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
     for host in cluster.hosts:
@@ -227,7 +229,7 @@ def test_the_error_of_a_rank_is_reported_on_every_host(cluster: Cluster) -> None
 
 
 @pytest.mark.slow
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(cluster: Cluster) -> None:
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(cluster: NamespaceCluster) -> None:
     plan = json.loads(cluster.plan([1, 1, 1], "--json", join_timeout=30))
     for host, node in zip(cluster.hosts, plan["nodes"], strict=True):
         cluster.start(host, *node["argv"], **node["env"], GLOO_SOCKET_IFNAME="eth0")

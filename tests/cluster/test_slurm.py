@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
-from network_namespaces import LIMIT_S, Host, wait_until
+from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 
 INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
@@ -263,7 +263,9 @@ class SlurmUser:
     def words(self, *words: str) -> list[str]:
         return ["env", f"GPUTRAIN_HOME={self.folder / 'home'}", "gputrain", *words]
 
-    def run(self, *words: str, host: Host | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, host: NamespaceHost | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         host = host or self.cluster.login
         return host.run(*self.words(*words), cwd=self.folder, env=self.cluster.environ, check=check)
 
@@ -454,7 +456,7 @@ def test_a_run_that_slurm_requeues_as_it_loses_a_node_is_stopped_until_it_goes_o
         user.run("stop", "last")
 
 
-def check_killed_node(user: SlurmUser, node: Host, ranks: str) -> None:
+def check_killed_node(user: SlurmUser, node: NamespaceHost, ranks: str) -> None:
     """Kill Slurm on a node while a run trains there; the run has failed within ten seconds, and nothing is left."""
     cluster, lost = user.cluster, f"Slurm lost {node.name} {ranks}"
     process = user.start("run", "endless.toml", *NO_REQUEUE)

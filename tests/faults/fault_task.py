@@ -44,7 +44,7 @@ class FaultTask(Task):
         ]
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        return {"train": _Points(self)}
+        return {"train": _FaultPoints(self)}
 
     def model(self) -> nn.Module:
         width = self.options.width
@@ -101,7 +101,7 @@ class _SlowStep(torch.optim.SGD):
         return done
 
 
-class _Points:
+class _FaultPoints:
     def __init__(self, task: FaultTask) -> None:
         generator = torch.Generator().manual_seed(7)
         self.task = task

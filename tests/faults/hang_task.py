@@ -38,7 +38,7 @@ class HangTask(Task):
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         self.reach("datasets")
-        return {"train": _Points(self, "train"), "valid": _Points(self, "valid")}
+        return {"train": _HangPoints(self, "train"), "valid": _HangPoints(self, "valid")}
 
     def model(self) -> nn.Module:
         self.reach("model")
@@ -59,7 +59,7 @@ class HangTask(Task):
                 time.sleep(600)
 
 
-class _Points:
+class _HangPoints:
     def __init__(self, task: HangTask, split: str) -> None:
         self.task, self.split = task, split
         self.read = 0

@@ -55,7 +55,7 @@ def context(writer: EventWriter, waits: Callable[[], None] = lambda: None) -> Wo
 def test_no_step_waits_for_the_device(tmp_path: Path, count_per_sample: int | None, num_workers: int) -> None:
     begun: list[bool] = []
 
-    class Task(TinyTask):
+    class SyncErrorTask(TinyTask):
         def loss(self, model: nn.Module, batch: Any) -> Any:
             if self.calls == 2:
                 begun.append(True)
@@ -66,7 +66,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, count_per_sample: int | No
         if begun:
             torch.cuda.set_sync_debug_mode("default")
 
-    task = Task(TinyOptions(masked=True, valid_samples=5, samples=200))
+    task = SyncErrorTask(TinyOptions(masked=True, valid_samples=5, samples=200))
     task.count_per_sample = count_per_sample
     options = Training(
         batch_size=(5,),
@@ -263,7 +263,7 @@ def ours(width: int, folder: Path) -> float:
     """Return seconds per step of our loop, recording as in real use."""
     times: list[float] = []
 
-    class Task(WideTask):
+    class TimedTask(WideTask):
         def loss(self, model: nn.Module, batch: Any) -> Any:
             self.calls += 1
             if self.calls in (WARM_UP + 1, WARM_UP + STEPS + 1):
@@ -275,7 +275,7 @@ def ours(width: int, folder: Path) -> float:
         batch_size=(64,), max_updates=WARM_UP + STEPS + 1, clip_norm=1.0, shuffle=False, save_every_epochs=0
     )
     writer = EventWriter(folder / "0.ndjson")
-    Loop(Task(TinyOptions(width=width)), options, context(writer)).run()
+    Loop(TimedTask(TinyOptions(width=width)), options, context(writer)).run()
     writer.close()
     return (times[1] - times[0]) / STEPS
 

@@ -55,7 +55,7 @@ ODD = [
 ODD += ["~nobody-is-called-so/x", "/dev/null/x", "/", ".", "١", "²", "%s", "{}", "last", "localhost", "10.0.0.1", "1,2"]
 
 
-class CommandResult:
+class CommandOutput:
     """How a command ended and what it printed."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
@@ -73,7 +73,7 @@ class CommandResult:
             assert len(set(lines)) == len(lines)
 
 
-def run_in_process(main: Any, *arguments: Any) -> CommandResult:
+def run_in_process(main: Any, *arguments: Any) -> CommandOutput:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -83,7 +83,7 @@ def run_in_process(main: Any, *arguments: Any) -> CommandResult:
     out.flush()
     err.flush()
     shown = [stream.buffer.getvalue().decode("utf-8", "surrogateescape") for stream in (out, err)]  # type: ignore[attr-defined]
-    return CommandResult(code, *shown)
+    return CommandOutput(code, *shown)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_any_text_in_a_recipe_that_is_right_is_only_quoted(
         assert all(any(word in (text, f"--save-dir={text}", f"--script={text}") for word in argv) for text in wanted)
 
 
-def run_plan(folder: Path, recipe: dict[str, Any], words: list[str]) -> CommandResult:
+def run_plan(folder: Path, recipe: dict[str, Any], words: list[str]) -> CommandOutput:
     (folder / "any.json").write_text(json.dumps(recipe))
     return run_in_process(cli.main, ["plan", "any.json", *words])
 

@@ -99,7 +99,7 @@ def evaluate(task: TaskWithTest, options: Training, ctx: Any) -> Any:
     return evaluate_checkpoint(task, options, ctx)
 
 
-class Ranks:
+class RankRunner:
     """Does something on so many ranks in a folder of its own, and returns what rank 0 recorded."""
 
     def __init__(self, processes: Processes, folder: Path) -> None:
@@ -118,8 +118,8 @@ class Ranks:
 
 
 @pytest.fixture
-def on_ranks_in_folder(processes: Processes, tmp_path: Path) -> Ranks:
-    return Ranks(processes, tmp_path)
+def on_ranks_in_folder(processes: Processes, tmp_path: Path) -> RankRunner:
+    return RankRunner(processes, tmp_path)
 
 
 def result_of_test(done: dict[str, Any]) -> Validation:
@@ -142,7 +142,7 @@ def expected_loss(checkpoint: Path) -> float:
 @pytest.fixture(scope="module")
 def trained(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A training whose best weights are not its last ones, and its checkpoints."""
-    on_ranks_in_folder = Ranks(processes, tmp_path_factory.mktemp("trained"))
+    on_ranks_in_folder = RankRunner(processes, tmp_path_factory.mktemp("trained"))
     done = on_ranks_in_folder(train, {})
     assert 0 < done["best"] < done["updates"], done
     return done, on_ranks_in_folder.checkpoints
@@ -171,7 +171,7 @@ def test_the_best_weights_are_tested_and_the_record_says_of_which_step_they_are(
     ids=["nothing saved", "switched off", "the last is the best"],
 )
 def test_the_best_weights_need_no_file_and_without_them_the_last_are_tested(
-    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path], options: dict[str, Any], last: bool
+    on_ranks_in_folder: RankRunner, trained: tuple[dict[str, Any], Path], options: dict[str, Any], last: bool
 ) -> None:
     done = on_ranks_in_folder(train, options)
     assert done["updates"] == trained[0]["updates"]
@@ -182,7 +182,7 @@ def test_the_best_weights_need_no_file_and_without_them_the_last_are_tested(
 
 @pytest.mark.parametrize("when", ["at once", "in the test"])
 def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
-    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path], when: str
+    on_ranks_in_folder: RankRunner, trained: tuple[dict[str, Any], Path], when: str
 ) -> None:
     first, checkpoints = trained
     done = on_ranks_in_folder(train, {"stop": when})
@@ -198,7 +198,7 @@ def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_does_not(
-    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path], tmp_path: Path, there: bool
+    on_ranks_in_folder: RankRunner, trained: tuple[dict[str, Any], Path], tmp_path: Path, there: bool
 ) -> None:
     first, checkpoints = trained
     folder = tmp_path / "before"
@@ -233,7 +233,7 @@ def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_doe
 
 
 def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
-    on_ranks_in_folder: Ranks, trained: tuple[dict[str, Any], Path]
+    on_ranks_in_folder: RankRunner, trained: tuple[dict[str, Any], Path]
 ) -> None:
     first, checkpoints = trained
     before = {path: path.stat() for path in checkpoints.iterdir()}
@@ -259,7 +259,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(
-    on_ranks_in_folder: Ranks,
+    on_ranks_in_folder: RankRunner,
     trained: tuple[dict[str, Any], Path],
     tmp_path: Path,
     options: dict[str, str],

@@ -36,7 +36,7 @@ def _hold(connection: Connection, folder: str, run_id: str) -> None:
     lock.release()
 
 
-class Holder:
+class HolderProcess:
     """Another process, which holds a folder."""
 
     def __init__(self, folder: Path, run_id: str = "") -> None:
@@ -57,7 +57,7 @@ class Holder:
 
 
 def test_a_folder_that_another_process_holds_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:
-    other = Holder(tmp_path, "20261121-mnist")
+    other = HolderProcess(tmp_path, "20261121-mnist")
     try:
         for run_id in ("", "20261121-other"):
             with pytest.raises(RequestError) as raised:
@@ -72,7 +72,7 @@ def test_a_folder_that_another_process_holds_is_refused_in_one_line_that_names_i
 
 
 def test_the_kernel_releases_the_folder_of_a_killed_process(tmp_path: Path) -> None:
-    other = Holder(tmp_path)
+    other = HolderProcess(tmp_path)
     other.end()
     FolderLock(tmp_path).release()
 
@@ -80,7 +80,7 @@ def test_the_kernel_releases_the_folder_of_a_killed_process(tmp_path: Path) -> N
 def test_a_run_that_starts_again_waits_for_its_own_process_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Holder(tmp_path, "same")
+    other = HolderProcess(tmp_path, "same")
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
@@ -93,7 +93,7 @@ def test_a_run_that_starts_again_waits_for_its_own_process_to_leave(
 
 
 def test_a_run_does_not_wait_for_ever_for_its_own_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Holder(tmp_path, "same")
+    other = HolderProcess(tmp_path, "same")
     monkeypatch.setattr(folder_lock, "RELEASE_S", 0.1)
     try:
         with pytest.raises(RequestError, match="run same, process"):
@@ -103,7 +103,7 @@ def test_a_run_does_not_wait_for_ever_for_its_own_process(tmp_path: Path, monkey
 
 
 def test_releasing_holds_for_processes_that_were_forked_meanwhile(tmp_path: Path) -> None:
-    other = Holder(tmp_path)
+    other = HolderProcess(tmp_path)
     other.connection.send("fork")
     child = other.connection.recv()
     try:
@@ -134,7 +134,7 @@ def test_where_a_file_system_has_no_locks_it_is_said_and_training_goes_on(
 
 
 def test_what_another_training_is_writing_is_not_cleared_away(tmp_path: Path) -> None:
-    other = Holder(tmp_path)
+    other = HolderProcess(tmp_path)
     writing = tmp_path / ".step_00000001.pt.tmp"
     writing.write_bytes(b"half")
     try:
@@ -154,7 +154,7 @@ def test_two_trainings_into_one_folder_are_refused_with_exit_code_2(
 ) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
-    other = Holder(kept, "20261121-mnist")
+    other = HolderProcess(kept, "20261121-mnist")
     flags = ("--batch-size", 10, "--save-dir", kept)
     try:
         done = train(tmp_path / "refused", *flags, "--max-updates", 2)

@@ -210,7 +210,9 @@ def trained(gang: Gang, folder: Path | None, stream: str, **options: Any) -> dic
     return first
 
 
-@pytest.mark.parametrize(("stream", "workers"), [("Stream", 0), ("Sized", 0), ("InParts", 0), ("ByWorker", 2)])
+@pytest.mark.parametrize(
+    ("stream", "workers"), [("ShuffledStream", 0), ("SizedStream", 0), ("InParts", 0), ("ByWorker", 2)]
+)
 def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
     three_ranks: Gang, tmp_path: Path, stream: str, workers: int
 ) -> None:
@@ -222,7 +224,7 @@ def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
     assert all(torch.equal(second["model"][name], weight) for name, weight in straight["model"].items())
 
 
-@pytest.mark.parametrize(("stream", "updates"), [("Sized", 5), ("InParts", 6), ("Liar", 5)])
+@pytest.mark.parametrize(("stream", "updates"), [("SizedStream", 5), ("InParts", 6), ("Liar", 5)])
 def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, stream: str, updates: int) -> None:
     done = trained(three_ranks, None, stream, max_epochs=2, task_options={"valid_stream": True})
     assert (done["error"], done["updates"]) == ("", 2 * updates)
@@ -235,13 +237,21 @@ def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, s
 @pytest.mark.parametrize(
     ("stream", "options", "line"),
     [
-        ("Stream", {"max_epochs": 2}, "the training data is a stream without a length, whose epochs may"),
-        ("Sized", {"max_tokens": 9, "batch_size": None}, "--max-tokens needs samples by index, but the training data"),
-        ("Sized", {"curriculum": 1}, "--curriculum needs samples by index, but the training data is a stream, which"),
+        ("ShuffledStream", {"max_epochs": 2}, "the training data is a stream without a length, whose epochs may"),
+        (
+            "SizedStream",
+            {"max_tokens": 9, "batch_size": None},
+            "--max-tokens needs samples by index, but the training data",
+        ),
+        (
+            "SizedStream",
+            {"curriculum": 1},
+            "--curriculum needs samples by index, but the training data is a stream, which",
+        ),
         ("ByRank", {"max_updates": 20}, "the ranks read different streams: every rank must read"),
         ("Longer", {"max_updates": 20}, "the ranks read different streams in epoch 1, after sample 0: rank 0 has 12"),
         ("Once", {"max_epochs": 2}, "the training data is empty in epoch 2: its __iter__ must begin anew each time"),
-        ("Sized", {"max_epochs": 1, "task_options": {"samples": 0}}, "the training data is empty"),
+        ("SizedStream", {"max_epochs": 1, "task_options": {"samples": 0}}, "the training data is empty"),
     ],
 )  # fmt: skip
 def test_a_stream_that_cannot_be_trained_on_is_one_line(

@@ -112,7 +112,7 @@ class Queue:
     prompt = False
 
 
-class QueuedEvent:
+class CountedEvent:
     def record(self) -> None:
         self.reached, self.step = Queue.prompt, Queue.step
 
@@ -138,7 +138,7 @@ def train_queued(
     Queue.waited, Queue.prompt = 0, prompt
     waited_in_steps: list[int] = []
 
-    class Task(TinyTask):
+    class CountingTask(TinyTask):
         def loss(self, model: torch.nn.Module, batch: Any) -> Any:
             if model.training:
                 Queue.step += 1
@@ -146,9 +146,9 @@ def train_queued(
             return super().loss(model, batch)
 
     loop = Loop(
-        Task(TinyOptions(**task)),
+        CountingTask(TinyOptions(**task)),
         Training(task="tiny", batch_size=(5,), **({"optimizer": "adam"} | options)),
-        worker_context(rank, world_size, checkpoints=Path(folder), copies=HostWaits(QueuedEvent).copies),
+        worker_context(rank, world_size, checkpoints=Path(folder), copies=HostWaits(CountedEvent).copies),
     )
     message = ""
     try:
@@ -371,13 +371,13 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
 
     waits = HostWaits()
 
-    class Task(TinyTask):
+    class HostWaitTask(TinyTask):
         def loss(self, model: torch.nn.Module, batch: Any) -> Any:
             if self.calls == 2:  # DDP's first backward pass rebuilds its buckets
                 waits.start()
             return super().loss(model, batch)
 
-    task = Task(TinyOptions(masked=True, valid_samples=5))
+    task = HostWaitTask(TinyOptions(masked=True, valid_samples=5))
     task.count_per_sample = count_per_sample
     loop = Loop(
         task,

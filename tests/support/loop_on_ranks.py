@@ -41,7 +41,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     seen: list[Any] = []
     weights: list[dict[str, torch.Tensor]] = []
 
-    class Watched(kind):  # type: ignore[misc, valid-type]
+    class RecordingTask(kind):  # type: ignore[misc, valid-type]
         def loss(self, model: torch.nn.Module, batch: Any) -> Any:
             if model.training and trace:
                 state = model.state_dict()
@@ -51,7 +51,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
             return super().loss(model, batch)
 
     try:
-        loop = Loop(Watched(own), training, context)
+        loop = Loop(RecordingTask(own), training, context)
         if training.finetune_from:
             fitting, other = loop.fitting_weights(training.finetune_from, partial=training.finetune_partial)
             loop.begin_with(fitting)

@@ -29,6 +29,6 @@ class DeepTask(TinyTask):
         return list(model)[1:-1]
 
 
-class NormTask(DeepTask):
+class DeepNormTask(DeepTask):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 12))

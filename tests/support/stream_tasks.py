@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from trainer.distributed import get_rank
 
 
-class Stream(IterableDataset[Any]):
+class ShuffledStream(IterableDataset[Any]):
     """Gives its samples in an order, and with noise, that it draws; without a length."""
 
     def __init__(self, samples: Any) -> None:
@@ -28,26 +28,26 @@ class Stream(IterableDataset[Any]):
             yield inputs + 0.1 * torch.randn(()), targets
 
 
-class Sized(Stream):
+class SizedStream(ShuffledStream):
     def __len__(self) -> int:
         return len(self.samples)
 
 
-class Liar(Stream):
+class Liar(ShuffledStream):
     def __len__(self) -> int:
         return len(self.samples) + 7
 
 
-class InParts(Sized):
+class InParts(SizedStream):
     """Rank r has r + 1 of every so many samples: the ranks run out at different times."""
 
-    def shard(self, count: int, index: int) -> Stream:
+    def shard(self, count: int, index: int) -> ShuffledStream:
         owners = [rank for rank in range(count) for _ in range(rank + 1)]
         own = [place for place in range(len(self.samples)) if owners[place % len(owners)] == index]
-        return Stream([self.samples[place] for place in own])
+        return ShuffledStream([self.samples[place] for place in own])
 
 
-class ByWorker(Stream):
+class ByWorker(ShuffledStream):
     """Shares itself out to reading processes as torch's documentation does."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,19 +55,19 @@ class ByWorker(Stream):
         yield from list(super().__iter__())[:: info.num_workers] if info else super().__iter__()
 
 
-class ByRank(Stream):
+class ByRank(ShuffledStream):
     def __iter__(self) -> Iterator[Any]:
         yield from list(super().__iter__())[get_rank() :: 2]
 
 
-class Longer(Stream):
+class Longer(ShuffledStream):
     """Of another length on each rank."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from list(super().__iter__())[: len(self.samples) - 20 * get_rank()]
 
 
-class Live(Stream):
+class Live(ShuffledStream):
     """Never the same again."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,7 +75,7 @@ class Live(Stream):
             yield inputs + float(int.from_bytes(os.urandom(2), "big")), targets
 
 
-class Once(Sized):
+class Once(SizedStream):
     def __init__(self, samples: Any) -> None:
         super().__init__(samples)
         self.source = iter([samples[index] for index in range(len(samples))])
@@ -85,7 +85,7 @@ class Once(Sized):
 
 
 class StreamOptions(TinyOptions, kw_only=True):
-    stream: str = "Stream"
+    stream: str = "ShuffledStream"
     valid_stream: bool = False
 
 
@@ -96,5 +96,5 @@ class StreamTask(TinyTask):
     def datasets(self) -> Mapping[str, Any]:
         splits = dict(super().datasets())
         stream = globals()[self.options.stream](splits["train"])
-        valid = Sized(splits["valid"]) if self.options.valid_stream else splits["valid"]
+        valid = SizedStream(splits["valid"]) if self.options.valid_stream else splits["valid"]
         return {"train": stream, "valid": valid}

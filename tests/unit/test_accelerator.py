@@ -94,14 +94,14 @@ class Streams:
     def stream(self, name: str) -> Any:
         streams = self
 
-        class Stream:
+        class FakeCudaStream:
             def wait_stream(self, other: Any) -> None:
                 streams.asked.append(f"{name} waits for {other}")
 
             def __str__(self) -> str:
                 return name
 
-        return Stream()
+        return FakeCudaStream()
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:

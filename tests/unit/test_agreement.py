@@ -9,7 +9,7 @@ from trainer.engine.agreement import NONE, Agreement, LoopRequests
 
 
 @dataclass
-class Ranks:
+class SimulatedRanks:
     """Ranks in one process: what one begins is complete once all have begun it."""
 
     step_s: float
@@ -59,7 +59,7 @@ class Ranks:
 @pytest.mark.parametrize("step_s", [0.0001, 0.003, 0.05, 0.4, 3.0])
 @pytest.mark.parametrize("asked", [0, 2])
 def test_what_one_rank_wants_all_do_after_the_same_update_and_soon(step_s: float, asked: int) -> None:
-    ranks = Ranks(step_s)
+    ranks = SimulatedRanks(step_s)
     for _ in range(int(20 / step_s) if step_s < 1 else 20):
         assert ranks.step() == [NONE] * 3
     ranks.wishes[asked] = LoopRequests(stop=True)
@@ -72,14 +72,14 @@ def test_what_one_rank_wants_all_do_after_the_same_update_and_soon(step_s: float
 
 @pytest.mark.parametrize("step_s", [0.0005, 0.003, 0.02])
 def test_agreements_are_about_half_a_second_apart(step_s: float) -> None:
-    ranks = Ranks(step_s)
+    ranks = SimulatedRanks(step_s)
     while ranks.now < 60:
         ranks.step()
     assert 100 <= len(ranks.begun) <= 140
 
 
 def test_after_updates_that_have_become_longer_the_next_agreement_comes_at_once() -> None:
-    ranks = Ranks(0.001)
+    ranks = SimulatedRanks(0.001)
     while ranks.now < 10:
         ranks.step()
     for rank in ranks.ranks:
@@ -93,7 +93,7 @@ def test_after_updates_that_have_become_longer_the_next_agreement_comes_at_once(
 
 
 def test_what_has_been_begun_is_waited_for_at_the_end() -> None:
-    ranks = Ranks(0.1)
+    ranks = SimulatedRanks(0.1)
     ranks.step()
     for rank in ranks.ranks:
         rank.close()

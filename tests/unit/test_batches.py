@@ -440,20 +440,20 @@ def test_evaluation_reads_by_length() -> None:
     assert [micro.batch for micro in source] == [["a"], ["b"], ["c"], ["d"]]
 
 
-class Page:
+class PinnableTensor:
     """What memory is pinned of: answers as a tensor does."""
 
     def __init__(self, locked: bool = False) -> None:
         self.locked = locked
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Page) and other.locked == self.locked
+        return isinstance(other, PinnableTensor) and other.locked == self.locked
 
     def __hash__(self) -> int:
         return hash(self.locked)
 
-    def pin_memory(self) -> Page:
-        return Page(locked=True)
+    def pin_memory(self) -> PinnableTensor:
+        return PinnableTensor(locked=True)
 
 
 class Pair(NamedTuple):
@@ -462,8 +462,13 @@ class Pair(NamedTuple):
 
 
 def test_every_tensor_of_a_batch_is_pinned() -> None:
-    batch = {"x": Page(), "y": [Page(), "text", 3], "z": (Page(), None), "pair": Pair(Page(), [Page()])}
-    locked = Page(locked=True)
+    batch = {
+        "x": PinnableTensor(),
+        "y": [PinnableTensor(), "text", 3],
+        "z": (PinnableTensor(), None),
+        "pair": Pair(PinnableTensor(), [PinnableTensor()]),
+    }
+    locked = PinnableTensor(locked=True)
     assert pinned(batch) == {
         "x": locked,
         "y": [locked, "text", 3],

@@ -197,7 +197,7 @@ def test_a_gpus_tensors_are_waited_for_by_the_writing_thread_and_not_by_training
             queued.append((self.as_subclass(torch.Tensor), source.clone()))
             return self.as_subclass(torch.Tensor)
 
-    class Event:
+    class CopyEvent:
         def record(self) -> None:
             assert len(queued) == 2, "after all copies"
 
@@ -210,7 +210,7 @@ def test_a_gpus_tensors_are_waited_for_by_the_writing_thread_and_not_by_training
         return HostTensors(
             is_away=lambda tensor: True,
             empty_like=lambda like: torch.empty_like(like).fill_(-1.0).as_subclass(Pinned),
-            event=Event,
+            event=CopyEvent,
         )
 
     writer = CheckpointWriter(tmp_path, keep_last=1, host_tensors=on_a_device)

@@ -32,7 +32,7 @@ def balanced(_step: int, _rank: int) -> Mapping[str, float]:
     return {}
 
 
-class Run:
+class SimulatedRun:
     """A run whose ranks synchronise: who is late makes the others wait in the same step's synchronisation."""
 
     def __init__(
@@ -148,7 +148,7 @@ def summaries(found: list[Finding]) -> list[tuple[str, str, int | None, str | No
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("part", ["data", "h2d", "forward", "backward", "optimizer"])
 def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int, part: str) -> None:
-    run = Run(ranks)
+    run = SimulatedRun(ranks)
     assert run.steps(60) == []
     found = run.steps(20, late(1, **{part: 30.0}))
     assert summaries(found) == [("straggler", "raised", 1, part)]
@@ -173,7 +173,7 @@ def test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps(ranks: int,
     ids=["within the forward pass", "two parts alike", "more than four fifths", "less than four fifths"],
 )
 def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float], cause: str) -> None:
-    run = Run(device="cuda:0")
+    run = SimulatedRun(device="cuda:0")
     run.steps(60)
     assert summaries(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
 
@@ -192,7 +192,7 @@ def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_l
             more = slow(step, rank)
             return {**more, "backward": usual["backward"] - PARTS["backward"] + more.get("backward", 0.0)}
 
-        return Run(device="cuda:0").steps(100, longer)
+        return SimulatedRun(device="cuda:0").steps(100, longer)
 
     [found] = found_with(slower)
     assert summaries([found]) == [("straggler", "raised", 2, "unattributed")]
@@ -203,7 +203,7 @@ def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_l
 def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
     """A quarter of the steps are hardly late; seven tenths of the others' lateness are no four fifths of it."""
     pattern = (2.0, 2.0, 2.0, 20.0, 20.0, 20.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0)
-    run = Run(2, noise=0.0, device="cuda:0")
+    run = SimulatedRun(2, noise=0.0, device="cuda:0")
     run.steps(60)
 
     def uneven(step: int, rank: int) -> Mapping[str, float]:
@@ -216,7 +216,7 @@ def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
 def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
     """As other guests of a host make it: each part longer, a few seconds at a time."""
     all_longer = {"forward": 12.0, "backward": 14.0, "optimizer": 4.0}
-    run = Run(2)
+    run = SimulatedRun(2)
     assert run.steps(60) == []
     for _ in range(3):
         began = run.now
@@ -230,11 +230,13 @@ def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_
 
 
 def test_a_rank_that_is_slow_from_the_first_step_is_found() -> None:
-    assert summaries(Run().steps(60, late(3, first=1, backward=10.0))) == [("straggler", "raised", 3, "backward")]
+    assert summaries(SimulatedRun().steps(60, late(3, first=1, backward=10.0))) == [
+        ("straggler", "raised", 3, "backward")
+    ]
 
 
 def test_a_finding_is_cleared_once_and_raised_again() -> None:
-    run = Run()
+    run = SimulatedRun()
     slow = late(1, first=61, last=101, forward=30.0)
     assert summaries(run.steps(100, slow)) == [("straggler", "raised", 1, "forward")]
     assert summaries(run.steps(40, slow)) == [("straggler", "cleared", 1, "forward")]
@@ -243,7 +245,7 @@ def test_a_finding_is_cleared_once_and_raised_again() -> None:
 
 
 def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert run.steps(60) == []
     for turn, part in enumerate(["forward", "backward", "data", "optimizer"] * 3):
         rank = turn % 2
@@ -254,14 +256,14 @@ def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> No
 
 
 def test_a_finding_stands_while_more_than_half_of_the_threshold_is_left() -> None:
-    run = Run(noise=0.0)
+    run = SimulatedRun(noise=0.0)
     assert summaries(run.steps(120, late(1, forward=6.0))) == [("straggler", "raised", 1, "forward")]
     assert run.steps(60, late(1, forward=3.5)) == []
     assert summaries(run.steps(40, late(1, forward=1.5))) == [("straggler", "cleared", 1, "forward")]
 
 
 def test_a_little_lateness_must_last_longer_than_much() -> None:
-    run = Run(noise=0.02)
+    run = SimulatedRun(noise=0.02)
     assert run.steps(85, late(1, forward=6.0)) == []
     found = run.steps(40, late(1, forward=6.0))
     assert [(finding.state, finding.rank, finding.severity) for finding in found] == [("raised", 1, "warning")]
@@ -269,14 +271,14 @@ def test_a_little_lateness_must_last_longer_than_much() -> None:
 
 @pytest.mark.parametrize(("share", "severity"), [(0.06, None), (0.14, "warning"), (0.30, "critical")])
 def test_lateness_counts_by_its_share_of_the_step(share: float, severity: str | None) -> None:
-    run = Run(noise=0.0)
+    run = SimulatedRun(noise=0.0)
     late_ms = 43.0 * share / (1 - share)
     found = run.steps(130, late(0, forward=late_ms))
     assert [finding.severity for finding in found] == ([severity] if severity else [])
 
 
 def test_two_slow_ranks_of_four_are_both_named() -> None:
-    run = Run()
+    run = SimulatedRun()
     run.steps(60)
     found = run.steps(20, lambda step, rank: {"forward": 30.0} if rank in (1, 2) else {})
     assert {finding.rank for finding in found} >= {1, 2}
@@ -284,7 +286,7 @@ def test_two_slow_ranks_of_four_are_both_named() -> None:
 
 def test_lateness_within_the_noise_is_no_finding() -> None:
     """Thresholds come from the machine's own noise: 10 ms is much on a quiet machine and nothing on a noisy one."""
-    quiet, noisy = Run(noise=0.02), Run(noise=0.6)
+    quiet, noisy = SimulatedRun(noise=0.02), SimulatedRun(noise=0.6)
     quiet.steps(60)
     noisy.steps(60)
     assert summaries(quiet.steps(20, late(1, forward=10.0))) == [("straggler", "raised", 1, "forward")]
@@ -299,7 +301,7 @@ def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_part
     def stolen(step: int, rank: int) -> dict[str, float]:
         return {longest: dice.expovariate(1 / 25.0) for longest in ("forward", "backward")}
 
-    run = Run(2)
+    run = SimulatedRun(2)
     assert {finding.kind for finding in run.steps(300, stolen)} == {"imbalance"}
     first = run.step + 1
     found = run.steps(20, lambda step, rank: {**stolen(step, rank), **({part: 30.0} if rank == 0 else {})})
@@ -319,7 +321,7 @@ TREES: dict[int, dict[int, list[int]]] = {
 @pytest.mark.parametrize("part", ["data", "optimizer"])
 @pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
 def test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow(ranks: int, slow: int, part: str) -> None:
-    run = Run(ranks, broadcast=TREES[ranks])
+    run = SimulatedRun(ranks, broadcast=TREES[ranks])
     assert run.steps(60) == []
     found = run.steps(60, late(slow, **{part: 30.0}))
     assert summaries(found) == [("straggler", "raised", slow, part)]
@@ -331,7 +333,7 @@ def test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow(ra
 
 
 def test_without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named() -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(60)
     found = run.steps(20, lambda _step, rank: ({}, {"data": 30.0}, {"forward": 45.0}, {})[rank])
     assert {(f.rank, f.cause) for f in found} == {(1, "data"), (2, "forward")}
@@ -339,7 +341,7 @@ def test_without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named(
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_thousand_balanced_steps_with_a_broadcast_on_a_busy_machine_are_no_finding(seed: int) -> None:
-    run = Run(3, noise=0.15, seed=seed, broadcast=TREES[3])
+    run = SimulatedRun(3, noise=0.15, seed=seed, broadcast=TREES[3])
     assert run.steps(1000, busy_machine(seed, bursts=True), every=5) == []
 
 
@@ -362,12 +364,12 @@ def busy_machine(seed: int, *, bursts: bool) -> Slow:
 @pytest.mark.parametrize("bursts", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_thousand_balanced_steps_on_a_busy_machine_are_no_finding(ranks: int, bursts: bool, seed: int) -> None:
-    run = Run(ranks, noise=0.15, seed=seed)
+    run = SimulatedRun(ranks, noise=0.15, seed=seed)
     assert run.steps(1000, busy_machine(seed, bursts=bursts), every=5) == []
 
 
 def test_a_delay_is_found_among_waits_for_cores_that_are_longer() -> None:
-    run = Run(2, noise=0.1)
+    run = SimulatedRun(2, noise=0.1)
     busy = busy_machine(4, bursts=True)
     run.steps(60, busy)
     found = run.steps(20, lambda step, rank: {**busy(step, rank), **({"backward": 30.0} if rank == 0 else {})})
@@ -375,13 +377,13 @@ def test_a_delay_is_found_among_waits_for_cores_that_are_longer() -> None:
 
 
 def test_a_rank_that_shares_its_core_is_found_to_wait_for_it() -> None:
-    run = Run()
+    run = SimulatedRun()
     found = run.steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
     assert summaries(found) == [("straggler", "raised", 2, "core_wait")]
 
 
 def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
-    run = Run()
+    run = SimulatedRun()
     for node, steal in ((0, 0.0), (1, 45.0)):
         run.state.apply(NodeSample(time=run.now, node=node, host=f"node{node}", steal_percent=steal))
     run.steps(60)
@@ -390,7 +392,7 @@ def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
 
 
 def test_a_throttled_gpu_is_named_by_its_clock() -> None:
-    run = Run()
+    run = SimulatedRun()
     for rank in range(4):
         gpu = GpuSample(index=0, uuid=f"GPU-{rank}", rank=rank, sm_clock_mhz=700 if rank == 3 else 1980)
         run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", gpus=[gpu]))
@@ -399,7 +401,7 @@ def test_a_throttled_gpu_is_named_by_its_clock() -> None:
     assert summaries(found) == [("straggler", "raised", 3, "gpu_clock")]
 
 
-def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[Finding]:
+def covering(run: SimulatedRun, events: int, steps: int, slow: Slow = balanced) -> list[Finding]:
     """Do steps that are so fast that an event covers several."""
     found = []
     for _ in range(events):
@@ -423,7 +425,7 @@ def covering(run: Run, events: int, steps: int, slow: Slow = balanced) -> list[F
 
 @pytest.mark.parametrize("steps", [2, 5, 17])
 def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert covering(run, 60, steps) == []
     assert summaries(covering(run, 20, steps, late(1, first=run.step + 1, optimizer=30.0))) == [
         ("straggler", "raised", 1, "optimizer")
@@ -431,7 +433,7 @@ def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
 
 
 def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_a_dozen_of_the_slow_ones() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert covering(run, 60, 25) == []
     slow = late(1, first=run.step + 1, forward=200.0)
     assert covering(run, 3, 2, slow) == []
@@ -443,7 +445,7 @@ def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_
 def test_slow_steps_of_which_some_share_an_event_and_some_have_their_own_are_told_as_soon(
     covered: tuple[int, ...],
 ) -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert covering(run, 60, 6) == []
     first = run.step + 1
     found: list[Finding] = []
@@ -456,7 +458,7 @@ def test_slow_steps_of_which_some_share_an_event_and_some_have_their_own_are_tol
 
 
 def test_a_few_slow_steps_among_very_fast_ones_are_no_straggler() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert covering(run, 60, 25) == []
     for _ in range(5):
         assert covering(run, 4, 2, late(1, first=run.step + 1, forward=200.0)) == []
@@ -464,7 +466,7 @@ def test_a_few_slow_steps_among_very_fast_ones_are_no_straggler() -> None:
 
 
 def test_a_rank_whose_parts_are_all_longer_for_a_moment_is_no_straggler() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert covering(run, 60, 6) == []
     assert covering(run, 8, 2, late(1, first=run.step + 1, forward=80.0, backward=90.0, optimizer=60.0)) == []
     assert covering(run, 40, 6) == []
@@ -472,23 +474,23 @@ def test_a_rank_whose_parts_are_all_longer_for_a_moment_is_no_straggler() -> Non
 
 @pytest.mark.parametrize("steps", [2, 17])
 def test_events_that_cover_several_noisy_balanced_steps_are_no_finding(steps: int) -> None:
-    assert covering(Run(2, noise=0.5), 400, steps) == []
+    assert covering(SimulatedRun(2, noise=0.5), 400, steps) == []
 
 
 def test_a_slow_network_is_found_step_by_step_within_events() -> None:
-    found = covering(Run(2, wire_ms=50.0), 80, 6)
+    found = covering(SimulatedRun(2, wire_ms=50.0), 80, 6)
     assert summaries(found) == [("communication_bound", "raised", None, "communication")]
     assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
 
 
 def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert covering(run, 30, 2) == []
     found = run.steps(20, late(1, backward=30.0))
     assert summaries(found) == [("straggler", "raised", 1, "backward")]
 
 
-def holding(run: Run, number: int, models: str) -> list[Finding]:
+def holding(run: SimulatedRun, number: int, models: str) -> list[Finding]:
     """Let each rank tell a checksum; ranks with the same letter hold the same model."""
     for rank, letter in enumerate(models):
         run.state.apply(Checksum(time=run.now, rank=rank, step=number, parameters=letter, buffers=""))
@@ -496,7 +498,7 @@ def holding(run: Run, number: int, models: str) -> list[Finding]:
 
 
 def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_once_until_they_agree() -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     assert holding(run, 100, "aaaa") == []
     (found,) = holding(run, 200, "aaba")
     assert summaries([found]) == [("desync", "raised", 2, "parameters")]
@@ -507,13 +509,13 @@ def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_o
 
 
 def test_a_desync_found_by_the_ranks_is_not_raised_again() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.state.apply(Finding(time=run.now, kind="desync", rank=1, cause="parameters", message="first in parameter w"))
     assert holding(run, 100, "ab") == []
 
 
 def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert summaries(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
     run.step += 1
     for event in run.one_step(late(1, forward=30.0), 2.0):
@@ -523,7 +525,7 @@ def test_a_step_whose_synchronisation_was_not_measured_changes_nothing() -> None
 
 
 def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     for _ in range(100):
         run.step += 1
         for event in run.one_step(late(1, forward=30.0), 2.0):
@@ -533,17 +535,17 @@ def test_ranks_that_do_not_wait_for_each_other_have_no_straggler() -> None:
 
 
 def test_a_single_rank_is_no_straggler() -> None:
-    assert Run(1).steps(200, late(0, forward=50.0)) == []
+    assert SimulatedRun(1).steps(200, late(0, forward=50.0)) == []
 
 
 def test_a_rank_that_has_not_reported_is_waited_for() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.state.rank(2)
     assert run.steps(100, late(1, first=1, forward=30.0)) == []
 
 
 def test_a_restarted_run_is_judged_anew() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     assert summaries(run.steps(80, late(1, forward=30.0))) == [("straggler", "raised", 1, "forward")]
     for rank in (0, 1):
         run.state.apply(RankState(time=run.now, rank=rank, state="spawned"))
@@ -555,7 +557,7 @@ def test_a_restarted_run_is_judged_anew() -> None:
 
 
 def test_waiting_for_data_on_all_ranks_is_input_bound() -> None:
-    run = Run()
+    run = SimulatedRun()
     found = run.steps(100, lambda _step, _rank: {"data": 40.0})
     assert summaries(found) == [("input_bound", "raised", None, "data")]
     assert found[0].evidence["data_share"] == pytest.approx(0.48, abs=0.05)
@@ -563,20 +565,20 @@ def test_waiting_for_data_on_all_ranks_is_input_bound() -> None:
 
 
 def test_a_slow_reader_alone_does_not_bind_the_run() -> None:
-    assert summaries(Run(2).steps(150, late(1, first=1, data=60.0))) == [("straggler", "raised", 1, "data")]
+    assert summaries(SimulatedRun(2).steps(150, late(1, first=1, data=60.0))) == [("straggler", "raised", 1, "data")]
 
 
 def test_bare_transfers_bind_a_run_but_waiting_for_a_late_rank_does_not() -> None:
-    found = Run(wire_ms=50.0).steps(100)
+    found = SimulatedRun(wire_ms=50.0).steps(100)
     assert summaries(found) == [("communication_bound", "raised", None, "communication")]
     assert "update_freq" in found[0].advice
     assert found[0].evidence["wire_exposed_ms"] == pytest.approx(50.0, rel=0.1)
-    late_rank = Run().steps(100, late(0, first=1, forward=80.0))
+    late_rank = SimulatedRun().steps(100, late(0, first=1, forward=80.0))
     assert {finding.kind for finding in late_rank} == {"straggler"}
 
 
 def test_transfers_on_a_machine_without_enough_cores_are_not_the_network_s() -> None:
-    run = Run(wire_ms=50.0)
+    run = SimulatedRun(wire_ms=50.0)
     assert run.steps(100, lambda _step, _rank: {"forward_wait": 20.0, "backward_wait": 20.0}) == []
 
 
@@ -585,7 +587,7 @@ def test_transfers_on_a_machine_without_enough_cores_are_not_the_network_s() -> 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), None], ids=["nan", "inf", "as the record has it"])
 def test_a_loss_that_is_no_number_is_a_finding(loss: float | None) -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     found = run.steps(3, loss=loss)
     assert summaries(found) == [("non_finite", "raised", 0, "loss")]
@@ -595,7 +597,7 @@ def test_a_loss_that_is_no_number_is_a_finding(loss: float | None) -> None:
     assert summaries(run.steps(1)) == [("non_finite", "cleared", 0, "loss")]
 
 
-def norms(run: Run, *norms: float | None) -> list[Finding]:
+def norms(run: SimulatedRun, *norms: float | None) -> list[Finding]:
     """Do a step for each gradient norm of all ranks."""
     found = []
     for norm in norms:
@@ -608,7 +610,7 @@ def norms(run: Run, *norms: float | None) -> list[Finding]:
 
 
 def test_the_first_rank_that_is_not_finite_stays_the_one_that_is_named() -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     run.steps(40)
     run.step += 1
     events = run.one_step(balanced, 2.0)
@@ -620,7 +622,7 @@ def test_the_first_rank_that_is_not_finite_stays_the_one_that_is_named() -> None
 
 
 def test_a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_stay_so_are() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     for _ in range(3):
         assert norms(run, None, None, 1.0, 1.0) == []
@@ -628,7 +630,7 @@ def test_a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_s
 
 
 def test_a_loss_reported_only_at_some_steps_is_no_finding() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     found = []
     for _ in range(40):
         found += run.steps(1, loss=2.0) + run.steps(2, loss=None)
@@ -636,7 +638,7 @@ def test_a_loss_reported_only_at_some_steps_is_no_finding() -> None:
 
 
 def test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     for _ in range(40):
         run.steps(1, loss=2.0 + run.random.gauss(0, 0.05))
     assert run.steps(1, loss=9.0) == []
@@ -648,7 +650,7 @@ def test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not() -> None:
 
 
 def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(40)
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
@@ -661,7 +663,7 @@ def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
 
 
 def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_goes_on() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     run.diagnose()
     assert run.diagnose(15.0) == []
@@ -677,7 +679,7 @@ def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_
 def test_of_ranks_at_the_same_step_the_one_that_does_something_else_is_named(
     cpu: list[float], rank: int | None
 ) -> None:
-    run = Run(len(cpu))
+    run = SimulatedRun(len(cpu))
     run.steps(40)
     samples = [RankSample(rank=rank, cpu_percent=percent) for rank, percent in enumerate(cpu)]
     run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
@@ -686,7 +688,7 @@ def test_of_ranks_at_the_same_step_the_one_that_does_something_else_is_named(
 
 
 def test_the_rank_that_is_at_an_earlier_part_of_the_step_is_named_with_that_part() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     run.diagnose()
     last = "its last collectives are all_reduce 81, all_reduce 82; 82 of 82 are complete"
@@ -724,7 +726,7 @@ def test_progress_is_compared_by_the_step_that_each_rank_is_in_and_then_within_i
     places: list[tuple[int, str, int] | None], behind: int | None
 ) -> None:
     """A GPU, or events that share a line, may hold back the record of a step that a rank has done."""
-    run = Run(len(places))
+    run = SimulatedRun(len(places))
     run.steps(40)
     run.diagnose()
     for rank, place in enumerate(places):
@@ -738,7 +740,7 @@ def test_progress_is_compared_by_the_step_that_each_rank_is_in_and_then_within_i
 
 
 def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     samples = [RankSample(rank=rank, cpu_percent=98.0) for rank in (0, 1)]
     run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
@@ -747,7 +749,7 @@ def test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating() -> None:
 
 
 def test_a_rank_that_spins_without_a_core_is_not_idle() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     samples = [
         RankSample(rank=0, cpu_percent=1.0, wait_percent=0.5),
@@ -759,7 +761,7 @@ def test_a_rank_that_spins_without_a_core_is_not_idle() -> None:
 
 
 def test_ranks_that_have_finished_do_not_wait_for_one_that_has_done_as_many_steps() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     run.state.apply(RankState(time=run.now, rank=0, state="finished"))
     run.diagnose()
@@ -767,7 +769,7 @@ def test_ranks_that_have_finished_do_not_wait_for_one_that_has_done_as_many_step
 
 
 def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     run.steps(40)
     run.state.apply(RankState(time=run.now, rank=1, state="finished"))
     run.step += 1
@@ -778,7 +780,7 @@ def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None
     assert found.message.startswith("rank 1 has ended after step 40, and for 15 s the others have done no step")
 
 
-def run_out(run: Run, rank: int, *, steps: int) -> None:
+def run_out(run: SimulatedRun, rank: int, *, steps: int) -> None:
     """Let the others do steps of three seconds without a rank, as in DDP's join()."""
     for _ in range(steps):
         run.step += 1
@@ -789,7 +791,7 @@ def run_out(run: Run, rank: int, *, steps: int) -> None:
 
 @pytest.mark.parametrize("state", ["training", "finished"])
 def test_nobody_waits_for_a_rank_without_which_the_others_have_trained_on(state: str) -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     run.steps(40)
     run_out(run, 0, steps=30)
     if state == "finished":
@@ -802,7 +804,7 @@ def test_nobody_waits_for_a_rank_without_which_the_others_have_trained_on(state:
 
 
 def test_of_those_that_train_on_the_one_that_does_no_step_is_named() -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     run.steps(40)
     run_out(run, 0, steps=30)
     run.step += 1
@@ -812,14 +814,14 @@ def test_of_those_that_train_on_the_one_that_does_no_step_is_named() -> None:
     assert [(finding.kind, finding.rank) for finding in found] == [("stalled", 1)]
 
 
-def enter(run: Run, state: str, *ranks: int, after_s: float = 0.0) -> None:
+def enter(run: SimulatedRun, state: str, *ranks: int, after_s: float = 0.0) -> None:
     run.now += after_s
     for rank in ranks:
         run.state.apply(RankState(time=run.now, rank=rank, state=state))  # type: ignore[arg-type]
     run.diagnose()
 
 
-def wait_for_all(run: Run, *ranks: int, after_s: float = 0.0) -> None:
+def wait_for_all(run: SimulatedRun, *ranks: int, after_s: float = 0.0) -> None:
     """Let ranks have done their own part and wait for all others outside of steps."""
     run.now += after_s
     for rank in ranks:
@@ -829,7 +831,7 @@ def wait_for_all(run: Run, *ranks: int, after_s: float = 0.0) -> None:
 
 @pytest.mark.parametrize("took_s", [1.0, 30.0])
 def test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others_is_named(took_s: float) -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     run.steps(40)
     enter(run, "validating", 0, 1, 2)
     wait_for_all(run, 0, 2, after_s=took_s)
@@ -844,7 +846,7 @@ def test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others
 
 
 def test_a_validation_may_last_some_times_as_long_as_the_longest_before() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     enter(run, "validating", 0, 1)
     enter(run, "training", 0, 1, after_s=50.0)
@@ -857,7 +859,7 @@ def test_a_validation_may_last_some_times_as_long_as_the_longest_before() -> Non
 
 
 def test_a_rank_that_does_not_begin_a_validation_is_awaited_by_those_that_have() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     enter(run, "validating", 0)
     (found,) = run.diagnose(12.0)
@@ -865,7 +867,7 @@ def test_a_rank_that_does_not_begin_a_validation_is_awaited_by_those_that_have()
 
 
 def test_a_first_save_may_take_minutes_while_something_is_written_and_a_later_one_some_times_as_long() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     enter(run, "saving", 0)
     assert run.diagnose(250.0) == []
@@ -876,8 +878,8 @@ def test_a_first_save_may_take_minutes_while_something_is_written_and_a_later_on
     assert summaries(run.diagnose(100.0)) == [("stalled", "raised", None, None)]
 
 
-def starting(ranks: int, state: str) -> Run:
-    run = Run(ranks)
+def starting(ranks: int, state: str) -> SimulatedRun:
+    run = SimulatedRun(ranks)
     run.state = RunState(world_size=ranks, history=HISTORY)
     enter(run, state, *range(ranks))
     return run
@@ -926,7 +928,7 @@ def test_while_ranks_join_those_that_are_missing_are_named() -> None:
     assert "rank 1 has been joining for 65 s" in found.message
 
 
-def sampled(run: Run, seconds: int, *percents: float, wait_percent: float = 0.0) -> list[Finding]:
+def sampled(run: SimulatedRun, seconds: int, *percents: float, wait_percent: float = 0.0) -> list[Finding]:
     """Let as many seconds pass, each with a look at the ranks' processes."""
     found = []
     for _ in range(seconds):
@@ -992,7 +994,7 @@ def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_na
 
 
 def test_a_failure_does_not_clear_a_stall() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40)
     wait_for_all(run, 0)
     (found,) = run.diagnose(12.0)
@@ -1004,7 +1006,7 @@ def test_a_failure_does_not_clear_a_stall() -> None:
 
 
 def test_patience_grows_with_the_length_of_steps() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(40, lambda _step, _rank: {"forward": 3000.0})
     run.diagnose()
     assert run.diagnose(40.0) == []
@@ -1015,7 +1017,7 @@ def test_patience_grows_with_the_length_of_steps() -> None:
 
 
 def test_findings_of_ranks_are_passed_on_and_not_repeated() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.state.apply(Finding(time=run.now, kind="desync", severity="critical", rank=1, message="other parameters"))
     assert "desync" not in KINDS
     assert run.steps(60) == []
@@ -1023,7 +1025,7 @@ def test_findings_of_ranks_are_passed_on_and_not_repeated() -> None:
 
 
 def test_who_takes_over_goes_on_with_what_was_raised() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     slow = late(1, forward=30.0)
     run.steps(80, slow)
     run.diagnosis = Diagnosis()
@@ -1032,7 +1034,7 @@ def test_who_takes_over_goes_on_with_what_was_raised() -> None:
 
 
 def test_a_state_without_history_is_diagnosed_as_nothing() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.state = RunState(world_size=2)
     assert run.steps(100, late(1, forward=30.0)) == []
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from test_diagnosis import Run, Slow, busy_machine, late, summaries
+from test_diagnosis import SimulatedRun, Slow, busy_machine, late, summaries
 from test_diagnosis_hosts import sampled
 from test_diagnosis_uneven import late_in_turns
 
@@ -17,7 +17,7 @@ SLOW_DEVICE: Slow = lambda step, rank: {"forward": 12.0, "backward": 24.0} if ra
 """A device of half the speed."""
 
 
-def sample_gpus(run: Run, clocks: list[int], reasons: Mapping[int, list[str]], celsius: float = 60.0) -> None:
+def sample_gpus(run: SimulatedRun, clocks: list[int], reasons: Mapping[int, list[str]], celsius: float = 60.0) -> None:
     """Tell every GPU's clock, and what holds it down."""
     for node in sorted({rank // 2 for rank in range(len(clocks))}):
         gpus = [
@@ -58,7 +58,7 @@ def sample_gpus(run: Run, clocks: list[int], reasons: Mapping[int, list[str]], c
 def test_a_gpu_whose_clock_accounts_for_the_lateness_is_named_with_what_holds_it_down(
     clock: int, reasons: list[str], celsius: float, cause: str, because: str
 ) -> None:
-    run = Run(noise=0.0, device="cuda:1 NVIDIA H200")
+    run = SimulatedRun(noise=0.0, device="cuda:1 NVIDIA H200")
     sample_gpus(run, [1980, 1980, 1980, clock], {3: reasons}, celsius)
     run.steps(60)
     found = run.steps(20, SLOW_DEVICE)
@@ -74,7 +74,7 @@ def test_a_gpu_whose_clock_accounts_for_the_lateness_is_named_with_what_holds_it
 
 
 def test_throttling_that_ends_clears_the_finding_and_comes_again_with_its_cause() -> None:
-    run = Run(noise=0.0, device="cuda:1")
+    run = SimulatedRun(noise=0.0, device="cuda:1")
     sample_gpus(run, [1980, 1980, 1980, 960], {3: ["thermal_software"]}, 88.0)
     run.steps(60)
     assert summaries(run.steps(40, SLOW_DEVICE)) == [("straggler", "raised", 3, "gpu_thermal")]
@@ -85,14 +85,14 @@ def test_throttling_that_ends_clears_the_finding_and_comes_again_with_its_cause(
 
 
 def test_gpus_throttled_alike_are_no_stragglers() -> None:
-    run = Run(device="cuda:0")
+    run = SimulatedRun(device="cuda:0")
     sample_gpus(run, [960] * 4, {rank: ["power_cap"] for rank in range(4)})
     assert run.steps(200) == []
 
 
 def test_a_gpu_of_a_slower_kind_is_a_straggler_that_stays_and_is_told_once() -> None:
     """Its parts tell that the device is slow as a whole; its clock is as fast as the others'."""
-    run = Run(device="cuda:0")
+    run = SimulatedRun(device="cuda:0")
     sample_gpus(run, [1980] * 4, {})
     found = run.steps(400, late(3, first=1, forward=12.0, backward=24.0, optimizer=2.5))
     assert summaries(found) == [("straggler", "raised", 3, "unattributed")]
@@ -112,7 +112,7 @@ CAUSES: list[tuple[dict[str, float], str, str]] = [
 
 @pytest.mark.parametrize(("extra", "cause", "because"), CAUSES, ids=[cause for _, cause, _ in CAUSES])
 def test_a_finding_says_who_how_much_why_and_what_to_do(extra: dict[str, float], cause: str, because: str) -> None:
-    run = Run(noise=0.0, device="cuda:1 NVIDIA H200")
+    run = SimulatedRun(noise=0.0, device="cuda:1 NVIDIA H200")
     run.steps(60)
     found = run.steps(40, late(3, **extra))
     assert summaries(found) == [("straggler", "raised", 3, cause)]
@@ -134,18 +134,18 @@ def units(finding: Finding) -> list[str]:
 
 
 def test_every_number_of_the_evidence_has_a_unit() -> None:
-    run = Run(device="cuda:0")
+    run = SimulatedRun(device="cuda:0")
     sample_gpus(run, [1980, 1980, 1980, 700], {3: ["thermal_software"]})
     found = run.steps(100, SLOW_DEVICE)
-    found += Run(wire_ms=60.0).steps(100)
-    found += Run().steps(100, lambda _step, _rank: {"data": 60.0})
-    found += Run().steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
-    stopped = Run(2)
+    found += SimulatedRun(wire_ms=60.0).steps(100)
+    found += SimulatedRun().steps(100, lambda _step, _rank: {"data": 60.0})
+    found += SimulatedRun().steps(150, late(2, first=1, forward_wait=10.0, backward_wait=12.0))
+    stopped = SimulatedRun(2)
     stopped.steps(40)
     stopped.diagnose()
     found += stopped.diagnose(60.0)
-    found += Run(2).steps(80, late_in_turns)
-    crowded = Run(2)
+    found += SimulatedRun(2).steps(80, late_in_turns)
+    crowded = SimulatedRun(2)
     crowded.steps(10)
     found += sampled(crowded, 12, wait_percent=80.0)
     kinds = {"straggler", "imbalance", "communication_bound", "cpu_contention", "input_bound", "stalled"}
@@ -158,13 +158,13 @@ def test_every_number_of_the_evidence_has_a_unit() -> None:
 
 def test_slow_first_steps_are_no_finding() -> None:
     first: Slow = lambda step, rank: {"forward": 900.0 / step} if step <= 5 and rank == 1 else {}  # noqa: E731
-    assert Run().steps(100, first) == []
+    assert SimulatedRun().steps(100, first) == []
 
 
 @pytest.mark.parametrize("every", [10, 25])
 def test_pauses_for_validation_and_checkpoints_are_no_finding(every: int) -> None:
     """The pause itself is in no step; caches that it has emptied make the first step after it longer on one rank."""
-    run = Run()
+    run = SimulatedRun()
     for n in range(400 // every):
         cold = run.step + 1
         slow: Slow = lambda step, rank, cold=cold: {"forward": 200.0} if (step, rank) == (cold, 0) else {}  # type: ignore[misc] # noqa: E731
@@ -182,31 +182,31 @@ def test_pauses_for_validation_and_checkpoints_are_no_finding(every: int) -> Non
 
 def test_uneven_batches_at_the_end_of_epochs_are_no_finding() -> None:
     short: Slow = lambda step, rank: {"forward": -6.0, "backward": -12.0} if step % 30 == 0 and rank != 2 else {}  # noqa: E731
-    assert Run().steps(400, short) == []
+    assert SimulatedRun().steps(400, short) == []
 
 
 @pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer"])
 def test_hiccups_now_and_then_are_no_finding(part: str) -> None:
     hiccup: Slow = lambda step, rank: {part: 400.0} if step % 17 == 0 and rank == step // 17 % 4 else {}  # noqa: E731
-    assert Run().steps(500, hiccup) == []
+    assert SimulatedRun().steps(500, hiccup) == []
 
 
 def test_a_second_in_which_one_rank_is_held_up_is_no_finding() -> None:
     """Nine steps of 70 ms are fewer than three quarters of a window."""
-    run = Run()
+    run = SimulatedRun()
     assert run.steps(300, lambda step, rank: {"backward": 30.0} if 101 <= step < 107 and rank == 1 else {}) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_machine_whose_ranks_share_cores_is_no_finding(ranks: int) -> None:
-    run = Run(ranks, noise=0.2, seed=9)
+    run = SimulatedRun(ranks, noise=0.2, seed=9)
     assert run.steps(600, busy_machine(9, bursts=True), every=3) == []
 
 
 # --- what was not measured ------------------------------------------------------------------------------------------
 
 
-def unmeasured(run: Run, count: int, slow: Slow, *, backward: bool = False, every: int = 1) -> list[Finding]:
+def unmeasured(run: SimulatedRun, count: int, slow: Slow, *, backward: bool = False, every: int = 1) -> list[Finding]:
     """Do steps of which every ``every``-th tells nothing of the synchronisation, nor perhaps of the backward pass."""
     found = []
     for _ in range(count):
@@ -223,15 +223,15 @@ def unmeasured(run: Run, count: int, slow: Slow, *, backward: bool = False, ever
 @pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
 def test_no_straggler_is_raised_where_the_synchronisation_is_not_measured(backward: bool) -> None:
     """What a rank waited is in the rest of its step then: the fast ones would look slow."""
-    run = Run(3)
+    run = SimulatedRun(3)
     assert unmeasured(run, 200, late(1, first=1, forward=40.0), backward=backward) == []
-    run = Run(3, wire_ms=60.0)
+    run = SimulatedRun(3, wire_ms=60.0)
     assert unmeasured(run, 200, late(1, first=1), backward=backward) == []
 
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_steps_whose_synchronisation_was_not_measured_do_not_blame_those_that_waited(every: int) -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     assert unmeasured(run, 90, late(1, first=10**6), every=every) == []
     found = unmeasured(run, 60, late(1, forward=40.0), every=every)
     assert summaries(found) == [("straggler", "raised", 1, "forward")]
@@ -240,13 +240,13 @@ def test_steps_whose_synchronisation_was_not_measured_do_not_blame_those_that_wa
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
 def test_waiting_for_data_is_told_without_the_synchronisation(backward: bool) -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     found = unmeasured(run, 100, lambda _step, _rank: {"data": 60.0}, backward=backward)
     assert summaries(found) == [("input_bound", "raised", None, "data")]
 
 
 def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured() -> None:
-    run = Run(3)
+    run = SimulatedRun(3)
     assert summaries(run.steps(80, late(1, forward=40.0))) == [("straggler", "raised", 1, "forward")]
     assert summaries(unmeasured(run, 20, late(1, forward=40.0))) == [("straggler", "cleared", 1, "forward")]
 
@@ -254,7 +254,7 @@ def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured()
 @pytest.mark.parametrize(("device", "estimated"), [("cpu", True), ("cuda:0", False)])
 def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device: str, estimated: bool) -> None:
     """Without the comm hook (``sync_detail_every = 0``) ranks on CPU do not tell what they waited for a core."""
-    run = Run(wire_ms=60.0, device=device)
+    run = SimulatedRun(wire_ms=60.0, device=device)
     found = []
     for _ in range(80):
         run.step += 1
@@ -264,13 +264,13 @@ def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device:
         found += run.diagnose()
     assert summaries(found) == [("communication_bound", "raised", None, "communication")]
     assert ("waits for a core were not measured" in found[0].message) == estimated
-    assert "not measured" not in Run(wire_ms=60.0).steps(80)[0].message
+    assert "not measured" not in SimulatedRun(wire_ms=60.0).steps(80)[0].message
 
 
 def test_who_waits_in_an_earlier_synchronisation_of_the_step_is_not_blamed() -> None:
     """Of several synchronisations in a step the last one is measured; the others are part of the backward pass."""
     earlier: Slow = lambda step, rank: {"data": 30.0} if rank == 1 else {"backward": 30.0}  # noqa: E731
-    run = Run(3)
+    run = SimulatedRun(3)
     run.steps(60)
     assert run.steps(100, earlier) == []
 

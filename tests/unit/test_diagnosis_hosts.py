@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from test_diagnosis import Run, balanced, summaries
+from test_diagnosis import SimulatedRun, balanced, summaries
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from trainer.contract.record import Finding, NodeSample, RankSample
 
 
 def sampled(
-    run: Run,
+    run: SimulatedRun,
     seconds: int,
     *,
     wait_percent: float,
@@ -57,7 +57,7 @@ CROWDED = [
 def test_a_host_with_more_busy_threads_than_cores_is_told_with_the_threads_to_set(
     sample: dict[str, float], threads: int, advice: str
 ) -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(10)
     found = sampled(run, 12, **sample)  # type: ignore[arg-type]
     assert summaries(found) == [("cpu_contention", "raised", None, "core_wait")]
@@ -80,13 +80,13 @@ def test_a_host_with_more_busy_threads_than_cores_is_told_with_the_threads_to_se
     ids=["short waits", "cores enough", "cores unknown"],
 )
 def test_cores_that_suffice_or_are_unknown_are_no_finding(sample: dict[str, float]) -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     run.steps(10)
     assert sampled(run, 30, **sample) == []  # type: ignore[arg-type]
 
 
 def test_a_burst_of_other_work_and_the_start_of_the_ranks_are_no_finding() -> None:
-    run = Run(2)
+    run = SimulatedRun(2)
     for _ in range(20):
         run.now += 1.0
         ranks = [RankSample(rank=rank, wait_percent=90.0, busy_threads=1.0) for rank in (0, 1)]
@@ -98,7 +98,7 @@ def test_a_burst_of_other_work_and_the_start_of_the_ranks_are_no_finding() -> No
 
 
 def test_each_crowded_host_has_its_own_finding() -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(10)
     found = []
     for _ in range(12):
@@ -112,14 +112,14 @@ def test_each_crowded_host_has_its_own_finding() -> None:
 # --- silent hosts and stopped processes ------------------------------------------------------------------------------
 
 
-def silent(run: Run, state: str) -> None:
+def silent(run: SimulatedRun, state: str) -> None:
     run.state.apply(Finding(time=run.now, kind="host_silent", state=state, rank=2, host="node1"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["looked at meanwhile", "looked at afterwards"])
 def test_the_ranks_of_a_host_that_was_silent_are_not_said_to_be_busy_or_stalled(known: bool) -> None:
     """What they did in its silence comes later than the word that it is heard of again."""
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(40)
     run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=[RankSample(rank=3, cpu_percent=99.0)]))
     run.step += 1
@@ -139,7 +139,7 @@ def test_the_ranks_of_a_host_that_was_silent_are_not_said_to_be_busy_or_stalled(
     )
 
 
-def stop(run: Run, rank: int, held: str | None = "T") -> None:
+def stop(run: SimulatedRun, rank: int, held: str | None = "T") -> None:
     run.state.ranks[rank].pid = 4711
     sample = RankSample(rank=rank, cpu_percent=0.0, held=held, sleeps_in="do_signal_stop")
     run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", ranks=[sample]))
@@ -147,7 +147,7 @@ def stop(run: Run, rank: int, held: str | None = "T") -> None:
 
 @pytest.mark.parametrize("everybody", [False, True])
 def test_a_stopped_process_is_told_soon_with_the_command_that_continues_it(everybody: bool) -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(40)
     run.diagnose()
     for rank in range(4) if everybody else [2]:
@@ -164,7 +164,7 @@ def test_a_stopped_process_is_told_soon_with_the_command_that_continues_it(every
 
 
 def test_a_process_that_a_debugger_holds_is_said_to_be_so() -> None:
-    run = Run(4)
+    run = SimulatedRun(4)
     run.steps(40)
     run.step += 1
     run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank != 2])
@@ -178,7 +178,7 @@ def test_a_process_that_a_debugger_holds_is_said_to_be_so() -> None:
 
 
 def test_stragglers_of_one_node_are_shown_as_one_and_recorded_one_by_one() -> None:
-    run = Run(6, noise=0.01)
+    run = SimulatedRun(6, noise=0.01)
     run.steps(60)
     found = run.steps(20, lambda step, rank: {"data": 30.0 + rank} if rank >= 4 else {})
     assert sorted((finding.rank, finding.cause) for finding in found) == [(4, "data"), (5, "data")]
@@ -202,7 +202,7 @@ def test_stragglers_of_one_node_are_shown_as_one_and_recorded_one_by_one() -> No
 def test_stragglers_that_their_node_does_not_explain_stay_apart(
     ranks: int, late_ranks: list[int], causes: list[str]
 ) -> None:
-    run = Run(ranks)
+    run = SimulatedRun(ranks)
     found = [
         Finding(time=1.0, kind="straggler", rank=rank, cause=cause)
         for rank, cause in zip(late_ranks, causes, strict=True)

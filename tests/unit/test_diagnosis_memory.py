@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_diagnosis import Run
+from test_diagnosis import SimulatedRun
 
 from trainer.contract.record import Finding, GpuSample, NodeSample, RankSample
 
@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 def grow(
-    run: Run,
+    run: SimulatedRun,
     sizes: list[float],
     *,
     rank: int = 1,
@@ -61,7 +61,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("sizes", "kinds"), SIZES)
 def test_memory_that_goes_on_growing_is_a_finding(sizes: list[float], kinds: list[str]) -> None:
-    found = grow(Run(2), sizes)
+    found = grow(SimulatedRun(2), sizes)
     assert [finding.state for finding in found] == kinds
     assert all(finding.rank == 1 and finding.evidence["growth_bytes_per_hour"] > 0 for finding in found)
 
@@ -69,7 +69,7 @@ def test_memory_that_goes_on_growing_is_a_finding(sizes: list[float], kinds: lis
 @pytest.mark.parametrize("gpu", [False, True], ids=["host", "GPU"])
 def test_memory_that_will_soon_run_out_is_raised_in_time(gpu: bool) -> None:
     """16 GiB are free and 3 GiB go in a minute."""
-    run = Run(2)
+    run = SimulatedRun(2)
     total = 20.0 if gpu else 40.0
     found = grow(run, [4.0 + 0.05 * second for second in range(36)], total=total, gpu=gpu)
     assert [(finding.state, finding.rank, finding.severity) for finding in found] == [("raised", 1, "critical")]
@@ -103,10 +103,10 @@ def test_memory_that_will_soon_run_out_is_raised_in_time(gpu: bool) -> None:
 def test_growth_that_does_not_use_up_the_memory_is_not_forecast(
     sizes: list[float], total: float, host: list[float] | None
 ) -> None:
-    found = grow(Run(2), sizes, total=total, host=host)
+    found = grow(SimulatedRun(2), sizes, total=total, host=host)
     assert [finding for finding in found if "at this rate" in finding.message] == []
 
 
 def test_a_forecast_is_cleared_when_the_growth_is_over() -> None:
     sizes = [4.0 + 0.05 * min(second, 40) for second in range(100)]
-    assert [finding.state for finding in grow(Run(2), sizes, total=30.0)] == ["raised", "cleared"]
+    assert [finding.state for finding in grow(SimulatedRun(2), sizes, total=30.0)] == ["raised", "cleared"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
-from test_diagnosis import PARTS, Run, Slow, balanced, covering, late, summaries
+from test_diagnosis import PARTS, SimulatedRun, Slow, balanced, covering, late, summaries
 
 from trainer.contract.record import Finding
 
@@ -69,7 +69,7 @@ UNEVEN: list[tuple[int, Slow, str]] = [
 def test_uneven_work_is_told_with_its_cause_and_never_as_a_slow_network(
     ranks: int, slow: Slow, cause: str, covered: int
 ) -> None:
-    run = Run(ranks, wire_ms=12.0)
+    run = SimulatedRun(ranks, wire_ms=12.0)
     if covered == 1:
         found = run.steps(200, slow)
         over = run.steps(100)
@@ -84,7 +84,7 @@ def test_uneven_work_is_told_with_its_cause_and_never_as_a_slow_network(
 
 
 def test_what_uneven_work_costs_is_what_evenly_spread_work_would_save() -> None:
-    (found,) = Run(2, noise=0.0).steps(80, late_in_turns)
+    (found,) = SimulatedRun(2, noise=0.0).steps(80, late_in_turns)
     assert found.evidence["imbalance_ms"] == pytest.approx(15.0)
     assert found.evidence["step_ms"] == pytest.approx(73.0)
     assert found.message == (
@@ -95,7 +95,7 @@ def test_what_uneven_work_costs_is_what_evenly_spread_work_would_save() -> None:
 
 
 def test_uneven_batch_sizes_are_named_with_their_range() -> None:
-    (found,) = Run(4, noise=0.0).steps(80, Lengths())
+    (found,) = SimulatedRun(4, noise=0.0).steps(80, Lengths())
     assert "as they get from 40 to 320 tokens in a step" in found.message
     assert "equally many tokens" in found.advice
     assert (found.evidence["least_tokens"], found.evidence["most_tokens"]) == (40.0, 320.0)
@@ -104,7 +104,7 @@ def test_uneven_batch_sizes_are_named_with_their_range() -> None:
 @pytest.mark.parametrize("covered", [1, 6])
 def test_a_slow_link_is_no_uneven_work_and_both_are_told_where_there_are_both(covered: int) -> None:
     def found(wire_ms: float, slow: Slow) -> list[Finding]:
-        run = Run(2, wire_ms=wire_ms)
+        run = SimulatedRun(2, wire_ms=wire_ms)
         return run.steps(100, slow) if covered == 1 else covering(run, 100, covered, slow)
 
     assert {each.kind for each in found(60.0, balanced)} == {"communication_bound"}
@@ -120,7 +120,7 @@ def test_a_slow_link_is_no_uneven_work_and_both_are_told_where_there_are_both(co
 @pytest.mark.parametrize("every", [2, 5])
 def test_means_over_several_steps_do_not_make_a_slow_link(every: int) -> None:
     """A record without the single values, in which ranks that take turns have waited alike."""
-    run = Run(2)
+    run = SimulatedRun(2)
     found = []
     for _ in range(80):
         ahead: list[list[float]] = [[], []]
@@ -140,7 +140,7 @@ def test_means_over_several_steps_do_not_make_a_slow_link(every: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_is_always_late_is_a_straggler_and_no_uneven_work(ranks: int, covered: int) -> None:
     for first in (1, 61, 90):
-        run = Run(ranks)
+        run = SimulatedRun(ranks)
         slow = late(1, first=first, backward=60.0)
         found = run.steps(220, slow) if covered == 1 else covering(run, 150, covered, slow)
         assert summaries(found) == [("straggler", "raised", 1, "backward")]

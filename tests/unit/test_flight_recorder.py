@@ -63,29 +63,29 @@ def test_each_backend_is_bound_to_the_interface_by_its_own_variable(gloo: bool, 
     assert interface_setting("eth1", gloo=gloo) == setting
 
 
-class Clock:
+class HeartbeatClock:
     now_s = 0.0
 
 
 def hearts(store: dist.Store) -> tuple[Heartbeat, Heartbeat]:
-    first, second = (Heartbeat(store, MACHINES, here, now=lambda: Clock.now_s) for here in range(2))
+    first, second = (Heartbeat(store, MACHINES, here, now=lambda: HeartbeatClock.now_s) for here in range(2))
     return first, second
 
 
 def test_a_machine_without_heartbeats_is_lost_and_one_that_left_is_not() -> None:
-    Clock.now_s = 0.0
+    HeartbeatClock.now_s = 0.0
     first, second = hearts(dist.HashStore())
-    for Clock.now_s in (0.0, LOST_S, 2 * LOST_S):
+    for HeartbeatClock.now_s in (0.0, LOST_S, 2 * LOST_S):
         assert (second.beat(), first.beat()) == ("", "")
-    Clock.now_s += LOST_S
+    HeartbeatClock.now_s += LOST_S
     assert first.beat() == f"no sign of life from two (ranks 2, 3) for {LOST_S:g} s"
     second.leave()
-    Clock.now_s += LOST_S
+    HeartbeatClock.now_s += LOST_S
     assert (first.beat(), first.beat()) == ("", "")
 
 
 def test_a_reported_failure_reaches_the_others_with_the_next_heartbeat() -> None:
-    Clock.now_s = 0.0
+    HeartbeatClock.now_s = 0.0
     store = dist.HashStore()
     first, second = hearts(store)
     assert (second.beat(), first.beat()) == ("", "")
@@ -97,9 +97,9 @@ def test_a_reported_failure_reaches_the_others_with_the_next_heartbeat() -> None
 def test_a_store_that_does_not_answer_is_the_first_machines_loss() -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-    Clock.now_s = 0.0
+    HeartbeatClock.now_s = 0.0
     _, second = hearts(store)
     assert second.beat() == ""
     del server
-    Clock.now_s = LOST_S
+    HeartbeatClock.now_s = LOST_S
     assert second.beat() == "one (ranks 0, 1) is gone, or out of reach from two"

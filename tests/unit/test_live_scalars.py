@@ -16,7 +16,7 @@ from trainer.contract.record import RankState, RunDir, RunEnded, Validation, enc
 from trainer.telemetry.step_events import merge
 
 
-class Written:
+class MemorySink:
     """A sink that keeps what is committed."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def steps(first: int, last: int, rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("killed", [False, True], ids=["one sink", "killed after each reading"])
 def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, killed: bool) -> None:
-    sink, saved = Written(), dict[str, int]()
+    sink, saved = MemorySink(), dict[str, int]()
     scalars: LiveScalars | None = None
 
     def follow() -> None:
@@ -98,7 +98,7 @@ def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, kil
 
 
 def test_a_step_that_a_rank_has_passed_over_is_written_without_it(run_dir: RunDir) -> None:
-    sink = Written()
+    sink = MemorySink()
     append_events(run_dir, 0, *steps(1, 3, 0))
     append_events(run_dir, 1, *steps(1, 1, 1), *steps(3, 3, 1))
     scalars = LiveScalars(run_dir, 2, sink, written={})

@@ -410,7 +410,7 @@ def test_without_a_record_nothing_is_measured(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the GPU's clock
 
 
-class Device:
+class FakeDevice:
     """Stands in for a GPU that does queued work when the test says so; this machine need not have one."""
 
     def __init__(self) -> None:
@@ -424,15 +424,15 @@ class Device:
     def set_current(self, which: object) -> None:
         self.current.device = which
 
-    def event(self) -> Event:
+    def event(self) -> FakeCudaEvent:
         self.made += 1
-        return Event(self)
+        return FakeCudaEvent(self)
 
 
-class Event:
+class FakeCudaEvent:
     """What `CudaClock` uses of ``torch.cuda.Event``."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.at = math.inf
 
@@ -444,14 +444,14 @@ class Event:
         self.device.asked_from.add(getattr(self.device.current, "device", 0))
         return self.at <= self.device.done
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: FakeCudaEvent) -> float:
         return other.at - self.at
 
 
 def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Device()
+    device = FakeDevice()
     monkeypatch.setattr(
         "trainer.telemetry.step_meter.CudaClock",
         lambda where: CudaClock(where, device.event, lambda: None, device.set_current),
@@ -491,7 +491,7 @@ def test_gpu_steps_become_events_in_order_when_the_device_has_done_them(
 def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "trainer.telemetry.step_meter.CudaClock",
-        lambda where: CudaClock(where, Device().event, lambda: None, lambda _: None),
+        lambda where: CudaClock(where, FakeDevice().event, lambda: None, lambda _: None),
     )
     writer = EventWriter(tmp_path / "0.ndjson")
     meter = StepMeter(nn.Linear(2, 2), device=torch.device("cuda"), writer=writer, rank=0)
@@ -505,7 +505,7 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
 def test_the_writers_thread_asks_events_with_its_ranks_device_current_and_records_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, second = Device(), torch.device("cuda", 1)
+    device, second = FakeDevice(), torch.device("cuda", 1)
     monkeypatch.setattr(
         "trainer.telemetry.step_meter.CudaClock",
         lambda where: CudaClock(where, device.event, lambda: None, device.set_current, lambda _: 3 << 30),
@@ -525,7 +525,7 @@ def test_the_writers_thread_asks_events_with_its_ranks_device_current_and_record
 
 
 def test_numbers_are_fetched_from_a_device_without_asking_for_their_values() -> None:
-    clock = CudaClock(CPU, Device().event, lambda: None)  # tensors on the CPU stand for those on a device
+    clock = CudaClock(CPU, FakeDevice().event, lambda: None)  # tensors on the CPU stand for those on a device
     with HostWaits():
         clock.mark()
         fetched = [clock.fetch((torch.tensor(1.5 + step), None, torch.tensor([2.5]), 0.5)) for step in range(2)]
@@ -535,16 +535,16 @@ def test_numbers_are_fetched_from_a_device_without_asking_for_their_values() -> 
 def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "current_stream", asked.append)
-    CudaClock(torch.device("cuda", 1), Device().event).mark()
+    CudaClock(torch.device("cuda", 1), FakeDevice().event).mark()
     assert asked == [torch.device("cuda", 1)]
 
 
 def test_a_device_that_failed_ends_the_measuring_and_not_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = Device()
+    device = FakeDevice()
 
-    class Failed(Event):
+    class Failed(FakeCudaEvent):
         def query(self) -> bool:
             raise RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
 

@@ -223,7 +223,7 @@ def test_an_evaluation_by_tokens_reads_every_sample_once(ranks: int) -> None:
     assert sorted(flat(seen)) == list(range(len(SIZES)))
 
 
-class Sized:
+class DatasetWithSizes:
     def __len__(self) -> int:
         return 3
 
@@ -240,9 +240,9 @@ class OwnSizes(Task):
 
 
 def test_sizes_are_the_tasks_or_the_datasets_and_lengths_without_max_tokens() -> None:
-    assert sample_lengths(OwnSizes(None), "train", Sized(), LIMIT) == [1, 2, 3]
-    assert sample_lengths(Task(None), "train", Sized(), LIMIT) == [10, 11, 12]
-    assert sample_lengths(OwnSizes(None), "train", Sized(), None) is None
+    assert sample_lengths(OwnSizes(None), "train", DatasetWithSizes(), LIMIT) == [1, 2, 3]
+    assert sample_lengths(Task(None), "train", DatasetWithSizes(), LIMIT) == [10, 11, 12]
+    assert sample_lengths(OwnSizes(None), "train", DatasetWithSizes(), None) is None
     with pytest.raises(RequestError) as refusal:
         sample_lengths(Task(None), "train", range(3), LIMIT)
     assert str(refusal.value) == (

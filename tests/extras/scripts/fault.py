@@ -14,7 +14,7 @@ from torch import Tensor, nn
 DELAY_S = 0.030
 
 
-class Fault(nn.Module):
+class FaultLayer(nn.Module):
     """Returns its input, after its rank's fault."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fault import Fault
+from fault import FaultLayer
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -18,5 +18,5 @@ def net() -> nn.Module:
     """Return a model of three layers."""
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Linear(64, 384), nn.ReLU(), Fault(), nn.Linear(384, 384), nn.ReLU(), nn.Dropout(0.1), nn.Linear(384, 1)
+        nn.Linear(64, 384), nn.ReLU(), FaultLayer(), nn.Linear(384, 384), nn.ReLU(), nn.Dropout(0.1), nn.Linear(384, 1)
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from fault import Fault
+from fault import FaultLayer
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -25,7 +25,7 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 class Model(GPT2LMHeadModel):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        self.fault = Fault()
+        self.fault = FaultLayer()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **named: Any) -> Any:
         return super().forward(input_ids=self.fault(input_ids), labels=labels, **named)
