@@ -48,7 +48,7 @@ def event() -> Step:
     )  # fmt: skip
 
 
-def test_following_128_ranks_costs_little_more_than_decoding_what_they_write(
+def test_following_128_ranks_costs_little_more_than_decoding_their_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = RunDir(tmp_path / "runs" / "20260101-000000-run")

@@ -22,9 +22,7 @@ REPEAT_S = 0.04
 
 
 @pytest.mark.parametrize(("words", "least", "most"), [(["--fps", "2"], 2, 2 * HELD_S + 3), ([], 15, 60)])
-def test_a_key_that_is_held_down_is_painted_at_the_rate_asked_for(
-    words: list[str], least: int, most: float, tmp_path: Path
-) -> None:
+def test_a_held_key_is_painted_at_the_requested_rate(words: list[str], least: int, most: float, tmp_path: Path) -> None:
     env = {**os.environ, "GPUTRAIN_HOME": str(tmp_path)}
     run = synthetic_run.whole(tmp_path / "runs", ranks=64, steps=20)
     with Terminal([GPUTRAIN, "attach", run.id, *words], env=env, columns=120, rows=60) as terminal:

@@ -106,7 +106,7 @@ def mounted(host: NamespaceHost, *words: str | Path) -> Iterator[None]:
         host.run("umount", words[-1])
 
 
-def test_what_a_host_has_too_little_of_or_has_other_than_the_first_is_one_line_with_its_fix(lab: SshLab) -> None:
+def test_a_shortage_or_difference_of_a_host_is_one_line_with_its_fix(lab: SshLab) -> None:
     (made := lab.folder / "made").mkdir()
     (made / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 51200 kB\nSwapTotal: 0 kB\n")
     for name, limit in (("group", 64 << 20), ("small_group", 10 << 20)):
@@ -194,7 +194,7 @@ def test_another_cuda_or_nccl_on_a_host_is_one_line_with_its_fix(lab: SshLab, tm
     }
 
 
-def test_of_two_launches_on_one_gpu_of_a_host_one_trains_and_the_other_is_told_whose_it_is(
+def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds_it(
     lab: SshLab, tmp_path: Path
 ) -> None:
     (packages := tmp_path / "packages").mkdir()
@@ -320,7 +320,7 @@ def test_a_clock_of_a_host_that_differs_is_a_warning_and_above_a_minute_refused(
     assert "set-ntp true" in told["fix"]
 
 
-def test_a_host_that_does_not_let_us_in_is_one_line_and_nobody_is_asked(lab: SshLab) -> None:
+def test_a_host_that_refuses_the_login_is_one_line_without_a_prompt(lab: SshLab) -> None:
     names = {
         "moved": "HostKeyAlias h5",
         "stranger": f"HostKeyAlias h3\n  IdentityFile {lab.folder}/host_key.h3",
@@ -391,7 +391,7 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
     assert not list(lab.folder.glob(".gputrain-*"))
 
 
-def test_gpus_of_a_host_are_there_and_free_and_else_it_says_whose_they_are(lab: SshLab, tmp_path: Path) -> None:
+def test_missing_and_busy_gpus_of_a_host_are_reported_with_their_holder(lab: SshLab, tmp_path: Path) -> None:
     environ = {FOLDER: str(tmp_path / "claims")}
     start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {FOLDER}={tmp_path}/claims")
     nodes = ('{host="h1", cpu_ranks=1}', '{host="h2", gpus=2}', '{host="h3", gpus=1}')

@@ -235,7 +235,7 @@ def test_hosts_as_json_have_an_inventory_or_a_problem(server: SshServer, environ
     assert [gpu["uuid"] for gpu in host["inventory"]["gpus"]] == ["GPU-aaaa", "GPU-bbbb"]
 
 
-def test_a_password_is_never_asked_for_even_on_a_terminal(server: SshServer, environ: dict[str, str]) -> None:
+def test_there_is_no_password_prompt_even_on_a_terminal(server: SshServer, environ: dict[str, str]) -> None:
     name = server.host("keyless", key="stranger")
     primary, secondary = os.openpty()
     words = [sys.executable, "-m", "gputrain_tui", "gpus", "--hosts", name]

@@ -280,7 +280,7 @@ def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host
 
 
 @pytest.mark.slow
-def test_agents_that_hear_of_nobody_go_on_while_their_ranks_make_steps_and_end_them_when_they_do_not(
+def test_agents_without_a_supervisor_train_on_and_end_ranks_that_stand_still(
     cluster: SshCluster,
 ) -> None:
     cluster.write(**ENDLESS | {"distributed_timeout": 4})

@@ -141,7 +141,7 @@ def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: Names
         assert "Traceback" not in cluster.output(host)
 
 
-def test_a_link_that_goes_down_ends_every_host_with_the_name_of_what_it_lost(cluster: NamespaceCluster) -> None:
+def test_a_link_that_goes_down_ends_every_host_with_the_name_of_the_lost_peer(cluster: NamespaceCluster) -> None:
     endless = ENDLESS | {"distributed_timeout": 4}
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **endless))
     firsts = dict(zip(cluster.hosts, [0, 1, 2], strict=True))

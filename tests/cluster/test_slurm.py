@@ -135,7 +135,7 @@ while True:
 """Connects to a port as soon as somebody listens, and says nothing until its standard input ends."""
 
 
-def test_nodes_with_unequal_gpus_count_their_ranks_whoever_else_connects(
+def test_nodes_with_unequal_gpus_get_their_ranks_despite_foreign_connections(
     cluster: Slurm, tmp_path: Path, driver: Path
 ) -> None:
     (tmp_path / "tell.py").write_text(TELL)
@@ -170,7 +170,7 @@ def test_a_failed_rank_fails_the_job_and_every_node_reports_the_cause(cluster: S
     assert [result["failure"]["kind"] for result in results] == ["lost_peer", "exception"]
 
 
-def test_scancel_ends_every_process_and_no_rank_says_that_it_has_finished(cluster: Slurm, tmp_path: Path) -> None:
+def test_scancel_ends_every_process_and_no_rank_is_recorded_as_finished(cluster: Slurm, tmp_path: Path) -> None:
     job = plan(cluster, tmp_path, ["n1", "n2"], [2, 1], **ENDLESS)
     number = cluster.submit(job)
     record = tmp_path / "record"
@@ -238,9 +238,7 @@ def test_an_allocation_that_does_not_fit_is_refused_with_the_reason(
     assert not (tmp_path / "record").exists()
 
 
-def test_a_script_in_too_small_a_job_or_outside_of_one_says_so_and_starts_nothing(
-    cluster: Slurm, tmp_path: Path
-) -> None:
+def test_a_script_in_too_small_a_job_or_outside_of_one_is_refused(cluster: Slurm, tmp_path: Path) -> None:
     job = plan(cluster, tmp_path, ["10.0.0.1", "10.0.0.2", "10.0.0.3"], [1, 1, 1])
     found = cluster.wait(cluster.submit(job, "--nodes=2"))
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "2:0")
@@ -378,7 +376,9 @@ def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, sett
 
 
 @pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])
-def test_a_run_directory_that_a_node_does_not_see_is_told_in_one_line(user: SlurmUser, alone: int, who: str) -> None:
+def test_a_run_directory_that_a_node_does_not_see_is_reported_in_one_line(
+    user: SlurmUser, alone: int, who: str
+) -> None:
     host, home = [user.cluster.login, *user.cluster.nodes][alone], user.folder / "home"
     home.mkdir()
     host.run("mount", "-t", "tmpfs", "tmpfs", home)
@@ -508,7 +508,7 @@ while True:
         ("polled", 1, "ranks 0, 1 (rank 1 used most)", 0),
     ],
 )
-def test_a_job_that_needs_more_memory_than_it_asked_for_is_told_with_rank_host_limit_and_key(
+def test_a_job_over_its_memory_limit_is_reported_with_rank_host_limit_and_key(
     tmp_path: Path, memory: str, hog: int, who: str, node: int
 ) -> None:
     require_slurm()
@@ -548,7 +548,7 @@ def test_a_job_that_needs_more_memory_than_it_asked_for_is_told_with_rank_host_l
 
 @pytest.mark.slow
 @pytest.mark.timing
-def test_where_slurm_signals_only_the_tasks_of_a_step_a_run_is_saved_as_well_and_a_killed_node_is_named(
+def test_a_run_is_saved_and_a_killed_node_named_where_slurm_signals_only_a_steps_tasks(
     tmp_path: Path,
 ) -> None:
     """As most clusters do, by ``proctrack/cgroup``."""

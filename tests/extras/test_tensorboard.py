@@ -95,7 +95,7 @@ def test_after_a_restart_the_reader_has_the_steps_of_the_last_attempt(call: Comm
     assert losses[-1][1] == single(1, 35).loss
 
 
-def test_a_folder_of_an_export_is_replaced_when_that_is_asked_for(call: Command, run: Run) -> None:
+def test_force_replaces_the_folder_of_an_export(call: Command, run: Run) -> None:
     assert call(run.id, "--to", "tensorboard", "-o", "out").returncode == 0
     refused = call(run.id, "--to", "tensorboard", "-o", "out")
     assert refused.stderr == "gputrain: out is there already: replace it with --force, or name another folder\n"

@@ -155,7 +155,7 @@ def test_a_rank_that_is_held_up_is_named_with_its_part_and_cleared_when_it_is_ov
 
 
 @pytest.mark.slow
-def test_nothing_is_found_but_what_is_wrong(held_up: Record) -> None:
+def test_only_the_injected_faults_are_found(held_up: Record) -> None:
     assert len([f for f in held_up.findings if f.kind != "cpu_contention"]) == 2 * len(FAULTS)
 
 
@@ -219,7 +219,7 @@ def test_ranks_that_are_late_in_turns_are_uneven_work_and_no_slow_network(
 
 
 @pytest.mark.slow
-def test_ranks_without_a_core_each_are_told_with_the_threads_to_set_for_as_long_as_it_lasts(tmp_path: Path) -> None:
+def test_ranks_without_a_core_each_are_one_lasting_finding_with_the_threads_to_set(tmp_path: Path) -> None:
     record = train(tmp_path, ranks=4, updates=250, cores=2, timeout=600)
     print([(finding.state, finding.message, finding.advice) for finding in record.findings])
     (found,) = [finding for finding in record.findings if finding.kind == "cpu_contention"]

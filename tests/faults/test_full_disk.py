@@ -72,7 +72,9 @@ def last_checkpoint_step(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])
-def test_what_cannot_be_kept_fails_a_run_that_has_trained(small_disk: Path, tmp_path: Path, whose: str) -> None:
+def test_an_unwritable_last_checkpoint_fails_a_run_that_has_trained(
+    small_disk: Path, tmp_path: Path, whose: str
+) -> None:
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
     settings = [] if everything else [f"train.save_dir={small_disk}/kept"]
@@ -114,7 +116,9 @@ def test_a_full_disk_loses_the_record_only_and_is_reported(small_disk: Path, tmp
 
 
 @pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])
-def test_a_run_stopped_on_a_full_disk_says_that_nothing_was_saved(small_disk: Path, tmp_path: Path, whose: str) -> None:
+def test_a_run_stopped_on_a_full_disk_reports_the_checkpoint_that_was_not_saved(
+    small_disk: Path, tmp_path: Path, whose: str
+) -> None:
     everything = whose == "record and checkpoints"
     bench = Bench(small_disk if everything else tmp_path)
     settings = [] if everything else [f"train.save_dir={small_disk}/kept"]

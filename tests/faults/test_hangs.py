@@ -191,7 +191,7 @@ def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
     assert re.match(r"no rank has done a step for \d+ s", found.message)
 
 
-def test_a_stopped_rank_is_told_with_the_command_that_continues_it_and_cleared_by_it(bench: Bench) -> None:
+def test_a_stopped_rank_is_reported_with_the_command_that_continues_it_and_cleared_by_it(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
     run = bench.await_training()
     pid = rank_pid(run, 1)

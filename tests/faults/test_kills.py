@@ -75,7 +75,7 @@ def test_an_ended_run_is_not_changed_by_a_late_supervisor(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [("finished", 0), ("stopped", 130)])
-def test_a_supervisor_killed_between_its_last_event_and_the_status_has_said_how_the_run_ended(
+def test_the_status_follows_the_last_event_of_a_supervisor_killed_before_writing_it(
     run: Run, how: str, code: int
 ) -> None:
     (ended,) = ended_events(run)
@@ -101,7 +101,7 @@ def test_a_supervisor_killed_between_its_last_event_and_the_status_has_said_how_
 @pytest.mark.parametrize(
     "kills", [2, pytest.param(74, marks=pytest.mark.slow)], ids=["a few", "as many as the attack that found it"]
 )
-def test_kills_at_random_moments_never_leave_a_status_that_says_running(tmp_path: Path, kills: int) -> None:
+def test_kills_at_random_moments_never_leave_the_status_running(tmp_path: Path, kills: int) -> None:
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("needs PID namespaces (root, unshare)")

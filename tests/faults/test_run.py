@@ -234,7 +234,7 @@ def test_ctrl_c_while_the_supervisor_loads_its_modules_stops_the_run(
     assert leftovers.processes_of(run.dir.path) == []
 
 
-def test_what_only_the_ranks_can_refuse_leaves_no_run_behind(bench: Bench) -> None:
+def test_a_refusal_by_the_ranks_leaves_no_run_behind(bench: Bench) -> None:
     (bench.folder / "short.txt").write_text("short")
     done = bench.call("run", bench.recipe(), "--set", "task.data=short.txt")
     assert done.returncode == 2

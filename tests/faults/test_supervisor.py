@@ -156,7 +156,7 @@ def test_the_first_failure_stops_all_nodes_and_is_the_root_cause(make_run: MakeR
     assert (status.status, status.exit_code, status.message) == ("failed", 1, "ValueError: bad batch")
 
 
-def test_a_node_that_dies_without_a_word_is_told_by_its_log(make_run: MakeRun) -> None:
+def test_a_node_that_dies_without_a_report_is_explained_by_its_log(make_run: MakeRun) -> None:
     state = supervise(make_run("mute"))
     assert state.root_cause is not None
     assert "exit code 7" in state.root_cause.message
@@ -340,7 +340,7 @@ def test_stop_waits_until_nothing_is_left(make_run: MakeRun) -> None:
     assert stop(run).stdout == f"{run.id} was stopped already; processes left: none\n"
 
 
-def test_a_supervisor_that_a_signal_has_stopped_is_asked_all_the_same(make_run: MakeRun) -> None:
+def test_stop_reaches_a_supervisor_that_a_signal_has_stopped(make_run: MakeRun) -> None:
     run = make_run("saves")
     supervisor = waiting_run(run)
     (run.dir.path / "go").touch()
@@ -352,9 +352,7 @@ def test_a_supervisor_that_a_signal_has_stopped_is_asked_all_the_same(make_run: 
 
 
 @pytest.mark.parametrize("mode", ["told", "saves"])
-def test_a_supervisor_that_nothing_can_reach_is_replaced_and_the_record_says_how_the_run_ended(
-    make_run: MakeRun, mode: str
-) -> None:
+def test_a_supervisor_out_of_reach_is_replaced_and_the_outcome_recorded(make_run: MakeRun, mode: str) -> None:
     run = make_run(mode)
     supervisor = waiting_run(run)
     with traced(supervisor.pid):
@@ -369,7 +367,7 @@ def test_a_supervisor_that_nothing_can_reach_is_replaced_and_the_record_says_how
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["supervised", "adopted"])
-def test_a_node_s_parent_that_a_signal_has_stopped_is_asked_all_the_same(make_run: MakeRun, killed: bool) -> None:
+def test_stop_reaches_a_node_agent_that_a_signal_has_stopped(make_run: MakeRun, killed: bool) -> None:
     run = make_run("saves")
     supervisor = waiting_run(run)
     (run.dir.path / "go").touch()

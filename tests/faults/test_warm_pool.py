@@ -190,7 +190,7 @@ def test_the_processes_of_a_warm_run_are_found_and_stopped(home: Path, warm: War
     assert folders(home) == []
 
 
-def test_stop_ends_a_warm_run_without_a_word_of_it_in_the_run_directory(home: Path, warm: WarmPool) -> None:
+def test_stop_ends_a_warm_run_whose_run_directory_does_not_mention_it(home: Path, warm: WarmPool) -> None:
     """The disk may have been full when the run began, so that a file of it is empty."""
     warm.open()
     assert warm.wait(120)
@@ -229,7 +229,7 @@ def test_a_killed_supervisor_leaves_a_warm_run_to_the_next_one(home: Path, warm:
     until(lambda: not folders(home))
 
 
-def test_closing_ends_what_waits_at_once_also_while_torch_is_loading(home: Path, warm: WarmPool) -> None:
+def test_closing_ends_the_warm_pool_at_once_also_while_torch_is_loading(home: Path, warm: WarmPool) -> None:
     warm.open()
     assert warm.pid is not None
     until(lambda: len(descendants(warm.pid or 0)) >= 2)
@@ -239,7 +239,7 @@ def test_closing_ends_what_waits_at_once_also_while_torch_is_loading(home: Path,
     assert folders(home) == []
 
 
-def test_a_killed_console_takes_what_waits_with_it(home: Path) -> None:
+def test_the_warm_pool_ends_with_a_killed_console(home: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as console:
         assert console.stdout is not None
         pid = int(console.stdout.readline())
@@ -277,7 +277,7 @@ def test_a_killed_waiting_supervisor_takes_the_fork_server_with_it(warm: WarmPoo
     until(lambda: not any(process.is_running() for process in all_of_it), limit_s=3)
 
 
-def test_what_waits_too_long_goes_and_the_launch_is_a_cold_one(home: Path) -> None:
+def test_an_idle_warm_pool_ends_and_the_next_launch_is_cold(home: Path) -> None:
     warm = WarmPool(idle_s=3.0)
     warm.open()
     pid = warm.pid
@@ -299,7 +299,7 @@ def test_a_run_of_one_rank_starts_as_always_from_a_supervisor_that_waited(home: 
     assert folders(home) == []
 
 
-def test_opening_again_keeps_what_waits() -> None:
+def test_opening_again_keeps_the_warm_pool() -> None:
     now = [0.0]
     warm = WarmPool(idle_s=100, now=lambda: now[0])
     try:
@@ -317,7 +317,7 @@ def test_opening_again_keeps_what_waits() -> None:
         warm.close()
 
 
-def test_a_node_with_an_environment_of_its_own_is_not_given_to_what_was_loaded_without_it(
+def test_a_node_with_an_environment_of_its_own_is_not_given_to_the_warm_pool(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = start.prepare(model.load(str(write(home)))).plan.nodes[0]

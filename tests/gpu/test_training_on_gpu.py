@@ -114,7 +114,7 @@ def test_two_ranks_share_a_gpu_where_that_is_allowed_and_train_as_one(tmp_path: 
         ("gradient", "non-finite gradient at step 4: first in gradient of 3.bias on rank 0"),
     ],
 )
-def test_what_is_not_finite_ends_the_run_with_step_and_module(tmp_path: Path, poison: str, message: str) -> None:
+def test_a_non_finite_number_ends_the_run_with_step_and_module(tmp_path: Path, poison: str, message: str) -> None:
     done = train(tmp_path, "--batch-size", 5, "--max-updates", 100, "--poison", poison, "--save-every-updates", 2)
     assert failure(done).startswith(message)
     assert {path.name for path in tmp_path.glob("checkpoints/*.pt")} <= {"step_00000002.pt"}

@@ -315,7 +315,7 @@ def test_any_flags_are_taken_or_refused_in_order(
 
 
 @pytest.mark.parametrize(("name", "words"), REPORTED, ids=lambda value: repr(value)[:40])
-def test_what_once_ended_in_a_traceback_or_on_the_terminal(folder: Path, name: str, words: list[str]) -> None:
+def test_odd_arguments_give_no_traceback_and_no_control_characters(folder: Path, name: str, words: list[str]) -> None:
     run_in_process(cli.main, [name, *words]).assert_orderly()
 
 
@@ -391,7 +391,7 @@ def hostile_inventory(largest: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("largest", [7, 10**30, 10**400, -(10**400)], ids=["7", "1e30", "1e400", "-1e400"])
-def test_what_a_hostile_host_answers_is_only_shown(folder: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+def test_answers_of_a_hostile_host_are_only_shown(folder: Path, monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
     (folder / "ssh.py").write_text(HOSTILE_SSH.format(inventory=hostile_inventory(largest)))
     monkeypatch.setenv("GPUTRAIN_SSH", f"{sys.executable} {folder}/ssh.py")
     recipe = {"cluster": {"nodes": [{"host": "evil", "gpus": "all"}]}, "train": {"script": "x.py"}}

@@ -98,7 +98,7 @@ async def test_quitting_leaves_the_run_alone(home: Path) -> None:
 
 
 @played
-async def test_a_run_that_goes_on_is_what_a_start_shows(home: Path) -> None:
+async def test_the_console_opens_with_the_run_that_goes_on(home: Path) -> None:
     over = synthetic.run(home / "runs", name="over", steps=5, status="finished")
     going = synthetic.run(home / "runs", name="going", steps=5)
     app = console(None, runs=lambda: [over, going])
@@ -352,7 +352,7 @@ def test_the_console_without_a_terminal_is_one_line() -> None:
     assert done.stderr.startswith("gputrain: the console needs a terminal")
 
 
-def test_attach_to_what_is_not_there_is_one_line() -> None:
+def test_attaching_to_a_missing_run_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gputrain_tui", attach.NAME, "nothing"], capture_output=True, text=True, check=False
     )
@@ -370,7 +370,7 @@ print("afterwards", file=sys.stderr)
 """
 
 
-def test_what_libraries_write_to_standard_error_waits_until_the_screen_is_gone() -> None:
+def test_stderr_of_libraries_is_held_back_until_the_screen_is_gone() -> None:
     done = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, check=True)
     assert done.stderr == "the screen\nnoise of a library\nafterwards\n"
 
@@ -428,7 +428,7 @@ async def test_keys_that_follow_the_one_that_quits_are_not_for_the_console() -> 
 
 
 @played
-async def test_who_has_runs_is_asked_before_the_demo(home: Path) -> None:
+async def test_the_demo_needs_a_confirmation_where_runs_exist(home: Path) -> None:
     run = synthetic.run(home / "runs", steps=5, status="finished")
     app = console(None, runs=lambda: [run])
     async with app.run_test(size=(80, 24)) as pilot:

@@ -148,7 +148,7 @@ def trained(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> t
     return done, on_ranks_in_folder.checkpoints
 
 
-def test_the_best_weights_are_tested_and_the_record_says_of_which_step_they_are(
+def test_the_best_weights_are_tested_and_recorded_with_their_step(
     trained: tuple[dict[str, Any], Path],
 ) -> None:
     done, checkpoints = trained
@@ -197,7 +197,7 @@ def test_a_training_that_is_stopped_does_not_test_and_keeps_its_last_weights(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_resumed_training_tests_the_best_weights_of_before_or_says_that_it_does_not(
+def test_a_resumed_training_tests_the_best_weights_of_before_or_reports_that_they_are_missing(
     on_ranks_in_folder: RankRunner, trained: tuple[dict[str, Any], Path], tmp_path: Path, there: bool
 ) -> None:
     first, checkpoints = trained
@@ -258,7 +258,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
         ({"eval_only": "{best}", "task": "other"}, "{best} is of task 'tested', but this run trains 'other'"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_in_one_line(
+def test_a_checkpoint_that_cannot_be_evaluated_is_refused_in_one_line(
     on_ranks_in_folder: RankRunner,
     trained: tuple[dict[str, Any], Path],
     tmp_path: Path,

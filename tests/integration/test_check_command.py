@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_torch_was_built_for_is_read_without_importing_it() -> None:
+def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
     found = torch_here()
     program = "import torch; print(torch.__version__, torch.version.cuda)"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

@@ -130,7 +130,7 @@ def draw_after_exchange(*, url: str, rank: int, world_size: int) -> tuple[list[f
     return expected, again
 
 
-def test_every_rank_finds_its_own_random_numbers_in_what_was_gathered(processes: Processes, tmp_path: Path) -> None:
+def test_every_rank_finds_its_own_random_state_in_the_gathered_checkpoint(processes: Processes, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/meeting"
     asked = [{"url": url, "rank": rank, "world_size": 2} for rank in range(2)]
     drawn = processes.results(draw_after_exchange, asked)

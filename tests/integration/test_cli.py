@@ -78,7 +78,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     assert captured.err == f"gputrain: {message}\n"
 
 
-def test_what_a_command_refuses_is_one_line_and_exit_code_2(
+def test_a_refusal_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
@@ -138,7 +138,7 @@ def test_help_and_the_listings_take_under_a_quarter_of_importing_torch(tmp_path:
         assert taken < torch / 4, f"gputrain {words[0]} took {taken:.3f} s, importing torch {torch:.3f} s"
 
 
-def test_a_command_without_standard_output_does_its_work_and_says_nothing() -> None:
+def test_a_command_without_standard_output_works_in_silence() -> None:
     words = [*GPUTRAIN, "plan", str(ROOT / "recipes/demo.toml")]
     done = subprocess.run(["sh", "-c", '"$@" <&- >&-', "sh", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
@@ -164,7 +164,7 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_modules_load_stops_the_command_without_a_word(number: signal.Signals) -> None:
+def test_a_signal_while_modules_load_stops_the_command_silently(number: signal.Signals) -> None:
     code = (
         "import os, runpy, sys\n"
         "class Interrupted:\n"

@@ -57,7 +57,7 @@ def test_a_bar_has_its_width(share: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 78, 118, 198])
-def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
+def test_a_gpus_line_fits_and_keeps_its_main_figures(width: int) -> None:
     row = draw_gpu(gpu(3, busy=True, hot=True), width, chosen=False, owner=None)
     assert len(row_text(row)) == width
     assert "slowed: heat  1 process" in row_text(row) or width < 78
@@ -67,14 +67,14 @@ def test_a_gpus_line_fits_and_keeps_what_matters(width: int) -> None:
     assert ("max MHz" in titles) == (width > 150)
 
 
-def test_a_gpu_of_ours_names_run_and_rank_and_a_slowed_one_says_why() -> None:
+def test_a_gpu_of_a_run_names_run_and_rank_and_the_reason_of_throttling() -> None:
     text = row_text(draw_gpu(gpu(0, busy=True, hot=True), 180, chosen=True, owner=GpuRank(run="r1", rank=5)))
     assert "rank 5 of r1" in text
     assert "slowed: heat" in text
     assert "◉" in text
 
 
-def test_the_machine_shows_what_it_has() -> None:
+def test_the_machine_shows_its_hardware() -> None:
     text = "\n".join(row_text(row) for row in draw_machine(machine(gpu(0)), 100, 10))
     for part in ("node7", "8 cores, 16 threads", "16.0 of 64.0 GiB", "eth0 10.0.0.7 100 Gb/s", "560.35", "12.6"):
         assert part in text
@@ -115,7 +115,7 @@ def test_the_ranks_of_running_runs_are_found_by_their_plans(tmp_path: Path) -> N
         (Node(), "its GPUs, or one CPU rank"),
     ],
 )
-def test_a_node_says_what_it_asks_for(node: Node, text: str) -> None:
+def test_a_node_shows_its_requested_devices(node: Node, text: str) -> None:
     assert wanted_devices(node) == text
 
 
@@ -190,7 +190,7 @@ def test_chosen_gpus_become_nodes_in_the_order_of_the_recipe(
 
 
 @pytest.mark.parametrize("width", [78, 118, 198])
-def test_a_hosts_line_fits_and_says_why_it_is_silent(width: int) -> None:
+def test_a_hosts_line_fits_and_has_the_reason_of_its_silence(width: int) -> None:
     host = Host(name="gpu1", inventory=machine(gpu(0), gpu(1, busy=True)), seen=10.0, tried=10.0)
     for found, parts in (
         (host, ["gpu1", "1 of 2 free", "load", "now"]),
@@ -311,7 +311,7 @@ async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> 
 
 
 @in_loop
-async def test_a_host_that_does_not_answer_keeps_nobody_waiting_and_old_knowledge_stays() -> None:
+async def test_a_silent_host_delays_no_other_and_keeps_its_last_report() -> None:
     app = quiet_app()
     app.session.hosts = (HostEntry(host="slow"), HostEntry(host="quick"))
     answer, clock = threading.Event(), [0.0]

@@ -105,7 +105,7 @@ def test_zsh_completes(home: Path, line: str, found: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["ru"], ["run", ""], ["logs", ""], ["export", "last", "--to", ""]])
-def test_neither_torch_nor_textual_is_loaded_for_a_word(home: Path, words: list[str]) -> None:
+def test_completing_a_word_loads_neither_torch_nor_textual(home: Path, words: list[str]) -> None:
     program = (
         "import sys; from gputrain_tui import cli; cli.main(sys.argv[1:]);"
         "print([name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules])"

@@ -42,7 +42,7 @@ async def send_keys(pilot: Pilot[int], text: str) -> GputrainApp:
 
 
 @played
-async def test_pasted_text_that_passes_for_keys_asks_but_does_not_answer(tmp_path: Path) -> None:
+async def test_pasted_text_that_passes_for_keys_opens_a_confirmation_and_does_not_answer_it(tmp_path: Path) -> None:
     for text in ("Sy", "Syyyyy"):
         app = console(synthetic.run(tmp_path, name="one"))
         async with app.run_test(size=(80, 24), notifications=True) as pilot:

@@ -63,7 +63,7 @@ PANELS = [
 
 @pytest.mark.parametrize("screen", dict.fromkeys(screen for screen, _, _ in PANELS))
 @played
-async def test_what_is_selected_is_shown_and_copied(screen: str, folder: Path) -> None:
+async def test_selected_text_is_highlighted_and_copied(screen: str, folder: Path) -> None:
     run = straggler(folder)
     app = console(run, runs=lambda: [run])
     async with app.run_test(size=SIZE, notifications=True) as pilot:
@@ -167,7 +167,7 @@ async def test_selected_lines_of_a_log_stay_selected_while_more_come(folder: Pat
     ],
 )
 @played
-async def test_the_copy_key_takes_what_is_under_the_cursor(
+async def test_the_copy_key_copies_the_item_under_the_cursor(
     make: Callable[[Path], Run], keys: str, what: str, parts: list[str], folder: Path
 ) -> None:
     app = console(make(folder))
@@ -222,7 +222,7 @@ async def test_the_command_of_the_node_under_the_cursor_is_copied(folder: Path) 
 
 
 @played
-async def test_a_screen_without_anything_to_copy_says_how_text_is_copied(folder: Path) -> None:
+async def test_copying_from_a_screen_with_nothing_to_copy_is_a_notice(folder: Path) -> None:
     app = console(synthetic.run(folder / "home" / "runs", steps=5))
     async with app.run_test(size=SIZE, notifications=True) as pilot:
         await settle(pilot)

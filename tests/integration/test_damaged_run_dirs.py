@@ -171,7 +171,7 @@ def test_a_link_to_a_regular_file_is_read_and_never_written(tmp_path: Path) -> N
     assert (tmp_path / "there").read_bytes() == b"kept"
 
 
-def test_no_more_than_was_asked_for_is_read_of_an_endless_file(tmp_path: Path) -> None:
+def test_an_endless_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     os.truncate(path, 1 << 40)
@@ -425,7 +425,7 @@ def stop_in_order(template: Path, *done: Damage) -> tuple[int, str]:
 @given(damage=damages)
 @example(damage=Damage("supervisor.lock", "fifo"))
 @example(damage=Damage("plan.json", "fifo"))
-def test_stopping_and_adopting_a_damaged_run_ends_and_signals_nobody_else(
+def test_stopping_and_adopting_a_damaged_run_ends_and_signals_no_foreign_process(
     namespaces: None, template: Path, damage: Damage
 ) -> None:
     stop_in_order(template, damage)

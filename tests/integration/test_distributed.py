@@ -163,7 +163,7 @@ def test_ranks_of_one_machine_use_the_loopback_interface_and_clean_the_environme
         assert (one["interface"], one["interface_after"]) == ("lo", None)
 
 
-def test_ranks_meet_where_the_environment_says(processes: Processes, tcp: str) -> None:
+def test_ranks_join_at_the_address_of_the_environment(processes: Processes, tcp: str) -> None:
     environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": tcp.rpartition(":")[2]}
     asked = [{"environ": environ, "world_size": 2, "rank": rank} for rank in range(2)]
     assert [one["ranks"] for one in processes.results(join_from_environment, asked)] == [[0, 1], [0, 1]]
@@ -508,7 +508,7 @@ def test_views_and_parameters_are_sent_as_the_values_that_they_show() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), print, torch.eye(2).to_sparse(), [Path("x")], {1: object()}, 1j])
-def test_what_is_not_plain_is_refused(value: Any) -> None:
+def test_values_that_are_not_plain_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="ranks exchange"):
         encode(value)
 

@@ -80,7 +80,7 @@ def contents(*folders: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_says_which_weights_it_tested_and_eval_finds_the_same_without_training(trained: Trained) -> None:
+def test_a_run_names_the_weights_it_tested_and_eval_finds_the_same_without_training(trained: Trained) -> None:
     tested = trained.run.status.tested
     assert tested is not None
     assert tested.weights_step is not None
@@ -147,7 +147,7 @@ def test_a_task_without_the_split_is_refused_before_there_is_a_run(trained: Trai
         (["export", "{kept}/r.toml", "--to", "safetensors"], "{kept}/r.toml does not exist: name a checkpoint, "),
     ],
 )
-def test_what_cannot_be_found_is_one_line(
+def test_a_missing_run_or_checkpoint_is_one_line(
     trained: Trained,
     words: list[str],
     message: str,
@@ -177,7 +177,7 @@ def test_a_checkpoint_in_a_run_directory_is_known_to_be_of_that_run(trained: Tra
 # -------------------------------------------------------------------------------------------------------- export
 
 
-def test_a_run_is_exported_with_its_best_weights_and_nothing_is_replaced_unasked(trained: Trained) -> None:
+def test_a_run_is_exported_with_its_best_weights_and_replaces_no_file(trained: Trained) -> None:
     assert trained.run.status.tested is not None
     step = trained.run.status.tested.weights_step
     done = trained.call("export", trained.run.id, "--to", "safetensors")
@@ -263,7 +263,7 @@ def test_tied_half_uneven_and_empty_tensors_come_back_as_they_were(
         ("complex.safetensors", "safetensors: "),
     ],
 )
-def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
+def test_a_failed_write_is_one_line_and_leaves_nothing(
     tmp_path: Path, output: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -276,7 +276,7 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_without_the_package_the_line_says_how_to_get_it(
+def test_without_the_package_the_line_has_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)

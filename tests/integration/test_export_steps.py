@@ -222,7 +222,7 @@ def lose_a_rank(run: Run) -> None:
         (lose_a_rank, 40, ["rank 1 has recorded no step"]),
     ],
 )
-def test_what_a_record_has_is_exported_and_what_it_lacks_is_said(
+def test_the_recorded_steps_are_exported_and_missing_ones_reported(
     call: Command, run: Run, happened: Callable[[Run], None], steps: int, warnings: list[str]
 ) -> None:
     happened(run)
@@ -238,7 +238,7 @@ def test_what_a_record_has_is_exported_and_what_it_lacks_is_said(
     assert contents(run.dir.path) == before
 
 
-def test_a_failed_run_says_where_its_record_ends(call: Command, tmp_path: Path) -> None:
+def test_the_export_of_a_failed_run_reports_its_last_step(call: Command, tmp_path: Path) -> None:
     run = synthetic.run(tmp_path / "home" / "runs", steps=12, status="failed", failed_rank=1)
     done = call("last", "--to", "csv")
     assert done.stderr == f"gputrain: {run.id} failed: its record goes to step 12\n"
@@ -321,7 +321,7 @@ def test_the_timeline_of_a_real_run_keeps_the_rules_of_its_format(call: Command,
         (["{empty}", "--to", "chrome-trace"], "{empty} has recorded no step: there is nothing to export"),
     ],
 )
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
+def test_a_refused_export_is_one_line_and_leaves_nothing(
     call: Command, run: Run, tmp_path: Path, words: list[str], message: str
 ) -> None:
     empty = synthetic.run(tmp_path / "home" / "runs", name="empty", steps=0, status="stopped")
@@ -337,7 +337,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(
     assert contents(tmp_path) == before
 
 
-def test_a_file_is_replaced_when_that_is_asked_for(call: Command, run: Run) -> None:
+def test_force_replaces_a_file(call: Command, run: Run) -> None:
     Path("here.csv").write_text("before")
     assert call(run.id, "--to", "csv", "-o", "here.csv", "--force").returncode == 0
     assert Path("here.csv").read_text().startswith("rank,attempt,step,")

@@ -117,7 +117,7 @@ def test_releasing_holds_for_processes_that_were_forked_meanwhile(tmp_path: Path
         other.end()
 
 
-def test_where_a_file_system_has_no_locks_it_is_said_and_training_goes_on(
+def test_a_file_system_without_locks_is_reported_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_locks(_fd: int, _operation: int) -> None:
@@ -133,7 +133,7 @@ def test_where_a_file_system_has_no_locks_it_is_said_and_training_goes_on(
     ]
 
 
-def test_what_another_training_is_writing_is_not_cleared_away(tmp_path: Path) -> None:
+def test_a_file_that_another_training_is_writing_is_kept(tmp_path: Path) -> None:
     other = HolderProcess(tmp_path)
     writing = tmp_path / ".step_00000001.pt.tmp"
     writing.write_bytes(b"half")

@@ -20,7 +20,7 @@ LARGE = ("run_straggler", "run_failed", "rank", "compare", "cluster_hosts", "lau
     ("name", "size"), [*((name, (80, 24)) for name in SCENES), *((name, (200, 60)) for name in LARGE)]
 )
 @played
-async def test_a_scene_looks_as_it_did(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+async def test_a_scene_matches_its_golden_frame(name: str, size: tuple[int, int], tmp_path: Path) -> None:
     scene = SCENES[name]
     with fixed_place(tmp_path, scene.theme):
         async with playing(scene, size) as app:

@@ -54,7 +54,7 @@ def test_a_claim_is_seen_by_all_and_ends_with_its_process_however_that_ends(tmp_
     assert modes == [0o1777, 0o666], "other users can claim the same GPUs later"
 
 
-def test_a_link_in_the_place_of_a_claim_is_not_followed_and_what_it_holds_is_not_believed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_claim_is_neither_followed_nor_read(tmp_path: Path) -> None:
     (mine := tmp_path / "mine").write_text("precious")
     (folder := tmp_path / "claims").mkdir()
     (folder / "GPU-soft").symlink_to(mine)

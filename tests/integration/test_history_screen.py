@@ -60,7 +60,7 @@ async def test_no_run_offers_the_demo(size: tuple[int, int]) -> None:
 
 
 @in_loop
-async def test_runs_are_listed_newest_first_with_what_became_of_them(three_runs: list[Run]) -> None:
+async def test_runs_are_listed_newest_first_with_their_outcomes(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())

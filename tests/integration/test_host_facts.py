@@ -107,7 +107,7 @@ def test_a_port_in_use_on_either_version_of_ip_is_not_free(family: socket.Addres
     assert is_port_free(free_port())
 
 
-def test_a_connection_is_found_whoever_has_made_it() -> None:
+def test_connections_of_either_side_are_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as made:
         found = [each.getsockname() for each in own_connections()]
         assert {server.getsockname(), made.getsockname()} <= set(found)

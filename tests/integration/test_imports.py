@@ -115,7 +115,7 @@ def test_the_console_s_modules_bring_no_torch() -> None:
     assert brought_in(names, ["torch", "numpy"]) == []
 
 
-def test_what_a_node_agent_runs_brings_no_torch() -> None:
+def test_modules_of_a_node_agent_import_no_torch() -> None:
     everything = {name for name, _ in modules("trainer")}
     assert (
         brought_in(

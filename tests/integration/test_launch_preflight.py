@@ -43,13 +43,13 @@ def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, 
         (["error", "warning", "warning"], "✗ 1 error, 2 warnings"),
     ],
 )
-def test_the_headline_says_whether_it_could_start(statuses: list[str], headline: str) -> None:
+def test_the_headline_has_the_worst_status(statuses: list[str], headline: str) -> None:
     head = rows([result(status) for status in statuses])[0]
     assert head.startswith(f"preflight  {headline} ")
     assert head.endswith(f"{len(statuses)} checks")
 
 
-def test_errors_come_first_and_what_there_is_no_room_for_is_counted() -> None:
+def test_errors_come_first_and_lines_that_do_not_fit_are_counted() -> None:
     found = [result("warning", what="slow"), *(result("error", what=f"bad {index}", fix="mend it") for index in (1, 2))]
     drawn = rows(found)
     assert drawn[1:] == ["  ✗ data  bad 1 → mend it", "  ✗ data  bad 2 → mend it"]
@@ -96,7 +96,7 @@ def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
 
 
 @in_loop
-async def test_missing_data_is_said_while_its_name_is_typed_and_goes_away_with_it() -> None:
+async def test_missing_data_is_reported_while_its_name_is_typed() -> None:
     async with open_launch_screen() as (app, pilot, screen):
         assert "preflight  ✓ ready" in screen_text(app)
         screen.form.focus()
@@ -128,7 +128,7 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
 
 
 @in_loop
-async def test_what_is_said_of_a_refused_launch_covers_neither_the_preflight_nor_the_field() -> None:
+async def test_the_notice_of_a_refused_launch_covers_neither_the_preflight_nor_the_field() -> None:
     async with open_launch_screen(size=(80, 24)) as (app, pilot, screen):
         await set_field(pilot, screen, "task.data", "nowhere.bin")
         preflight = screen.query_one("#readiness").region
@@ -143,7 +143,7 @@ async def test_what_is_said_of_a_refused_launch_covers_neither_the_preflight_nor
 
 
 @in_loop
-async def test_what_holds_a_port_is_known_the_moment_that_a_launch_is_asked_for() -> None:
+async def test_a_launch_checks_the_port_anew_and_names_its_holder() -> None:
     async with open_launch_screen() as (app, pilot, screen):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -174,7 +174,7 @@ async def test_the_commands_of_nodes_elsewhere_are_copied(folder: Path) -> None:
         assert "# node 0, 192.0.2.7" in app.clipboard
 
 
-def test_other_hosts_are_asked_once_while_somebody_types_and_again_by_a_launch(
+def test_other_hosts_are_queried_once_during_edits_and_again_by_a_launch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "ssh").write_text(f"#!/bin/sh\necho >> {folder}/asked\necho 'ssh: no route to host' >&2\nexit 255\n")

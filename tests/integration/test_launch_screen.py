@@ -109,7 +109,7 @@ async def test_an_edit_is_checked_while_it_is_typed_and_moves_the_plan() -> None
 
 @pytest.mark.parametrize(("key", "field"), [("tab", "cluster.nodes[0].ranks"), ("shift+tab", "cluster.nodes[0].gpus")])
 @in_loop
-async def test_tab_takes_what_was_typed_and_goes_to_the_next_field(key: str, field: str) -> None:
+async def test_tab_takes_the_typed_value_and_goes_to_the_next_field(key: str, field: str) -> None:
     async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("cluster.nodes[0].cpu_ranks")
@@ -156,7 +156,7 @@ async def test_no_letter_is_a_command_while_a_value_is_typed_or_after_the_mouse_
 
 
 @in_loop
-async def test_what_is_typed_ahead_goes_into_the_value() -> None:
+async def test_keys_typed_ahead_go_into_the_value() -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("train.max_updates")
@@ -208,7 +208,7 @@ async def test_the_line_for_a_name_is_labelled() -> None:
 
 
 @in_loop
-async def test_leaving_with_unsaved_changes_asks() -> None:
+async def test_leaving_with_unsaved_changes_needs_a_confirmation() -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await set_field(pilot, screen, "train.lr", "0.25")
         await pilot.press("q")
@@ -270,7 +270,7 @@ async def test_errors_are_whole_and_the_cursor_goes_to_the_field_at_fault(size: 
 
 
 @in_loop
-async def test_saving_what_is_wrong_goes_to_the_field_at_fault() -> None:
+async def test_saving_a_wrong_value_goes_to_its_field() -> None:
     async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.draft.set("train.lr", "-1")
         await set_field(pilot, screen, "train.seed", "3")
@@ -328,7 +328,7 @@ async def test_switches_and_choices_change_with_one_key_and_back() -> None:
 
 
 @in_loop
-async def test_what_the_machines_cannot_do_stands_beside_the_field() -> None:
+async def test_a_plan_beyond_the_machines_is_reported_beside_the_field() -> None:
     async with open_launch_screen() as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("task.data")
@@ -377,7 +377,7 @@ async def test_saving_keeps_the_comments_and_another_name_keeps_the_file(folder:
 
 
 @in_loop
-async def test_what_is_wrong_is_not_saved(folder: Path) -> None:
+async def test_a_wrong_value_is_not_saved(folder: Path) -> None:
     async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         await set_field(pilot, screen, "train.lr", "-1")
         await pilot.press("s")
@@ -393,7 +393,7 @@ async def test_the_commands_go_to_the_clipboard_and_into_a_file(folder: Path) ->
 
 
 @in_loop
-async def test_a_folder_without_recipes_says_where_they_are_looked_for(folder: Path) -> None:
+async def test_a_folder_without_recipes_shows_the_searched_places(folder: Path) -> None:
     (folder / "recipes" / "tiny.toml").unlink()
     async with open_launch_screen((80, 24)) as (app, pilot, _screen):
         text = screen_text(app)
@@ -404,7 +404,7 @@ async def test_a_folder_without_recipes_says_where_they_are_looked_for(folder: P
 
 
 @in_loop
-async def test_changes_stay_with_their_recipe_while_another_is_looked_at(folder: Path) -> None:
+async def test_changes_stay_with_their_recipe_while_another_is_selected(folder: Path) -> None:
     (folder / "recipes" / "zebra.toml").write_text(TEXT.replace("tiny", "zebra"))
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.draft.set("train.lr", "0.5")

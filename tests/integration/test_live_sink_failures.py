@@ -30,7 +30,7 @@ data = "stdlib"
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_told_before_there_is_a_run(tmp_path: Path, name: str) -> None:
+def test_a_missing_package_is_reported_before_there_is_a_run(tmp_path: Path, name: str) -> None:
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed here")
     (tmp_path / "wandb").mkdir()  # as wandb leaves one where it logs; no package

@@ -112,7 +112,7 @@ class Broken:
         return 0.0
 
 
-def test_an_error_of_a_worker_is_told_as_that_worker_had_it() -> None:
+def test_an_error_of_a_loader_worker_keeps_its_message() -> None:
     messages = []
     for num_workers in (0, 1):
         with pytest.raises(OSError, match="Input/output error") as raised:

@@ -38,7 +38,7 @@ def test_ranks_are_found_once_they_are_recorded(tmp_path: Path) -> None:
     assert neighbours.complete
 
 
-def test_a_word_from_an_earlier_start_of_the_run_is_not_taken_for_a_process_of_now(tmp_path: Path) -> None:
+def test_pids_recorded_by_an_earlier_start_are_not_taken_for_current_processes(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -36,7 +36,7 @@ def test_one_rank_is_printed_as_it_is_and_several_with_their_names(home: Path) -
     assert everything.stdout == b"[node 0] node\n" + both.stdout
 
 
-def test_a_rank_that_said_nothing_and_one_that_is_not_there_are_told_apart(home: Path) -> None:
+def test_an_empty_log_and_a_missing_rank_have_different_messages(home: Path) -> None:
     run = make_run(home)
     silent = gputrain("logs", "last", "--rank", "1")
     assert (silent.returncode, silent.stdout) == (0, b"")

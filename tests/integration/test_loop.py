@@ -156,7 +156,7 @@ def ended(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_training_ends_for_the_reason_that_was_asked_for(ended: Begun, reason: str) -> None:
+def test_training_ends_for_the_configured_reason(ended: Begun, reason: str) -> None:
     done = ended[reason].result()
     assert done.code == 0, done.output
     assert f"finished: {reason}" in (done.run_dir / "logs" / "0.log").read_text()
@@ -181,7 +181,7 @@ def test_a_non_finite_number_is_named_with_step_and_module_and_what_to_try(
     assert f"; {remedy}" in message
 
 
-def test_an_overflow_of_half_precision_is_looked_for_in_half_precision(tmp_path: Path) -> None:
+def test_an_overflow_of_half_precision_is_located_in_half_precision(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", "half", "--precision", "fp16")
     assert done.code == 1
     (failure,) = done.events_of("failure")
@@ -196,7 +196,7 @@ def test_an_overflow_of_half_precision_is_looked_for_in_half_precision(tmp_path:
         ("norm", "non-finite gradient at step 4: every gradient is finite, only their norm is too large for its"),
     ],
 )
-def test_a_non_finite_number_that_does_not_come_again_is_told_with_what_is_known(
+def test_a_non_finite_number_that_does_not_recur_is_reported_with_the_known_facts(
     tmp_path: Path, poison: str, known: str
 ) -> None:
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison)
@@ -360,7 +360,7 @@ def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evalua
     assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4]
 
 
-def test_a_training_that_lacks_only_its_last_validation_gets_it_and_says_that_no_update_is_made(tmp_path: Path) -> None:
+def test_a_training_that_lacks_only_its_last_validation_gets_it_without_an_update(tmp_path: Path) -> None:
     flags = ("--batch-size", 10, "--max-updates", 3)
     assert train(tmp_path / "first", *flags).code == 0
     found = newest(tmp_path / "first" / "checkpoints")

@@ -136,9 +136,7 @@ def test_a_wrong_request_is_one_line_and_nothing_starts(
     assert stderr.count("\n") == 1
 
 
-def test_several_ranks_without_gpus_need_the_cpu_to_be_asked_for(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_ranks_without_gpus_need_the_cpu_flag(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [word for word in words(data, "--distributed-world-size", "2") if word != "--cpu"]
     for more in ([], ["--distributed-init-method", "tcp://127.0.0.1:29500", "--distributed-gpus", "2"]):
         assert main([*arguments, *more], {"CUDA_VISIBLE_DEVICES": ""}) == 2
@@ -156,7 +154,7 @@ def test_a_busy_port_is_refused_before_a_run_directory_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_parent_never_imports_torch_nor_what_is_slow(data: Path) -> None:
+def test_the_node_agent_imports_neither_torch_nor_slow_modules(data: Path) -> None:
     code = (
         "import sys, trainer.__main__, trainer.agent.launch\n"
         f"trainer.__main__.main({words(data, '--distributed-init-method', 'tcp://127.0.0.1')!r}, {{}})\n"
@@ -237,7 +235,7 @@ def test_ctrl_c_stops_training_with_a_message_and_leaves_no_process(data: Path, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_only_a_rank_finds_wrong_is_still_a_refusal(data: Path, tmp_path: Path, ranks: int) -> None:
+def test_an_error_that_only_a_rank_finds_is_still_a_refusal(data: Path, tmp_path: Path, ranks: int) -> None:
     more = ["--distributed-world-size", str(ranks), "--resume", str(tmp_path / "missing.pt")]
     code, _, stderr = finish(begin(words(data, *more), tmp_path))
     assert code == 2

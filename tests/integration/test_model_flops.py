@@ -45,7 +45,7 @@ def test_samples_that_take_unequally_many_operations_have_no_figure(tmp_path: Pa
         assert [event.get("varies", False) for event in counted.events_of("model_flops")] == [False, True]
 
 
-def test_what_is_computed_again_in_the_backward_pass_does_not_count(tmp_path: Path) -> None:
+def test_recomputed_activations_do_not_count(tmp_path: Path) -> None:
     task = ("--task", f"{TASKS}:DeepTask", *FLAGS)
     kept = train(tmp_path / "kept", *task, *ON)
     again = train(tmp_path / "again", *task, "--activation-checkpointing", *ON)
@@ -62,5 +62,5 @@ def test_a_part_that_the_task_compiles_stays_compiled_and_has_no_figure(tmp_path
     assert compiled[0] == compiled[1] > 0
 
 
-def test_without_being_asked_a_cpu_counts_nothing(tmp_path: Path) -> None:
+def test_flops_on_a_cpu_are_counted_only_on_request(tmp_path: Path) -> None:
     assert train(tmp_path, *FLAGS).events_of("model_flops") == []

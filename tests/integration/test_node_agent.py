@@ -156,7 +156,7 @@ def test_ranks_fork_with_torch_in_memory_and_one_thread(start: Start) -> None:
     assert agent.marks() == [f"True 2 2 1 {agent.run_dir.tmp / '0'}"] * 2
 
 
-def test_torch_multiprocessing_starts_ranks_when_asked_to(start: Start) -> None:
+def test_the_spawn_start_method_uses_torch_multiprocessing(start: Start) -> None:
     agent = start("tells_its_surroundings", "spawn")
     assert agent.wait() == 0
     assert agent.marks() == [f"False 2 2 None {agent.run_dir.tmp / '0'}"] * 2
@@ -232,7 +232,7 @@ def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -
     assert still_alive(agent.family) == set()
 
 
-def test_a_rank_that_ends_with_the_exit_code_of_an_unknown_end_is_told_apart(start: Start) -> None:
+def test_a_rank_that_exits_with_255_is_an_ordinary_failure(start: Start) -> None:
     agent = start("leaves_with_255")
     assert agent.wait() == 1
     reported = agent.failure()
@@ -276,7 +276,7 @@ def test_a_rank_that_another_has_lost_is_the_cause(start: Start, target: str, ki
     assert (reported.kind, reported.rank, reported.message) == (kind, 1, words)
 
 
-def test_what_ranks_started_ends_with_them_daemons_too(start: Start) -> None:
+def test_child_processes_of_ranks_end_with_them_daemons_too(start: Start) -> None:
     agent = start("has_children")
     assert agent.wait() == 1
     started = {int(pid) for mark in agent.marks() for pid in mark.split()}

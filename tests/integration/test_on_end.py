@@ -75,7 +75,7 @@ def test_a_command_that_fails_costs_a_warning(tmp_path: Path) -> None:
     assert ended(run).message == f"report.on_end has failed with exit code 3; its output is in {log}"
 
 
-def test_a_command_that_hangs_is_killed_with_what_it_has_started(
+def test_a_command_that_hangs_is_killed_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_end, "TIMEOUT_S", 0.5)
@@ -113,9 +113,7 @@ def test_an_adopted_run_reports_its_end_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["runs", "somebody-elses"])
-def test_a_run_that_lost_its_supervisors_is_reported_by_whoever_ends_it_among_the_own_runs(
-    tmp_path: Path, folder: str
-) -> None:
+def test_on_end_of_a_run_without_supervisor_runs_once_and_only_among_the_own_runs(tmp_path: Path, folder: str) -> None:
     (tmp_path / "runs").mkdir()
     run = stand_in_run(tmp_path / folder, "told", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
     killed_supervisor(run)

@@ -27,7 +27,9 @@ class Mine(Task):
 """
 
 
-def test_a_users_task_is_asked_once_until_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schema_of_a_users_task_is_cached_until_its_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
     file = tmp_path / "mine.py"
     file.write_text(USER_TASK)

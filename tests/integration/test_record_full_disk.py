@@ -75,7 +75,7 @@ print(writer.lost)
     assert path.read_bytes() == b"".join(encode_event(sample(number)) for number in range(1000))
 
 
-def test_what_does_not_fit_into_memory_is_counted_where_it_is_missing(tmp_path: Path) -> None:
+def test_events_over_the_writers_capacity_are_counted_where_they_are_missing(tmp_path: Path) -> None:
     path = tmp_path / "0.ndjson"
     on_a_full_disk(
         path,

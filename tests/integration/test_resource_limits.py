@@ -39,7 +39,7 @@ ROOMY = ResourceLimits(processes=None, files=None, memory_bytes=None)
         (ResourceLimits(processes=None, files=3, memory_bytes=None), 1, "at most 0: a process may open 3 files"),
     ],
 )
-def test_what_is_short_first_is_named(room: ResourceLimits, ranks: int, reason: str) -> None:
+def test_the_first_exhausted_resource_is_named(room: ResourceLimits, ranks: int, reason: str) -> None:
     asked = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
     expected = f"{asked} asked for on this node, which can hold {reason}" if reason else ""
     assert room.refusal(ranks) == expected

@@ -285,7 +285,7 @@ def test_a_run_directory_packed_by_hand_opens_too(call: Command, run: Run, tmp_p
     assert "logged in" in call("logs", "x.tar.gz", "--rank", 0).stdout
 
 
-def test_a_recipe_that_cannot_be_read_is_left_out_with_what_it_may_hide(call: Command, run: Run) -> None:
+def test_a_recipe_that_cannot_be_read_is_left_out_of_the_archive(call: Command, run: Run) -> None:
     run.dir.recipe.write_text(f'name = "demo\nHF_TOKEN={TOKEN}')
     run.dir.plan.write_bytes(b"{")
     done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
@@ -309,7 +309,7 @@ COMMAND = "curl -H 'Authorization: Bearer abc' -u me:on-end-secret https://me:pw
     ],
     ids=["table", "dotted", "inline", "several lines"],
 )
-def test_the_command_at_the_end_is_left_out_with_what_it_printed(call: Command, run: Run, table: str) -> None:
+def test_on_end_is_left_out_with_its_output(call: Command, run: Run, table: str) -> None:
     run.dir.recipe.write_text(f'name = "demo"  # on_end = "curl -u me:abc"\n{table}')
     run.dir.on_end_log.write_text("+ curl -H 'Authorization: Bearer abc'\n")
     append_to_log(run, 0, b"sent on-end-secret\n")

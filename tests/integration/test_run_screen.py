@@ -113,7 +113,7 @@ def test_panels_of_a_tall_narrow_terminal_stand_above_each_other() -> None:
     assert sum(region.height for region in placed.values()) == 57
 
 
-def test_the_findings_use_what_a_wide_table_leaves() -> None:
+def test_the_findings_use_the_width_that_the_table_leaves() -> None:
     placed = arrange(198, 52, PanelChoice(ranks=8, table_cells=130))
     assert placed["ranks"].y == placed["findings"].y == 0
     assert placed["ranks"].width >= 130
@@ -239,7 +239,7 @@ async def test_the_rank_that_failed_is_pointed_out(tmp_path: Path) -> None:
 
 
 @played
-async def test_a_run_that_failed_before_any_rank_spoke_says_why(tmp_path: Path) -> None:
+async def test_a_run_that_failed_before_its_first_event_shows_the_reason(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, steps=0, status="failed")
     run.status.message = "node1 cannot be reached"
     write_status(run.dir, run.status)
@@ -278,7 +278,7 @@ async def test_quitting_while_a_filter_is_typed_types_a_letter(tmp_path: Path) -
 
 
 @played
-async def test_stopping_asks_and_names_the_run(tmp_path: Path) -> None:
+async def test_stopping_needs_a_confirmation_that_names_the_run(tmp_path: Path) -> None:
     run = two_ranks(tmp_path)
     app = console(run)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -511,7 +511,7 @@ async def test_the_footer_shows_the_keys_of_the_log_while_it_has_them_and_a_clic
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 30), (200, 55)])
 @played
-async def test_a_run_that_makes_no_step_shows_nothing_that_looks_alive(size: tuple[int, int], tmp_path: Path) -> None:
+async def test_a_run_that_stands_still_shows_no_rate_or_time_left(size: tuple[int, int], tmp_path: Path) -> None:
     run = straggler(tmp_path)
     last = synthetic.BEGIN + 16
     phases: tuple[Literal["data", "sync"], ...] = ("data", "sync")

@@ -131,7 +131,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(("more", "steps"), [((), 5), (("--no-instrument",), 0)])
-def test_an_odd_script_is_measured_to_its_last_step_unless_told_not_to(
+def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
     tmp_path: Path, more: Sequence[str], steps: int
 ) -> None:
     (tmp_path / "own").mkdir()
@@ -167,7 +167,7 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_told_not_to(
         ("import importlib.util\nassert importlib.util.find_spec('torch').loader.get_filename('torch')", ""),
     ],
 )
-def test_what_is_not_measured_is_one_line_of_the_log(tmp_path: Path, script: str, line: str) -> None:
+def test_an_unmeasured_script_has_one_line_in_its_log(tmp_path: Path, script: str, line: str) -> None:
     done = run(tmp_path, script, ranks=1)
     assert (done.code, done.log(0), done.steps(0)) == (0, line, [])
 
@@ -180,7 +180,7 @@ def test_a_watched_script_reports_its_steps_and_no_state_twice(tmp_path: Path) -
         assert sum(event.steps for event in done.events(rank) if isinstance(event, Step)) == 12
 
 
-def test_what_fails_after_the_watched_training_is_a_failure(tmp_path: Path) -> None:
+def test_an_error_after_the_watched_training_is_a_failure(tmp_path: Path) -> None:
     done = run(tmp_path, HERE.parents[0] / "support" / "watched_script.py", "fail")
     assert done.code == 1
     assert done.failure.message == "ValueError: no more data"
@@ -189,7 +189,7 @@ def test_what_fails_after_the_watched_training_is_a_failure(tmp_path: Path) -> N
     assert sum(isinstance(event, Failure) for event in done.events(done.failure.rank)) == 1
 
 
-def test_what_fails_in_a_data_loading_process_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_a_failure_of_a_data_loading_process_is_reported_by_its_own_error(tmp_path: Path) -> None:
     script = """\
 from torch.utils.data import DataLoader
 class Broken:
@@ -203,7 +203,7 @@ list(DataLoader(Broken(), num_workers=1))
     assert done.failure.message == message
 
 
-def test_the_script_finds_what_an_interpreter_of_its_own_would_give_it(tmp_path: Path) -> None:
+def test_the_script_runs_as_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "beside.py").write_text("HERE = True")
     script = """\
@@ -280,7 +280,7 @@ def test_a_script_that_closes_all_descriptors_is_measured_and_finds_its_own_file
         assert {(tmp_path / "own" / f"{rank}-{n}").read_text() for n in range(100)} == {"mine"}
 
 
-def test_a_script_that_fails_after_it_closed_all_descriptors_is_told_by_its_error(tmp_path: Path) -> None:
+def test_a_script_that_fails_after_it_closed_all_descriptors_is_reported_by_its_error(tmp_path: Path) -> None:
     done = run(tmp_path, "import os\nos.closerange(3, 4096)\nraise ValueError('no data')", ranks=1)
     assert done.code == 1
     assert done.outcome.failure is not None
@@ -371,7 +371,7 @@ def test_a_killed_script_is_named_with_its_signal(tmp_path: Path) -> None:
     assert "SIGKILL" in done.failure.message
 
 
-def test_control_c_ends_scripts_and_what_they_started(tmp_path: Path) -> None:
+def test_control_c_ends_scripts_and_their_child_processes(tmp_path: Path) -> None:
     script = "import subprocess, time\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\nprint('up')\n"
     process = begin(tmp_path, script + "time.sleep(600)\n")
     logs = [RunDir(tmp_path / "run").rank_log(rank) for rank in (0, 1)]
@@ -385,7 +385,7 @@ def test_control_c_ends_scripts_and_what_they_started(tmp_path: Path) -> None:
     assert not family & descendants(1)
 
 
-def test_a_script_that_saves_when_it_is_told_to_end_has_the_time_for_it(tmp_path: Path) -> None:
+def test_a_script_that_saves_on_sigterm_has_the_time_for_it(tmp_path: Path) -> None:
     script = (
         "import pathlib, signal, sys, time\ndef save(*_):\n    time.sleep(2.0)\n    pathlib.Path('saved').touch()\n"
     )
@@ -503,7 +503,7 @@ def test_gpus_stay_visible_and_gloo_uses_the_loopback_only_where_the_ranks_meet_
     assert "GLOO_SOCKET_IFNAME" not in launcher_environment(assignment(), ("::1", 1), {"GLOO_SOCKET_IFNAME": "x"})
 
 
-def test_scripts_meet_where_the_init_method_says() -> None:
+def test_the_master_address_follows_the_init_method() -> None:
     assert master_address("tcp://[fd00::1]:4711", {}, free_port=0) == ("fd00::1", 4711)
     assert master_address("env://", {"MASTER_ADDR": "a", "MASTER_PORT": "2"}, free_port=0) == ("a", 2)
     assert master_address(None, {}, free_port=3) == ("127.0.0.1", 3)

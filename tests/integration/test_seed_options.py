@@ -60,7 +60,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", EXACT)
-def test_what_is_resumed_is_equal_to_a_training_without_a_stop_bit_for_bit(
+def test_a_resumed_training_is_equal_to_one_without_a_stop_bit_for_bit(
     two_ranks: Gang, tmp_path: Path, what: str
 ) -> None:
     task, options = EXACT[what]
@@ -90,9 +90,7 @@ def test_batches_by_tokens_give_the_gradient_of_the_same_samples_on_one_rank(two
         assert torch.allclose(two["model"][name], weight, rtol=0, atol=1e-12)
 
 
-def test_the_average_is_what_is_validated_and_saved_and_the_plain_weights_train_on(
-    two_ranks: Gang, tmp_path: Path
-) -> None:
+def test_the_average_is_validated_and_saved_and_the_plain_weights_train_on(two_ranks: Gang, tmp_path: Path) -> None:
     options = {"max_epochs": 1, "valid_every_updates": 1, "optimizer": "sgd"}
     plain = trained(two_ranks, None, **options, trace=True)
     averaged = trained(two_ranks, tmp_path / "averaged", **options, ema_decay=0.75)
@@ -119,7 +117,7 @@ def test_the_average_is_what_is_validated_and_saved_and_the_plain_weights_train_
         (0.5, 0.0, "the average of the weights ends, and the weights beside it go on"),
     ],
 )
-def test_an_average_that_begins_or_ends_on_resuming_is_told(
+def test_an_average_that_begins_or_ends_on_resuming_is_reported(
     two_ranks: Gang, tmp_path: Path, there: float, here: float, warning: str
 ) -> None:
     straight = trained(two_ranks, None, max_updates=8)
@@ -198,7 +196,7 @@ def pretrained(two_ranks: Gang, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder / "step_00000005.pt"
 
 
-def test_weights_are_read_from_a_checkpoint_a_state_dict_and_what_others_make_of_one(
+def test_weights_are_read_from_a_checkpoint_a_state_dict_and_other_programs_files(
     pretrained: Path, tmp_path: Path
 ) -> None:
     weights = state_of(pretrained)["model"]
@@ -249,7 +247,7 @@ def test_safetensors_are_read_where_the_package_is_there(pretrained: Path, tmp_p
         load_weights(file)
 
 
-def test_what_does_not_fit_is_told_by_name_and_shape() -> None:
+def test_weights_that_do_not_fit_are_reported_by_name_and_shape() -> None:
     model = {"a": torch.ones(2), "b": torch.ones(3, 4), "c": torch.ones(1)}
     assert fit(model, model) == (model, "")
     fitting, other = fit({"a": torch.ones(2), "b": torch.ones(4, 4), "d": torch.ones(1)}, model)

@@ -89,7 +89,7 @@ def ended(process: NodeProcess) -> int:
         ("echo 'Host key verification failed.' >&2; exit 255", node(), "its host key is not known yet: run"),
     ],
 )
-def test_what_keeps_a_node_from_being_started_is_one_line(
+def test_a_node_that_cannot_be_started_is_one_line(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ssh: str, planned: PlannedNode, line: str
 ) -> None:
     ssh_is(ssh, tmp_path, monkeypatch)
@@ -141,7 +141,7 @@ def test_a_node_outlives_its_connection_and_another_supervisor_adopts_it(run_dir
     assert processes_of(run_dir.path) == []
 
 
-def test_a_rank_elsewhere_is_asked_for_its_stack_and_no_process_of_others(run_dir: RunDir) -> None:
+def test_a_stack_request_reaches_a_remote_rank_and_no_foreign_process(run_dir: RunDir) -> None:
     log = run_dir.rank_log(0)
     planned = node(sys.executable, "-c", SHOWS_STACKS, str(log))
     write_atomically(run_dir.plan, msgspec.json.encode(Plan(

@@ -52,7 +52,7 @@ def rank(run_dir: RunDir) -> Iterator[RankView]:
     process.wait()
 
 
-def test_a_rank_tells_where_it_is_and_only_the_new_part_is_shown(run_dir: RunDir, rank: RankView) -> None:
+def test_a_stack_request_shows_the_new_part_of_the_log_alone(run_dir: RunDir, rank: RankView) -> None:
     assert b"ready" in run_dir.rank_log(3).read_bytes()
     request = request_stack(run_dir, rank)
     lines: list[str] = until(lambda: (found := request.answer()) and "<module>" in "".join(found) and found)
@@ -68,12 +68,12 @@ def test_a_process_that_is_not_of_the_run_is_never_signalled(run_dir: RunDir) ->
         request_stack(run_dir, view)
 
 
-def test_a_rank_of_another_machine_is_not_asked(run_dir: RunDir, rank: RankView) -> None:
+def test_a_stack_request_to_another_machine_is_refused(run_dir: RunDir, rank: RankView) -> None:
     rank.host = "node047"
     with pytest.raises(RequestError, match="rank 3 runs on node047: send SIGQUIT to process"):
         request_stack(run_dir, rank)
 
 
-def test_a_rank_without_a_process_is_not_asked(run_dir: RunDir) -> None:
+def test_a_stack_request_to_a_rank_without_a_process_is_refused(run_dir: RunDir) -> None:
     with pytest.raises(RequestError, match="rank 1 has no process yet"):
         request_stack(run_dir, RankView(1))

@@ -108,7 +108,7 @@ def test_a_signal_to_every_process_of_a_job_loses_nothing(tmp_path: Path, number
     assert load(path)["updates"] == reported.stopped_at
 
 
-def test_all_ranks_stop_in_order_when_somebody_ends_one_of_them(tmp_path: Path) -> None:
+def test_a_sigterm_to_one_rank_stops_all_ranks_in_order(tmp_path: Path) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000)
     await_steps(tmp_path)
     os.kill(pid_of(tmp_path, 1), signal.SIGTERM)
@@ -132,7 +132,7 @@ def test_a_validation_is_broken_off_and_made_up_for(tmp_path: Path) -> None:
     assert [event.step for event in found if isinstance(event, Validation)] == [7, 8]
 
 
-def test_nodes_stop_after_the_same_update_whichever_of_them_is_asked(tmp_path: Path) -> None:
+def test_nodes_stop_after_the_same_update_whichever_of_them_gets_the_signal(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     flags = ("--distributed-init-method", url, "--distributed-gpus", 1, "--max-updates", 1_000_000)
     nodes = [begin(tmp_path, *flags, "--distributed-rank", node, node=node) for node in range(2)]
@@ -172,7 +172,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, se
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_whoever_asks_again_for_a_training_to_end_does_not_cost_it_its_work(tmp_path: Path, ranks: int) -> None:
+def test_a_second_sigterm_does_not_lose_the_checkpoint(tmp_path: Path, ranks: int) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, ranks=ranks)
     await_steps(tmp_path, ranks)
     for _ in range(2):

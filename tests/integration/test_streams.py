@@ -123,7 +123,7 @@ def broken_off(
 
 
 @pytest.mark.parametrize("parts", [(), (20, 1, 10)])
-def test_resuming_passes_over_what_was_seen(three_ranks: Gang, parts: tuple[int, ...]) -> None:
+def test_resuming_skips_the_consumed_samples(three_ranks: Gang, parts: tuple[int, ...]) -> None:
     for stop in (1, 2, 3):
         for straight, resumed in three_ranks.run(broken_off, numbers(31, parts), [3, 1, 2], {"num_workers": 0}, stop):
             assert resumed == straight
@@ -156,7 +156,7 @@ def test_on_another_world_size_the_rest_of_a_stream_is_read_once(three_ranks: Ga
         ({"head": "other"}, "the stream of epoch 1 does not begin with the sample that it began with when the check"),
     ],
 )
-def test_what_cannot_be_passed_over_is_told_in_one_line(state: dict[str, Any], line: str) -> None:
+def test_a_stream_that_cannot_be_skipped_is_reported_in_one_line(state: dict[str, Any], line: str) -> None:
     source = batches(Count(31), [4], exchange=lambda lines: [lines])
     read(source, 1, 2)
     other = batches(Count(31), [4], exchange=lambda lines: [lines])

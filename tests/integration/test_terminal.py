@@ -235,7 +235,7 @@ def test_selected_text_and_the_failure_reach_the_terminals_clipboard(terminal: T
     assert terminal.buffer() == failure, "tmux as it is by default takes none of that"
 
 
-def test_what_is_typed_ahead_goes_into_the_line_that_a_key_opens(terminal: Tmux, tmp_path: Path) -> None:
+def test_keys_typed_ahead_go_into_the_line_that_a_key_opens(terminal: Tmux, tmp_path: Path) -> None:
     synthetic.run(tmp_path / "home" / "runs", nodes=2, ranks_per_node=4, steps=40)
     terminal.start(f"{GPUTRAIN} attach", 1)
     terminal.wait("ranks 8", "Quit")

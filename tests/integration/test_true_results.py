@@ -172,7 +172,7 @@ def train_queued(
     ],
 )
 @pytest.mark.parametrize("save_every", [2, 8])
-def test_on_a_device_no_checkpoint_is_written_from_numbers_not_looked_at(
+def test_on_a_device_no_checkpoint_is_written_from_unchecked_numbers(
     two_ranks: Gang, tmp_path: Path, poison: str, found: str, save_every: int
 ) -> None:
     options = {"max_updates": 100, "save_every_updates": save_every, "valid_every_epochs": 0, "save_every_epochs": 0}
@@ -219,7 +219,7 @@ def test_a_model_that_its_optimizer_makes_infinite_is_not_saved(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------- one model
 
 
-def test_what_is_validated_is_what_is_saved_where_ranks_have_other_statistics(tmp_path: Path) -> None:
+def test_the_saved_batch_norm_statistics_are_the_validated_ones(tmp_path: Path) -> None:
     flags = ("--task", f"{ODD}NormTask", "--batch-size", 5, "--max-updates", 5, "--lr", 0.1)
     done = train(tmp_path, *flags, "--valid-samples", 300, ranks=2)
     assert done.code == 0, done.output
@@ -350,7 +350,9 @@ def test_a_loss_may_return_two_values(tmp_path: Path) -> None:
         ("an unsummed metric", "WrongTask.loss() returned a tensor [2] of float32 as the metric 'hits'"),
     ],
 )
-def test_what_a_loss_returns_wrongly_is_told_with_the_class_of_the_task(tmp_path: Path, given: str, line: str) -> None:
+def test_a_wrong_return_value_of_a_loss_is_reported_with_the_class_of_the_task(
+    tmp_path: Path, given: str, line: str
+) -> None:
     done = train(tmp_path, "--task", f"{ODD}WrongTask", "--batch-size", 10, "--max-epochs", 1, "--poison", given)
     assert done.code == 2, done.output
     assert "Traceback" not in done.output

@@ -86,14 +86,14 @@ def test_other_options_on_a_rank_are_refused_by_rank_host_and_name_on_every_rank
         assert named in without_pids(output), output
 
 
-def test_what_may_differ_between_ranks_does_not_keep_them_apart(tmp_path: Path) -> None:
+def test_options_that_may_differ_between_ranks_do_not_keep_them_apart(tmp_path: Path) -> None:
     own = [["--save-dir", "kept", "--num-workers", "1"], ["--threads", "2"]]
     ended = train(tmp_path, own)
     assert [code for code, _ in ended] == [0, 0], ended
     assert list((tmp_path / "kept").glob("step_*.pt"))
 
 
-def test_a_folder_for_checkpoints_that_nobody_would_write_into_is_refused(tmp_path: Path) -> None:
+def test_a_save_dir_given_only_to_a_rank_that_does_not_save_is_refused(tmp_path: Path) -> None:
     for code, output in train(tmp_path, [[], ["--save-dir", "kept"]]):
         assert code == 2, output
         assert "--save-dir is given to rank 1 and not to rank 0, which writes the checkpoints" in output

@@ -126,7 +126,7 @@ def test_hooks_are_gone_after_the_block_and_a_loader_keeps_its_length(tmp_path: 
     assert (step.step, step.samples, step.rank) == (8, 10, 3), "micro-steps add up"
 
 
-def test_a_run_directory_that_cannot_be_written_is_told_and_the_script_goes_on(
+def test_a_run_directory_that_cannot_be_written_is_reported_and_the_script_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"

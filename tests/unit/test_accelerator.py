@@ -44,7 +44,7 @@ def _numerics() -> Iterator[None]:
         ),
     ],
 )
-def test_what_cuda_reads_once_is_set_before_it_and_what_the_user_set_stays(
+def test_variables_of_cuda_are_set_and_those_of_the_user_stay(
     deterministic: bool, before: dict[str, str], after: dict[str, str]
 ) -> None:
     environ = dict(before)

@@ -93,7 +93,7 @@ def test_every_action_is_a_method_of_its_screen_or_of_the_app() -> None:
             assert hasattr(owner, f"action_{name}"), f"{place}: {action.name}"
 
 
-def test_every_action_says_what_it_does_in_one_line() -> None:
+def test_every_action_has_a_short_description() -> None:
     for action in ACTIONS:
         assert action.description[0].isupper()
         assert not action.description.endswith(".")
@@ -108,7 +108,7 @@ def test_bindings_carry_the_table() -> None:
 
 @pytest.mark.parametrize("place", ["run", "rank", "welcome"])
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
-def test_the_footer_fits_and_always_says_how_to_leave(place: str, width: int) -> None:
+def test_the_footer_fits_and_always_has_quit(place: str, width: int) -> None:
     row, spots = draw_keys(footer(place), width)
     assert row_cells(row) <= width
     assert "q Quit" in row_text(row)
@@ -116,7 +116,7 @@ def test_the_footer_fits_and_always_says_how_to_leave(place: str, width: int) ->
         assert row_text(row)[begin:end].startswith(action.key_text)
 
 
-def test_after_the_end_of_a_run_the_footer_offers_what_is_next() -> None:
+def test_after_the_end_of_a_run_the_footer_offers_the_next_actions() -> None:
     row, _ = draw_keys(footer("run", over=True), 120)
     assert "r Resume  e Edit and rerun  C Compare" in row_text(row)
     assert "Stop" not in row_text(row)

@@ -58,7 +58,7 @@ class SimulatedRanks:
 
 @pytest.mark.parametrize("step_s", [0.0001, 0.003, 0.05, 0.4, 3.0])
 @pytest.mark.parametrize("asked", [0, 2])
-def test_what_one_rank_wants_all_do_after_the_same_update_and_soon(step_s: float, asked: int) -> None:
+def test_a_request_of_one_rank_is_met_by_all_after_the_same_update(step_s: float, asked: int) -> None:
     ranks = SimulatedRanks(step_s)
     for _ in range(int(20 / step_s) if step_s < 1 else 20):
         assert ranks.step() == [NONE] * 3
@@ -92,7 +92,7 @@ def test_after_updates_that_have_become_longer_the_next_agreement_comes_at_once(
     assert [ranks.step()[0].stop for _ in range(2)] == [False, True]
 
 
-def test_what_has_been_begun_is_waited_for_at_the_end() -> None:
+def test_close_waits_for_the_collective_in_flight() -> None:
     ranks = SimulatedRanks(0.1)
     ranks.step()
     for rank in ranks.ranks:

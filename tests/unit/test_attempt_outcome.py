@@ -19,7 +19,7 @@ from trainer.contract.record import Failure, RunDir, encode_event
     ],
     ids=["killed first", "killed and seen later", "failed first", "killed by the supervisor", "not started"],
 )
-def test_a_node_that_somebody_killed_comes_before_the_ranks_that_lost_it(
+def test_a_killed_node_comes_before_the_ranks_that_lost_it(
     tmp_path: Path, first: int, exit_code: int, by_us: bool, why: str, kind: str, message: str
 ) -> None:
     run_dir = RunDir(tmp_path)

@@ -53,11 +53,11 @@ def test_a_grouped_iterator_counts_alike() -> None:
     check_counting(GroupedIterator(range(30), 3), groups)
 
 
-def test_a_counting_iterator_leaves_what_is_beyond_its_total() -> None:
+def test_a_counting_iterator_stops_at_its_total() -> None:
     assert list(CountingIterator(range(10), total=8)) == list(range(8))
 
 
-def test_a_counting_iterator_whose_source_ends_early_says_so() -> None:
+def test_a_counting_iterator_whose_source_ends_early_is_an_error() -> None:
     with pytest.raises(IndexError, match="ended after 10 of 12 items"):
         list(CountingIterator(range(10), total=12))
 
@@ -96,7 +96,7 @@ def test_a_shard_that_does_not_exist_is_refused(shard: int) -> None:
         (5, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
     ],
 )
-def test_groups_have_the_asked_size_but_the_last(size: int, expected: list[list[int]]) -> None:
+def test_groups_have_the_given_size_but_the_last(size: int, expected: list[list[int]]) -> None:
     assert list(GroupedIterator(range(10), size)) == expected
 
 
@@ -193,7 +193,7 @@ def test_every_sample_is_read_once_in_the_same_number_of_micro_steps(lengths: st
         assert len(shapes) == 1
 
 
-def test_an_update_tells_what_all_ranks_read_in_it() -> None:
+def test_an_update_counts_the_samples_of_all_ranks() -> None:
     source = batches(23, [3, 2], 1)
     told = [
         (update.micro_steps, update.global_samples, update.consumed, len(list(update))) for update in source.updates(2)

@@ -315,7 +315,7 @@ def dated(path: Path, time_ns: int) -> None:
     path.write_bytes(changed + hashlib.blake2b(changed, digest_size=32).digest())
 
 
-def test_what_is_saved_is_newer_than_files_that_come_from_the_future(tmp_path: Path, log: CheckpointLog) -> None:
+def test_a_saved_checkpoint_is_newer_than_files_dated_in_the_future(tmp_path: Path, log: CheckpointLog) -> None:
     for step in (100, 200):
         write_file(tmp_path / f"step_{step:08}.pt", {"step": step})
         dated(tmp_path / f"step_{step:08}.pt", time.time_ns() + step * 10**12)

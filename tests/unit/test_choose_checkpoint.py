@@ -74,7 +74,7 @@ def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
         ),
     ],
 )
-def test_what_a_run_does_not_have_is_one_line(home: Path, own: str, which: str | None, message: str) -> None:
+def test_a_missing_checkpoint_of_a_run_is_one_line(home: Path, own: str, which: str | None, message: str) -> None:
     run = make_run(home, own=own, elsewhere="", recorded="")
     with pytest.raises(RequestError) as refused:
         choose_checkpoint(run, which)

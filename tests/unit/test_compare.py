@@ -151,7 +151,7 @@ def overlay(*values: list[float], over_time: bool = False) -> Overlay:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 12), (40, 6), (20, 3), (9, 2), (200, 40)])
-def test_the_chart_has_the_size_that_it_was_asked_for(width: int, height: int) -> None:
+def test_the_chart_has_the_requested_size(width: int, height: int) -> None:
     rows = draw_overlay(overlay([3.0, 2.0, 1.0] * 20, [2.0, 1.0, 0.5] * 20), width, height)
     assert len(rows) == height
     assert all(len(row_text(row)) == width for row in rows[1:])

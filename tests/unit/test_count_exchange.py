@@ -115,7 +115,7 @@ def test_a_silent_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) 
         assert first.result() == [4, 2]
 
 
-def test_a_node_of_another_step_is_not_counted_and_told_so() -> None:
+def test_a_node_of_another_slurm_step_is_refused() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=LIMIT_S)
@@ -149,7 +149,7 @@ def test_nodes_that_do_not_come_are_named_by_all_that_came() -> None:
                 asked.result()
 
 
-def test_connections_of_strangers_are_told_where_a_node_is_missing() -> None:
+def test_a_missing_node_is_reported_with_the_foreign_connections() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=0.3)

@@ -41,9 +41,7 @@ def sample(data: Numbers, *, num_workers: int = 0) -> DataSample:
 
 @pytest.mark.parametrize("kind", ["plain", "augmented", "unsteady", "opaque"])
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (1, 0)])
-def test_the_same_data_is_the_same_whoever_reads_it_and_however_it_is_augmented(
-    kind: str, before: int, after: int
-) -> None:
+def test_the_data_sample_does_not_depend_on_loader_workers_or_augmentation(kind: str, before: int, after: int) -> None:
     kept = sample(Numbers(kind), num_workers=before).state_dict()
     assert kept["samples"] == SIZE
     assert len(kept["known"]) == (0 if kind == "opaque" else SAMPLES)

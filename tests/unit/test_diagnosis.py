@@ -178,7 +178,7 @@ def test_a_cause_is_named_only_when_it_covers_four_fifths(extra: dict[str, float
     assert summaries(run.steps(20, late(2, **extra))) == [("straggler", "raised", 2, cause)]
 
 
-def test_a_rank_that_does_all_of_its_work_slower_is_not_said_to_be_late_by_its_longest_part() -> None:
+def test_a_rank_slower_in_every_phase_is_not_attributed_to_its_longest_phase() -> None:
     """The backward pass has more than four fifths of the lateness, as it has of the work."""
     usual = {**PARTS, "backward": 84.0}
     slower = {part: 0.5 * ms for part, ms in usual.items()}
@@ -382,7 +382,7 @@ def test_a_rank_that_shares_its_core_is_found_to_wait_for_it() -> None:
     assert summaries(found) == [("straggler", "raised", 2, "core_wait")]
 
 
-def test_what_other_guests_take_is_named_when_one_node_alone_suffers() -> None:
+def test_cpu_steal_is_named_when_one_node_alone_suffers() -> None:
     run = SimulatedRun()
     for node, steal in ((0, 0.0), (1, 45.0)):
         run.state.apply(NodeSample(time=run.now, node=node, host=f"node{node}", steal_percent=steal))
@@ -432,7 +432,7 @@ def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
     ]
 
 
-def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_a_dozen_of_the_slow_ones() -> None:
+def test_a_rank_many_times_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones() -> None:
     run = SimulatedRun(2)
     assert covering(run, 60, 25) == []
     slow = late(1, first=run.step + 1, forward=200.0)
@@ -442,7 +442,7 @@ def test_a_rank_that_takes_many_times_as_long_as_very_fast_steps_is_told_within_
 
 
 @pytest.mark.parametrize("covered", [(2, 2, 1), (1, 1, 1, 2), (2, 1)])
-def test_slow_steps_of_which_some_share_an_event_and_some_have_their_own_are_told_as_soon(
+def test_slow_steps_are_found_as_soon_where_events_cover_different_numbers_of_steps(
     covered: tuple[int, ...],
 ) -> None:
     run = SimulatedRun(2)
@@ -662,7 +662,7 @@ def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
     assert found[0].evidence["last_step"] == 40
 
 
-def test_a_run_in_which_nobody_does_a_step_is_said_to_stand_and_cleared_when_it_goes_on() -> None:
+def test_a_run_without_steps_is_stalled_and_cleared_when_it_goes_on() -> None:
     run = SimulatedRun(2)
     run.steps(40)
     run.diagnose()
@@ -790,7 +790,7 @@ def run_out(run: SimulatedRun, rank: int, *, steps: int) -> None:
 
 
 @pytest.mark.parametrize("state", ["training", "finished"])
-def test_nobody_waits_for_a_rank_without_which_the_others_have_trained_on(state: str) -> None:
+def test_a_rank_without_which_the_others_train_on_is_no_stall(state: str) -> None:
     run = SimulatedRun(3)
     run.steps(40)
     run_out(run, 0, steps=30)
@@ -1024,7 +1024,7 @@ def test_findings_of_ranks_are_passed_on_and_not_repeated() -> None:
     assert ("desync", 1) in run.state.findings
 
 
-def test_who_takes_over_goes_on_with_what_was_raised() -> None:
+def test_a_new_diagnosis_keeps_the_raised_findings() -> None:
     run = SimulatedRun(2)
     slow = late(1, forward=30.0)
     run.steps(80, slow)

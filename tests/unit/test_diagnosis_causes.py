@@ -55,7 +55,7 @@ def sample_gpus(run: SimulatedRun, clocks: list[int], reasons: Mapping[int, list
     ],
     ids=["heat", "heat and power", "power cap", "two reasons", "no reason told", "full clock", "a little lower"],
 )
-def test_a_gpu_whose_clock_accounts_for_the_lateness_is_named_with_what_holds_it_down(
+def test_a_gpu_whose_clock_explains_the_lateness_is_named_with_its_throttle_reason(
     clock: int, reasons: list[str], celsius: float, cause: str, because: str
 ) -> None:
     run = SimulatedRun(noise=0.0, device="cuda:1 NVIDIA H200")
@@ -90,7 +90,7 @@ def test_gpus_throttled_alike_are_no_stragglers() -> None:
     assert run.steps(200) == []
 
 
-def test_a_gpu_of_a_slower_kind_is_a_straggler_that_stays_and_is_told_once() -> None:
+def test_a_gpu_of_a_slower_model_is_one_lasting_straggler() -> None:
     """Its parts tell that the device is slow as a whole; its clock is as fast as the others'."""
     run = SimulatedRun(device="cuda:0")
     sample_gpus(run, [1980] * 4, {})
@@ -111,7 +111,7 @@ CAUSES: list[tuple[dict[str, float], str, str]] = [
 
 
 @pytest.mark.parametrize(("extra", "cause", "because"), CAUSES, ids=[cause for _, cause, _ in CAUSES])
-def test_a_finding_says_who_how_much_why_and_what_to_do(extra: dict[str, float], cause: str, because: str) -> None:
+def test_a_finding_has_rank_lateness_cause_and_advice(extra: dict[str, float], cause: str, because: str) -> None:
     run = SimulatedRun(noise=0.0, device="cuda:1 NVIDIA H200")
     run.steps(60)
     found = run.steps(40, late(3, **extra))
@@ -239,7 +239,7 @@ def test_steps_whose_synchronisation_was_not_measured_do_not_blame_those_that_wa
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no sync", "neither sync nor backward"])
-def test_waiting_for_data_is_told_without_the_synchronisation(backward: bool) -> None:
+def test_waiting_for_data_is_found_without_synchronisation_times(backward: bool) -> None:
     run = SimulatedRun(3)
     found = unmeasured(run, 100, lambda _step, _rank: {"data": 60.0}, backward=backward)
     assert summaries(found) == [("input_bound", "raised", None, "data")]
@@ -252,7 +252,7 @@ def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured()
 
 
 @pytest.mark.parametrize(("device", "estimated"), [("cpu", True), ("cuda:0", False)])
-def test_a_transfer_that_may_hold_waits_for_cores_is_told_as_an_estimate(device: str, estimated: bool) -> None:
+def test_a_transfer_time_that_may_contain_core_waits_is_marked_as_not_measured(device: str, estimated: bool) -> None:
     """Without the comm hook (``sync_detail_every = 0``) ranks on CPU do not tell what they waited for a core."""
     run = SimulatedRun(wire_ms=60.0, device=device)
     found = []

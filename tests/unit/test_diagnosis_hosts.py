@@ -54,7 +54,7 @@ CROWDED = [
 
 
 @pytest.mark.parametrize(("sample", "threads", "advice"), CROWDED)
-def test_a_host_with_more_busy_threads_than_cores_is_told_with_the_threads_to_set(
+def test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set(
     sample: dict[str, float], threads: int, advice: str
 ) -> None:
     run = SimulatedRun(4)
@@ -117,7 +117,7 @@ def silent(run: SimulatedRun, state: str) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["looked at meanwhile", "looked at afterwards"])
-def test_the_ranks_of_a_host_that_was_silent_are_not_said_to_be_busy_or_stalled(known: bool) -> None:
+def test_ranks_of_a_host_that_was_silent_are_neither_busy_nor_stalled(known: bool) -> None:
     """What they did in its silence comes later than the word that it is heard of again."""
     run = SimulatedRun(4)
     run.steps(40)
@@ -146,7 +146,7 @@ def stop(run: SimulatedRun, rank: int, held: str | None = "T") -> None:
 
 
 @pytest.mark.parametrize("everybody", [False, True])
-def test_a_stopped_process_is_told_soon_with_the_command_that_continues_it(everybody: bool) -> None:
+def test_a_stopped_process_is_reported_soon_with_the_command_that_continues_it(everybody: bool) -> None:
     run = SimulatedRun(4)
     run.steps(40)
     run.diagnose()
@@ -163,7 +163,7 @@ def test_a_stopped_process_is_told_soon_with_the_command_that_continues_it(every
     assert {finding.state for finding in run.steps(1)} == {"cleared"}
 
 
-def test_a_process_that_a_debugger_holds_is_said_to_be_so() -> None:
+def test_a_process_held_by_a_debugger_is_reported_as_such() -> None:
     run = SimulatedRun(4)
     run.steps(40)
     run.step += 1

@@ -66,7 +66,7 @@ UNEVEN: list[tuple[int, Slow, str]] = [
 
 @pytest.mark.parametrize("covered", [1, 6])
 @pytest.mark.parametrize(("ranks", "slow", "cause"), UNEVEN)
-def test_uneven_work_is_told_with_its_cause_and_never_as_a_slow_network(
+def test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network(
     ranks: int, slow: Slow, cause: str, covered: int
 ) -> None:
     run = SimulatedRun(ranks, wire_ms=12.0)
@@ -83,7 +83,7 @@ def test_uneven_work_is_told_with_its_cause_and_never_as_a_slow_network(
     assert summaries(over) == [("imbalance", "cleared", None, found[0].cause)]
 
 
-def test_what_uneven_work_costs_is_what_evenly_spread_work_would_save() -> None:
+def test_the_cost_of_uneven_work_is_the_saving_by_even_work() -> None:
     (found,) = SimulatedRun(2, noise=0.0).steps(80, late_in_turns)
     assert found.evidence["imbalance_ms"] == pytest.approx(15.0)
     assert found.evidence["step_ms"] == pytest.approx(73.0)
@@ -102,7 +102,7 @@ def test_uneven_batch_sizes_are_named_with_their_range() -> None:
 
 
 @pytest.mark.parametrize("covered", [1, 6])
-def test_a_slow_link_is_no_uneven_work_and_both_are_told_where_there_are_both(covered: int) -> None:
+def test_a_slow_link_is_no_uneven_work_and_both_are_found_where_there_are_both(covered: int) -> None:
     def found(wire_ms: float, slow: Slow) -> list[Finding]:
         run = SimulatedRun(2, wire_ms=wire_ms)
         return run.steps(100, slow) if covered == 1 else covering(run, 100, covered, slow)

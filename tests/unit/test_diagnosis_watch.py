@@ -98,7 +98,7 @@ def test_a_long_record_is_read_whole_before_it_is_diagnosed(run_dir: RunDir) -> 
     watch.close()
 
 
-def test_the_last_step_of_the_slowest_rank_tells_how_long_a_stop_may_take(run_dir: RunDir) -> None:
+def test_the_step_time_is_that_of_the_slowest_rank(run_dir: RunDir) -> None:
     clock, cost = ManualClock(), ManualClock()
     watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=cost)
     assert watch.step_s == 0.0

@@ -218,7 +218,7 @@ def test_a_launchers_environment_that_contradicts_is_refused(
 # --- Slurm (A17) ----------------------------------------------------------------------------------------------------
 
 
-def test_one_task_per_node_spawns_the_nodes_gpus_and_asks_the_other_nodes_for_theirs() -> None:
+def test_one_task_per_node_spawns_the_nodes_gpus_and_exchanges_counts() -> None:
     decision = decide(options(), slurm(NODEID=1, NTASKS_PER_NODE=1, NTASKS=2), 8)
     assert brief(decision) == ("slurm", 16, tuple(range(8, 16)), tuple(range(8)), True)
     assert decision.exchange is not None
@@ -393,7 +393,7 @@ def test_slurm_steps_that_cannot_be_met_are_refused(
         ({"world_size": 4, "share_devices": True}, 2, ("single_node", 4, (0, 1, 2, 3), (0, 1, 0, 1), True)),
     ],
 )
-def test_one_machine_trains_on_what_it_has(flags: dict[str, Any], devices: int, expected: tuple[Any, ...]) -> None:
+def test_one_machine_trains_on_its_own_devices(flags: dict[str, Any], devices: int, expected: tuple[Any, ...]) -> None:
     assert brief(decide(options(**flags), {}, devices)) == expected
 
 

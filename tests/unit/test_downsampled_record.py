@@ -44,7 +44,7 @@ def test_blocks_stand_for_every_byte_of_the_events(run: RunDir) -> None:
         assert found[-1].end == len(data)
 
 
-def test_a_block_has_means_and_extremes_of_what_was_measured(run: RunDir) -> None:
+def test_a_block_has_means_and_extremes_of_the_measurements(run: RunDir) -> None:
     writer = EventWriter(run.rank_events(3), rank=3)
     for number in range(1, 257):
         writer.write(step(number, loss=9.0 if number == 100 else 1.0, exposed=6.0 if number % 2 else None))
@@ -88,7 +88,7 @@ def test_steps_that_are_merged_make_wider_blocks(run: RunDir) -> None:
     assert len(blocks(run, 16)) == 4, "sixteen times eight steps each, and the rest"
 
 
-def test_what_is_no_step_is_noted_but_for_samples_of_the_machine(run: RunDir) -> None:
+def test_events_other_than_steps_are_noted_but_for_samples_of_the_machine(run: RunDir) -> None:
     writer = EventWriter(run.rank_events(3), rank=3)
     state = RankState(time=1.0, rank=3, state="ready")
     writer.write(step(1))

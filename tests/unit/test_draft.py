@@ -41,13 +41,13 @@ def test_every_option_is_a_field_with_help_and_group() -> None:
     assert all(field.option.help and field.group for field in fields)
 
 
-def test_a_field_shows_what_is_written_and_else_the_default() -> None:
+def test_a_field_shows_the_written_value_and_else_the_default() -> None:
     lr, seed = field(draft(), "train.lr"), field(draft(), "train.seed")
     assert (lr.text, lr.written, lr.changed) == ("0.1", True, False)
     assert (seed.text, seed.written, seed.changed) == ("1", False, False)
 
 
-def test_a_change_is_what_set_says_and_keeps_comments() -> None:
+def test_a_change_is_saved_and_keeps_comments() -> None:
     one = draft()
     one.set("train.lr", "0.5")
     one.set("task.dim", "64")
@@ -62,7 +62,7 @@ def test_a_change_is_what_set_says_and_keeps_comments() -> None:
     assert field(one, "train.lr").text == "0.5"
 
 
-def test_what_a_node_runs_is_one_of_three_and_setting_one_clears_the_others() -> None:
+def test_setting_the_devices_of_a_node_clears_the_other_two_keys() -> None:
     one = draft()
     one.set("cluster.nodes[0].gpus", "0, 1")
     assert field(one, "cluster.nodes[0].gpus").text == "0, 1"
@@ -85,7 +85,7 @@ def test_nodes_can_be_added_and_removed_but_for_the_last() -> None:
     assert not one.remove_node(0)
 
 
-def test_resetting_takes_back_the_change_first_and_then_what_is_written() -> None:
+def test_resetting_takes_back_the_change_first_and_then_the_written_value() -> None:
     one = draft()
     one.set("train.lr", "0.5")
     one.reset("train.lr")
@@ -115,7 +115,7 @@ def test_adding_and_removing_a_node_is_no_change(text: str) -> None:
     ("key", "text"),
     [("train.lr", "0.1"), ("cluster.nodes[0].cpu_ranks", "2"), ("name", "one"), ("train.seed", "")],
 )
-def test_setting_what_is_written_is_no_change(key: str, text: str) -> None:
+def test_setting_the_written_value_is_no_change(key: str, text: str) -> None:
     one = draft()
     one.set(key, "9")
     one.set(key, text)

@@ -32,7 +32,7 @@ XTERM = {"TERM": "xterm-256color"}
         ({}, "\a"),
     ],
 )
-def test_each_terminal_gets_what_it_understands(environ: dict[str, str], written: str) -> None:
+def test_each_terminal_gets_its_notification_sequence(environ: dict[str, str], written: str) -> None:
     assert notice("mnist failed; no", environ) == written
 
 

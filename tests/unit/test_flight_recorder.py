@@ -17,7 +17,7 @@ from trainer.distributed.rendezvous import RankMachine
 MACHINES = [RankMachine(host="one", ranks=[0, 1]), RankMachine(host="two", ranks=[2, 3])]
 
 
-def test_nccl_writes_its_collectives_into_the_run_directory_unless_the_user_says_where(tmp_path: Path) -> None:
+def test_nccl_dumps_collectives_into_the_run_directory_unless_the_user_sets_another(tmp_path: Path) -> None:
     environ = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}
     flight_recorder.prepare(tmp_path / "collectives_12", 12, environ)
     assert environ.pop("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/collectives_") == f"{tmp_path}/collectives_"

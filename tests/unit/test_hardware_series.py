@@ -31,7 +31,7 @@ def sample(time: float, *, node: int = 0, cpu: float | None = 50.0, gpus: int = 
     )  # fmt: skip
 
 
-def test_what_a_machine_does_not_tell_has_no_line() -> None:
+def test_a_figure_that_a_machine_lacks_has_no_line() -> None:
     found = HardwareSeries()
     for second in range(10):
         found.apply(sample(float(second)))
@@ -51,7 +51,7 @@ def test_each_gpu_has_use_memory_temperature_and_power() -> None:
     assert any("power W" in line and "650" in line for line in lines)
 
 
-def test_the_selected_ranks_host_stands_first_and_what_does_not_fit_is_counted() -> None:
+def test_the_selected_ranks_host_stands_first_and_hosts_that_do_not_fit_are_counted() -> None:
     found = HardwareSeries()
     for node in range(8):
         found.apply(sample(1.0, node=node))

@@ -94,7 +94,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_progress_line_tells_everything_at_the_usual_widths(width: int) -> None:
+def test_the_progress_line_has_every_figure_at_the_usual_widths(width: int) -> None:
     assert paint(progress_line(trained(), width, now=1007.0), colour=False) == LINES[width]
 
 
@@ -168,7 +168,7 @@ def test_of_very_many_ranks_those_that_were_waited_for_are_listed() -> None:
     assert lines[-1] == "… and 68 ranks that were waited for less"
 
 
-def test_the_end_tells_evaluation_agreement_checkpoint_and_sample() -> None:
+def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -> None:
     state = trained()
     state.apply(Validation(time=1008.0, step=120, epoch=2, split="valid", loss=2.55, metrics={"accuracy": 0.41}))
     for rank in (0, 1):
@@ -212,7 +212,7 @@ def test_without_tokens_and_a_known_peak_there_are_samples_only() -> None:
     assert all("samples/s" in text and "tokens" not in text and "MFU" not in text for text in texts)
 
 
-def test_a_run_that_only_evaluates_ends_with_what_it_found_and_no_steps() -> None:
+def test_the_closing_table_of_an_evaluation_has_its_result_and_no_steps() -> None:
     state = started()
     for rank in (0, 1):
         state.apply(RankState(time=1001.0, rank=rank, state="validating", host="node-a", device="cpu"))
@@ -223,7 +223,7 @@ def test_a_run_that_only_evaluates_ends_with_what_it_found_and_no_steps() -> Non
     assert paint(ending(state), colour=False) == "finished in 4 s"
 
 
-def test_the_end_tells_what_was_found_and_what_of_it_still_stands() -> None:
+def test_the_closing_table_has_raised_and_cleared_findings() -> None:
     state = trained()
     state.apply(Finding(time=1005.0, kind="straggler", rank=1, step=70, message="rank 1 is late", advice="look"))
     state.apply(Finding(time=1006.0, kind="straggler", rank=1, step=90, message="rank 1 is late", state="cleared"))
@@ -235,7 +235,7 @@ def test_the_end_tells_what_was_found_and_what_of_it_still_stands() -> None:
     ]
 
 
-def test_of_very_many_findings_the_first_are_told() -> None:
+def test_of_very_many_findings_the_first_are_listed() -> None:
     state = trained(40)
     for rank in range(40):
         state.apply(Finding(time=1005.0, kind="straggler", rank=rank, message=f"rank {rank} is late"))
@@ -244,7 +244,7 @@ def test_of_very_many_findings_the_first_are_told() -> None:
     assert lines[-1] == "… and 30 findings more"
 
 
-def test_a_failure_names_the_culprit_and_shows_its_last_words() -> None:
+def test_a_failure_names_the_failed_rank_and_shows_its_log_tail() -> None:
     failure = Failure(time=1.0, kind="out_of_memory", rank=3, host="node-b", step=7, message="tried to allocate 80 GiB")
     assert plain(failure_block(failure, ["loading", "boom"], "/r/logs/3.log")) == (
         "rank 3 failed on node-b at step 7: out of memory\n"
@@ -353,9 +353,7 @@ def test_a_log_gets_a_line_every_few_seconds_and_per_validation() -> None:
 
 
 @pytest.mark.parametrize(("state", "lines"), [("joining", []), ("ready", []), ("training", ["run 1"])])
-def test_the_first_line_waits_until_the_ranks_are_past_what_they_may_refuse(
-    state: RankStateName, lines: list[str]
-) -> None:
+def test_the_first_line_waits_until_the_ranks_can_no_longer_refuse(state: RankStateName, lines: list[str]) -> None:
     run = RunState(world_size=1)
     screen, stream = view(run, ManualClock(1007.0), live=False)
     screen.introduce([("run 1", "")])

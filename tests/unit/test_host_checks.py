@@ -281,7 +281,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
         ),
     ],
 )
-def test_what_is_wrong_on_a_host_is_told_with_its_key_and_fix(
+def test_a_problem_of_a_host_is_reported_with_its_key_and_fix(
     second: dict[str, Any], wanted: dict[str, Any], status: str, key: str, words: str, fix: str
 ) -> None:
     wanted = dict(wanted)
@@ -297,7 +297,7 @@ def test_what_is_wrong_on_a_host_is_told_with_its_key_and_fix(
     assert "h2: " in found.line
 
 
-def test_hosts_in_order_are_told_in_two_lines_and_what_may_differ_is_no_error() -> None:
+def test_hosts_in_order_are_summarized_and_harmless_differences_are_no_error() -> None:
     other = {"torch": Torch(version="2.13.0+cpu"), "python": "3.11.9", "executable": "/other/python"}
     results = check_results(host_answer(0), host_answer(1, environment=other, clock_offset_s=2.1, round_trip_s=0.4))
     assert {result.status for result in results} == {"ok"}
@@ -309,14 +309,14 @@ def test_hosts_in_order_are_told_in_two_lines_and_what_may_differ_is_no_error() 
     assert check_results() == [], "nobody was asked"
 
 
-def test_a_port_and_a_taken_gpu_of_the_first_node_are_told_with_its_name() -> None:
+def test_a_busy_port_of_the_first_node_is_reported_with_its_name() -> None:
     busy = host_answer(0, facts={"port": Port(number=29600, state="busy", holder="sshd (pid 1)")})
     (found,) = [result for result in check_results(busy, host_answer(1)) if result.status == "error"]
     assert (found.key, found.what) == ("cluster.port", "port 29600 is in use by sshd (pid 1)")
     assert found.line == f"{found.where}: h1: port 29600 is in use by sshd (pid 1); {found.fix}"
 
 
-def test_the_interface_that_leads_to_the_others_is_set_unless_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_towards_the_other_hosts_is_set_unless_the_user_sets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     own = recipe(GPUS[0], GPUS[1] + '\nenv = { NCCL_SOCKET_IFNAME = "ib0" }')

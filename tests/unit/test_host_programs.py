@@ -32,7 +32,7 @@ def _names(node: ast.AST) -> set[str]:
 @pytest.mark.parametrize(
     "modules", [inventory_program.MODULES, agent_connection.MODULES, push.MODULES, host_dialog.MODULES], ids=len
 )
-def test_a_program_for_other_hosts_brings_what_it_imports_in_order(modules: tuple[str, ...]) -> None:
+def test_a_program_for_other_hosts_has_its_imports_in_order(modules: tuple[str, ...]) -> None:
     for index, module in enumerate(modules):
         for needed in imports_of(module):
             first = needed.partition(".")[0]

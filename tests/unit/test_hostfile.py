@@ -60,7 +60,7 @@ def test_comments_and_empty_lines_say_nothing() -> None:
         ("$(reboot)", "is no host"),
     ],
 )
-def test_what_is_wrong_names_file_and_line(text: str, message: str) -> None:
+def test_an_error_names_file_and_line(text: str, message: str) -> None:
     with pytest.raises(RequestError) as error:
         parse_hosts(text, name="hosts")
     assert message in str(error.value)
@@ -136,5 +136,5 @@ def test_other_nodes_connect_to_the_address_alone(host: str, address: str) -> No
         (1, "x" * 300, "its inventory failed: " + "x" * 159 + "…"),
     ],
 )
-def test_a_failure_is_one_line_with_what_to_do(code: int, stderr: str, line: str) -> None:
+def test_a_failure_is_one_line_with_advice(code: int, stderr: str, line: str) -> None:
     assert explain_failure("gpu9", code, stderr).startswith(line)

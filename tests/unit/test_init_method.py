@@ -70,7 +70,7 @@ def test_a_file_from_an_earlier_run_is_refused_and_kept(tmp_path: Path, here: in
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")])
-def test_what_is_no_regular_file_is_refused_and_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_an_init_file_that_is_no_regular_file_is_refused_and_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
     odd = tmp_path / "meeting"
     make(odd)
     assert refused(decision(f"file://{odd}", here=2)) == (
@@ -90,7 +90,7 @@ def test_a_party_that_comes_late_finds_the_file_in_use_and_joins(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_nobody_left_in_order_is_refused_once_its_parties_are_gone(tmp_path: Path) -> None:
+def test_an_init_file_of_an_interrupted_run_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "meeting"
     with contextlib.suppress(KeyboardInterrupt), usable_init_method(decision(f"file://{file}")):
         file.write_text("rank 0 is here")

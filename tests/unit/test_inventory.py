@@ -106,7 +106,7 @@ def test_a_gpu_that_refuses_every_query_is_listed_with_nothing_measured() -> Non
         ({"prohibited": True}, "its compute mode is prohibited"),
     ],
 )
-def test_a_gpu_is_free_when_nobody_computes_on_it(change: dict[str, object], reason: str) -> None:
+def test_a_gpu_is_free_when_no_process_uses_it(change: dict[str, object], reason: str) -> None:
     gpu = replace(IDLE, **change)  # type: ignore[arg-type]
     assert why_busy(gpu) == reason
     assert is_free(gpu) is (reason == "")

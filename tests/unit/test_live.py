@@ -47,7 +47,7 @@ def test_one_poll_shows_the_whole_history_of_a_run(tmp_path: Path) -> None:
     live.close()
 
 
-def test_what_is_appended_later_is_taken_in_and_moves_the_version(tmp_path: Path) -> None:
+def test_appended_events_are_applied_and_move_the_version(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, steps=3)
     live = LiveRun(run)
     live.poll()
@@ -62,7 +62,7 @@ def test_what_is_appended_later_is_taken_in_and_moves_the_version(tmp_path: Path
     live.close()
 
 
-def test_a_poll_keeps_its_budget_and_says_that_more_is_waiting(tmp_path: Path) -> None:
+def test_a_poll_keeps_its_budget_and_reports_a_backlog(tmp_path: Path) -> None:
     source = Portions(steps(1, 10), steps(10, 20), steps(20, 30), steps(30, 40))
     live = LiveRun(synthetic.run(tmp_path, steps=0), source=source, clock=ManualClock(100.0, tick=0.015))
     assert live.poll(0.02)
@@ -74,7 +74,7 @@ def test_a_poll_keeps_its_budget_and_says_that_more_is_waiting(tmp_path: Path) -
     assert live.caught_up
 
 
-def test_the_share_that_was_read_is_told_until_all_of_it_is(tmp_path: Path) -> None:
+def test_the_read_share_is_reported_until_all_is_read(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, steps=200)
     size = sum(path.stat().st_size for path in run.dir.events.iterdir())
 
@@ -112,7 +112,7 @@ def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
     live.close()
 
 
-def test_the_plan_says_where_ranks_will_be_before_they_are_heard_of(tmp_path: Path) -> None:
+def test_hosts_of_ranks_come_from_the_plan_before_their_first_event(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, nodes=2, ranks_per_node=4, steps=0)
     live = LiveRun(run)
     assert live.state.rank(5).host == "node001"

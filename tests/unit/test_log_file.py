@@ -11,7 +11,7 @@ from trainer.agent.narration import Narration
 from trainer.host.log_file import LogFile
 
 
-def test_a_full_disk_takes_words_and_raises_nothing_and_the_log_says_how_many(tmp_path: Path) -> None:
+def test_output_lost_on_a_full_disk_raises_nothing_and_is_counted_in_the_log(tmp_path: Path) -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     stream = io.TextIOWrapper(io.BufferedWriter(LogFile(descriptor)), line_buffering=True)
     print("these words are lost", file=stream)
@@ -24,7 +24,7 @@ def test_a_full_disk_takes_words_and_raises_nothing_and_the_log_says_how_many(tm
     )
 
 
-def test_what_is_printed_is_in_the_file_before_print_returns(tmp_path: Path) -> None:
+def test_printed_text_is_in_the_file_before_print_returns(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     stream = io.TextIOWrapper(io.BufferedWriter(LogFile(descriptor)), line_buffering=True)
     print("x" * 100_000, file=stream)

@@ -22,7 +22,7 @@ and more'
 """What torch makes of an error of a data loading process; tests/integration/test_loader_workers.py has a real one."""
 
 
-def test_an_error_of_a_data_loading_process_is_told_as_that_process_had_it() -> None:
+def test_the_error_line_of_a_data_loading_process_is_its_own() -> None:
     message = "OSError: [Errno 5] Input/output error: 'shard-7.bin (in DataLoader worker process 0)"
     assert error_line(OSError(CARRIED)) == message
 

@@ -26,7 +26,7 @@ def test_a_log_of_many_chunks_comes_out_whole(home: Path, monkeypatch: pytest.Mo
     assert b"".join(got) == text
 
 
-def test_following_prints_what_comes_until_the_run_has_ended(home: Path) -> None:
+def test_following_prints_new_lines_until_the_run_has_ended(home: Path) -> None:
     run = make_run(home, status="running", supervisor=identify())
     got: list[tuple[str, bytes]] = []
     acts: list[Callable[[], object]] = [

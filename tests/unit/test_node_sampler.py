@@ -39,7 +39,7 @@ def test_cores_are_read_from_proc_stat(text: str, expected: CoreTimes | None) ->
         ("", (None, None)),
     ],
 )
-def test_memory_is_what_cannot_be_given_back(text: str, expected: tuple[int | None, int | None]) -> None:
+def test_used_memory_leaves_out_reclaimable_memory(text: str, expected: tuple[int | None, int | None]) -> None:
     memory = memory_from(text)
     assert (memory.used_bytes, memory.total_bytes) == expected
 
@@ -126,7 +126,7 @@ def test_the_threads_of_a_rank_that_waits_for_a_core_are_counted(tmp_path: Path)
     assert sample.cores == usable_cores()
 
 
-def test_the_memory_of_a_container_is_what_it_may_use_less_what_it_cannot_give_back(tmp_path: Path) -> None:
+def test_the_memory_of_a_container_is_its_limit_less_unreclaimable_memory(tmp_path: Path) -> None:
     assert read_container_memory(tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900\n")

@@ -35,7 +35,7 @@ GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\
         ('{"train": {"task": "lm"}, "task": {"data": "\\ud800"}}', "must be text in UTF-8"),
     ],
 )
-def test_what_no_recipe_holds_is_refused_in_one_short_line(text: str, message: str) -> None:
+def test_an_odd_recipe_is_refused_in_one_short_line(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as refused:
         recipes.build(text, name="odd.toml")
     assert len(str(refused.value).splitlines()) == 1
@@ -112,7 +112,7 @@ def test_a_script_with_a_name_that_no_file_system_takes_is_a_check_that_fails() 
         start.prepare(recipes.build(text, name="odd.toml"))
 
 
-def test_what_is_quoted_commands_no_terminal_and_breaks_no_line(
+def test_quoted_text_has_no_control_characters_and_no_line_breaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = tmp_path / "odd.toml"

@@ -165,7 +165,7 @@ def teacher(x: Tensor) -> Tensor:
     ],
     ids=["another library", "sparse", "no formula", "inference mode", "complex", "nested"],
 )
-def test_what_cannot_be_counted_leaves_no_figure_and_the_training_as_it_is(function: Callable[..., Any]) -> None:
+def test_uncountable_operations_leave_no_figure_and_the_training_unchanged(function: Callable[..., Any]) -> None:
     def absolute(x: Tensor) -> Tensor:
         found = function(x)
         return found.abs() if found.is_complex() else found

@@ -102,7 +102,7 @@ def test_four_nodes_have_the_flags_of_hetseqs_documentation(node: int, first_ran
     assert found.env == {}
 
 
-def test_a_node_says_where_it_runs_or_else_the_cluster_does_for_all_of_them() -> None:
+def test_workdir_python_and_env_of_a_node_override_those_of_the_cluster() -> None:
     place = 'workdir = "/code"\npython = "/env/bin/python"\nenv = { NCCL_DEBUG = "INFO", OMP_NUM_THREADS = 4 }'
     own = 'workdir = "~/code"\nsetup = "module load cuda"\nenv = { NCCL_DEBUG = "WARN" }'
     first, second = plan_for(*remote_nodes(1), f"{remote_nodes(1, 1)[1]}\n{own}", cluster=place).nodes
@@ -124,7 +124,7 @@ def test_the_repositorys_plans_have_the_documented_ranks(name: str, first_ranks:
     assert flags == [str(rank) for rank in first_ranks]
 
 
-def test_a_node_with_one_gpu_does_not_spawn_and_says_its_device() -> None:
+def test_a_node_with_one_gpu_does_not_spawn_and_has_a_device_id() -> None:
     found = plan_for(*remote_nodes(4, 2, 8, 1)).nodes[3]
     assert distributed(found.argv).endswith(
         "--distributed-gpus 1 --distributed-rank 14 --distributed-no-spawn --device-id 0"
@@ -310,7 +310,7 @@ def test_ranks_take_gpus_where_there_are_any_and_the_cpu_elsewhere() -> None:
     assert plan_for("ranks = 2", has={"localhost": machine(0)}).nodes[0].devices == ["cpu", "cpu"]
 
 
-def test_the_environments_visible_devices_bound_what_a_count_takes() -> None:
+def test_a_count_of_gpus_takes_from_the_environments_visible_devices() -> None:
     local = LocalFacts(cuda_visible_devices="3,GPU-0001")
     found = plan_for("gpus = 2", has={"localhost": machine(4)}, local=local)
     assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0001-ab,GPU-0003-ab"
@@ -328,7 +328,7 @@ def test_two_nodes_on_one_machine_share_out_its_gpus() -> None:
     assert found.nodes[1].env["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
-def test_ranks_share_a_gpu_only_when_asked_and_then_over_gloo() -> None:
+def test_ranks_share_a_gpu_only_with_share_devices_and_over_gloo() -> None:
     found = plan_for("gpus = 3", has={"localhost": machine(2)}, train="share_devices = true")
     assert found.nodes[0].devices == ["GPU-0000-ab", "GPU-0001-ab", "GPU-0000-ab"]
     assert found.nodes[0].env["CUDA_VISIBLE_DEVICES"] == "GPU-0000-ab,GPU-0001-ab"
@@ -381,7 +381,7 @@ def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
         ),
     ],
 )
-def test_what_the_machines_cannot_do_is_refused(nodes: list[str], tables: dict[str, str], message: str) -> None:
+def test_a_plan_beyond_the_machines_is_refused(nodes: list[str], tables: dict[str, str], message: str) -> None:
     assert message in refusal(*nodes, has={"localhost": machine(4)}, **tables)
 
 
@@ -399,7 +399,7 @@ def test_what_the_machines_cannot_do_is_refused(nodes: list[str], tables: dict[s
         ("gpus = 1", machine(1, mig=(0,)), "no GPU that this command may use"),
     ],
 )
-def test_machines_without_a_usable_gpu_are_told_apart(gpus: str, has: Inventory, message: str) -> None:
+def test_each_reason_for_having_no_usable_gpu_has_its_message(gpus: str, has: Inventory, message: str) -> None:
     assert message in refusal(gpus, has={"localhost": has})
 
 
@@ -509,7 +509,7 @@ def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-def test_uneven_nodes_are_named_and_asked_for_their_own_gpus() -> None:
+def test_uneven_nodes_are_named_and_request_their_own_gpus() -> None:
     text = script(plan_for(*named_nodes(4, 2, 1)), name="x")
     assert "#SBATCH --nodelist=n1,n2,n3" in text
     assert "#SBATCH --gpus-per-node" not in text

@@ -277,7 +277,7 @@ def test_a_problem_is_reported_with_its_key_and_severity(
         ),
     ],
 )
-def test_what_is_fine_or_unknown_is_no_reason_to_warn(facts: PreflightFacts, wanted: Recipe | None) -> None:
+def test_good_or_unknown_facts_give_no_warning(facts: PreflightFacts, wanted: Recipe | None) -> None:
     found = check_results(facts, wanted)
     assert (errors(found), warnings(found)) == ((), ())
     assert summary(found) == "ready"
@@ -369,7 +369,7 @@ def test_a_meeting_file_must_be_new_and_its_folder_there(folder: Path) -> None:
     assert "is a folder" in problem(folder)
 
 
-def test_folders_that_need_not_exist_yet_are_judged_by_what_is_above_them(folder: Path) -> None:
+def test_folders_that_do_not_exist_yet_are_judged_by_their_parents(folder: Path) -> None:
     (folder / "file").touch()
     (folder / "kept").mkdir()
     (folder / "kept" / "step_00000002.pt").touch()
@@ -417,7 +417,7 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
         ("far", "slurm", "cluster.launcher", "there is no sbatch on this machine"),
     ],
 )
-def test_what_cannot_be_started_from_here_is_told_with_what_can(
+def test_a_launcher_that_cannot_start_the_nodes_is_an_error_with_alternatives(
     host: str, launcher: str, key: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
@@ -429,5 +429,5 @@ def test_what_cannot_be_started_from_here_is_told_with_what_can(
 
 
 @pytest.mark.parametrize("node", ["cpu_ranks = 1", 'host = "far"\ncpu_ranks = 1'])
-def test_what_is_started_from_here_needs_no_word(node: str) -> None:
+def test_a_node_that_can_be_started_from_here_gives_no_result(node: str) -> None:
     assert check_launcher(recipe(node), plan(recipe(node), {}, local=HERE)) == []

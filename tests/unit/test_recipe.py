@@ -194,7 +194,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ("", "r.toml: train.task is missing"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_file_line_and_key(text: str, message: str) -> None:
+def test_an_error_is_one_line_with_file_line_and_key(text: str, message: str) -> None:
     assert message in refusal(text)
 
 
@@ -206,7 +206,7 @@ def test_json_errors_name_the_line_too() -> None:
     assert "a recipe in JSON is an object in braces, but this is a list" in refusal('[{"train": {}}]')
 
 
-def test_a_key_that_a_json_object_says_twice_is_refused_with_its_line() -> None:
+def test_a_duplicate_key_of_a_json_object_is_refused_with_its_line() -> None:
     text = '{\n "train": {"task": "mnist",\n  "lr": 1,\n  "lr": 2}}'
     assert refusal(text, name="r.json") == "r.json:4: 'lr' is there twice in one object; keep one of them"
     two = '{"cluster": {"nodes": [{"gpus": 1}, {"gpus": 1, "gpus": 2}]}}'
@@ -510,7 +510,7 @@ REPORT = '[train]\nscript = "a.py"\n[report]\n'
         ('on_end = "echo $GPUTRAIN_RUN_STATUS"', ReportOptions(on_end="echo $GPUTRAIN_RUN_STATUS")),
     ],
 )
-def test_a_recipe_says_where_else_its_run_is_reported(keys: str, report: ReportOptions) -> None:
+def test_a_recipe_sets_the_live_sinks(keys: str, report: ReportOptions) -> None:
     found = recipe_of(REPORT + keys)
     assert found.report == report
     changed = replace(found, name="other")
@@ -527,7 +527,7 @@ def test_a_recipe_says_where_else_its_run_is_reported(keys: str, report: ReportO
         ("on_end = 1", "r.toml:4: report.on_end is 1, but must be text"),
     ],
 )
-def test_what_cannot_be_reported_is_one_line(keys: str, message: str) -> None:
+def test_an_invalid_report_key_is_one_line(keys: str, message: str) -> None:
     assert refusal(REPORT + keys) == message
 
 
@@ -572,7 +572,7 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
         ('{"config": 3}', "r.toml:1: config is 3, but must be a table"),
     ],
 )
-def test_what_pytext_says_and_nothing_here_does_is_refused_by_name(text: str, message: str) -> None:
+def test_unsupported_pytext_keys_are_refused_by_name(text: str, message: str) -> None:
     assert message in refusal(text)
 
 

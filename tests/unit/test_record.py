@@ -137,7 +137,7 @@ def test_without_a_path_nothing_is_recorded() -> None:
     assert (writer.enabled, writer.lost, threading.active_count()) == (False, 0, threads)
 
 
-def test_what_is_written_after_closing_is_ignored(path: Path) -> None:
+def test_events_written_after_closing_are_ignored(path: Path) -> None:
     writer = EventWriter(path)
     assert writer.enabled
     writer.close()
@@ -220,7 +220,7 @@ def test_a_disk_that_comes_back_gets_the_rest_and_the_gap(path: Path, stalled: i
     assert writer.lost == 0
 
 
-def test_a_record_that_cannot_be_opened_says_so_at_once(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_opened_raises_at_once(tmp_path: Path) -> None:
     (tmp_path / "events").write_text("a file where the folder should be")
     with pytest.raises(FileExistsError):
         EventWriter(tmp_path / "events" / "0.ndjson")

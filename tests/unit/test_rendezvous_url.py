@@ -19,7 +19,7 @@ from trainer.contract.rendezvous_url import RendezvousUrl, parse_rendezvous_url,
         ("env://", RendezvousUrl(scheme="env")),
     ],
 )
-def test_an_init_method_says_where_ranks_meet(url: str, expected: RendezvousUrl) -> None:
+def test_an_init_method_is_parsed_into_a_rendezvous_url(url: str, expected: RendezvousUrl) -> None:
     assert parse_rendezvous_url(url) == expected
     assert scheme_of(url) == expected.scheme
 
@@ -60,6 +60,6 @@ def test_a_port_out_of_range_is_read_and_is_none_to_listen_at(port: int, usable:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "fe80::1%eth0", "[fd00::1]"])
-def test_what_is_written_is_read_again(host: str) -> None:
+def test_a_tcp_url_is_parsed_back(host: str) -> None:
     url = parse_rendezvous_url(tcp_url(host, 29500))
     assert url == RendezvousUrl(scheme="tcp", host=host.strip("[]"), port=29500)

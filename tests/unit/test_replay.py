@@ -101,7 +101,7 @@ def test_state_and_totals_are_exact(run: Run) -> None:
     assert [evaluation.step for evaluation in live.state.validations] == [500, 1000, 1500]
 
 
-def test_what_a_killed_process_left_out_of_the_digest_is_read(run: Run) -> None:
+def test_events_that_a_killed_writer_left_out_of_the_digest_are_read(run: Run) -> None:
     for rank in range(RANKS):
         with run.dir.rank_events(rank).open("ab") as file:  # as of a writer that was killed
             file.write(b"".join(map(synthetic.encode_event, events(rank, STEPS + 1, STEPS + 40))))
@@ -112,7 +112,7 @@ def test_what_a_killed_process_left_out_of_the_digest_is_read(run: Run) -> None:
     assert all(view.totals.steps == STEPS + 600 for view in live.state.ranks.values())
 
 
-def test_a_restart_from_a_checkpoint_is_drawn_over_what_it_does_again(run: Run) -> None:
+def test_steps_after_a_restart_replace_the_repeated_ones(run: Run) -> None:
     for rank in range(RANKS):
         again = events(rank, 1001, 2400)
         for event in again:

@@ -12,7 +12,7 @@ from gputrain_tui.paths import runs_folder
 
 
 @pytest.mark.parametrize(("overrides", "reset"), [([], False), (["train.reset_optimizer=true"], True)])
-def test_what_a_run_has_reset_is_not_reset_again_when_it_is_continued(
+def test_resets_of_a_run_are_not_repeated_when_it_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], reset: bool
 ) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))

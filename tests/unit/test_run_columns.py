@@ -58,7 +58,7 @@ def test_runs_are_filtered_by_the_titles_of_their_columns(text: str, kept: str) 
         ("step:many", "filter 'step:many': expected numbers or ranges, such as step:0-7,12"),
     ],
 )
-def test_a_filter_that_is_not_understood_is_refused_with_what_is_allowed(text: str, message: str) -> None:
+def test_an_invalid_filter_is_refused_with_the_allowed_columns(text: str, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         run_filter(text)
     assert str(refused.value).startswith(message)

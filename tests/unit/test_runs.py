@@ -118,7 +118,7 @@ def test_a_whole_id_wins_over_ids_that_it_begins(tmp_path: Path) -> None:
         ("", "no run is called ''; the last one is '20261121-120005-new'"),
     ],
 )
-def test_what_fits_no_run_or_several_is_refused_with_candidates(tmp_path: Path, wanted: str, message: str) -> None:
+def test_a_name_of_no_run_or_several_is_refused_with_candidates(tmp_path: Path, wanted: str, message: str) -> None:
     make_run(tmp_path, "old")
     make_run(tmp_path, "new", started=NOON + 5)
     with pytest.raises(RequestError) as refused:
@@ -126,7 +126,7 @@ def test_what_fits_no_run_or_several_is_refused_with_candidates(tmp_path: Path, 
     assert str(refused.value) == message
 
 
-def test_without_any_run_the_way_to_the_first_is_told(tmp_path: Path) -> None:
+def test_without_any_run_the_command_for_the_first_is_reported(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     with pytest.raises(RequestError, match=r"there is no run in .* start one with `gputrain run RECIPE`"):
         find("last", tmp_path / "none")
@@ -200,7 +200,7 @@ def test_garbage_and_events_of_a_later_version_are_passed_over(tmp_path: Path) -
     reader.close()
 
 
-def test_a_poll_reads_within_its_budget_and_says_what_is_left(tmp_path: Path) -> None:
+def test_a_poll_reads_within_its_budget_and_reports_the_backlog(tmp_path: Path) -> None:
     run = make_run(tmp_path).dir
     for rank in range(3):
         append_events(run, rank, *(step(rank, number) for number in range(1, 2_001)))

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Run:
     return create("demo", world_size=1, recipe_toml="", plan=lambda _: b"{}", root=tmp_path)
 
 
-def test_what_is_written_arrives_in_order_also_when_it_is_more_than_a_pipe_holds(pipe: tuple[int, int]) -> None:
+def test_output_longer_than_a_pipe_arrives_in_order(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     text = "".join(f"line {number}\n" for number in range(100_000)).encode()
     with os.fdopen(os.dup(writer), "w") as stream:
@@ -43,9 +43,7 @@ def test_what_is_written_arrives_in_order_also_when_it_is_more_than_a_pipe_holds
         out.settle(hurried=lambda: False)
 
 
-def test_narration_that_nobody_reads_is_dropped_and_not_kept(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_narration_is_dropped_and_not_kept(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_stream, "STALL_S", 0.1)
     with os.fdopen(os.dup(pipe[1]), "w") as stream:
         out = SafeStream(stream)
@@ -59,7 +57,7 @@ def test_narration_that_nobody_reads_is_dropped_and_not_kept(
             os.read(pipe[0], 1 << 16)
 
 
-def test_a_full_disk_is_told_and_raises_nothing() -> None:
+def test_a_full_disk_is_kept_as_an_error_and_raises_nothing() -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         out = SafeStream(full)
         out.line("x")

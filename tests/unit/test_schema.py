@@ -54,7 +54,7 @@ def test_options_come_in_the_order_of_their_declaration() -> None:
     ]
 
 
-def test_an_option_has_what_a_front_end_needs() -> None:
+def test_an_option_describes_itself_to_a_front_end() -> None:
     assert option(Training, "power") == Option(
         name="power",
         kind="float",
@@ -90,7 +90,7 @@ def test_an_option_has_what_a_front_end_needs() -> None:
         (DataclassOptions, "sizes", "a list of integers"),
     ],
 )
-def test_what_is_allowed_is_said_in_words(schema: type[Any], name: str, allowed: str) -> None:
+def test_allowed_values_are_described_in_words(schema: type[Any], name: str, allowed: str) -> None:
     assert option(schema, name).allowed == allowed
 
 
@@ -199,7 +199,9 @@ def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, v
         (EveryKindOfOption, "pair", "1", "--pair is '1', but must be 2 to 3 integers"),
     ],
 )
-def test_a_wrong_value_is_one_line_with_what_is_allowed(schema: type[Any], name: str, value: Any, message: str) -> None:
+def test_a_wrong_value_is_one_line_with_the_allowed_values(
+    schema: type[Any], name: str, value: Any, message: str
+) -> None:
     required = {option.name: "x" for option in describe(schema) if option.required}
     with pytest.raises(RequestError) as refusal:
         check(schema, required | {name: value}, where=flag)
@@ -288,7 +290,7 @@ def test_flags_carry_every_value_over(options: Any) -> None:
     assert check(schema, values, where=flag) == options
 
 
-def test_flags_say_only_what_differs_from_the_defaults() -> None:
+def test_flags_are_those_that_differ_from_the_defaults() -> None:
     assert to_flags(Training()) == []
     assert to_flags(Training(lr=(0.5,), shuffle=False, batch_size=(8, 4))) == [
         "--batch-size", "8,4", "--no-shuffle", "--lr", "0.5",

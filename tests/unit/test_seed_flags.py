@@ -20,7 +20,7 @@ def test_a_flag_is_an_option_or_without_effect_or_refused() -> None:
     assert set(NO_EFFECT).isdisjoint(REFUSED)
 
 
-def test_what_is_to_be_used_instead_exists() -> None:
+def test_the_replacements_of_refused_flags_exist() -> None:
     words = {word.strip(":;,.") for text in REFUSED.values() for word in text.split() if word.startswith("--")}
     known = TAKEN | {"--no-save", "--task", "--to", "--help"}
     known |= {option.flag for option in describe(options_schema("masked_lm") or Training)}
@@ -40,7 +40,7 @@ def test_what_is_to_be_used_instead_exists() -> None:
         "--finetune-from-model a.pt --checkpoint-activations --ema-decay 0.999 --best-checkpoint-metric loss",
     ],
 )
-def test_flags_that_mean_what_an_option_means_are_that_option(flags: str) -> None:
+def test_flags_equal_to_an_option_set_that_option(flags: str) -> None:
     values, rest = read_flags(flags.split(), OPTIONS)
     assert rest == []
     assert values
@@ -70,7 +70,7 @@ def test_a_flag_without_effect_is_taken_out_with_one_note(words: list[str], left
         ("--log-format", "--log-format is '', but may only be simple or none: lines are printed plainly"),
     ],
 )
-def test_a_flag_that_asks_for_something_else_is_refused_with_what_to_use(words: str, line: str) -> None:
+def test_a_flag_without_an_equal_option_is_refused_with_its_replacement(words: str, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
         settle(words.split())
     assert str(refusal.value).startswith(line)

@@ -94,7 +94,7 @@ def test_ranks_may_be_read_one_file_after_the_other() -> None:
     ],
     ids=["all there", "a gap", "not finite", "nothing"],
 )
-def test_what_is_no_number_is_a_gap(values: list[float | None], expected: list[float]) -> None:
+def test_a_missing_number_is_a_gap(values: list[float | None], expected: list[float]) -> None:
     series = curve(values)
     assert same(series.window("loss", 4).median, expected)
     assert same(series.rank_line("loss", 0, 4), expected)
@@ -250,7 +250,7 @@ def test_a_pyramid_can_be_cut_anywhere_and_goes_on(back_to: int) -> None:
     assert pyramid.last_step == back_to + 2999
 
 
-def test_lateness_is_what_the_longest_wait_exceeds_a_ranks_own() -> None:
+def test_lateness_is_the_longest_wait_less_the_ranks_own() -> None:
     series = Series(3)
     for rank, wait in enumerate((30.0, 5.0, 28.0)):
         series.apply(step(rank, 1, sync_exposed_ms=wait))

@@ -45,9 +45,7 @@ def planned(*gpus: int, slurm: str = "[slurm]\n", local: LocalFacts = LOGIN) -> 
     ],
     ids=["alike", "heterogeneous"],
 )
-def test_slurm_is_asked_for_the_nodes_of_the_recipe(
-    gpus: tuple[int, ...], options: dict[str, object], words: str
-) -> None:
+def test_sbatch_requests_the_nodes_of_the_recipe(gpus: tuple[int, ...], options: dict[str, object], words: str) -> None:
     found = sbatch_words(planned(*gpus), SlurmOptions(**options), name="a b", output="/runs/100%")  # type: ignore[arg-type]
     assert " ".join(found) == f"--job-name=a-b --output=/runs/100%% --open-mode=append {words}"
 
@@ -73,7 +71,7 @@ def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_w
         ("[slurm]\n[[cluster.nodes]]\ngpus = 'all'\n", "cluster.nodes[0].gpus must be a count of GPUs, or cpu_ranks"),
     ],
 )
-def test_what_slurm_cannot_be_asked_is_one_line(text: str, message: str) -> None:
+def test_a_request_that_slurm_cannot_meet_is_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         plan(recipe(text), {}, local=LOGIN)
     assert message in str(refused.value)
@@ -148,7 +146,7 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
         ),
     ],
 )
-def test_why_slurm_ended_a_run_is_read_from_what_it_prints(
+def test_the_reason_of_a_run_ended_by_slurm_is_read_from_its_output(
     tmp_path: Path, ended: AttemptResult, log: str, kind: str | None, words: str
 ) -> None:
     run_dir = RunDir(tmp_path)
@@ -177,7 +175,7 @@ def test_a_node_whose_step_broke_off_is_lost_and_a_run_that_is_requeued_is_stopp
     )
 
 
-def test_what_slurm_printed_in_the_attempt_before_explains_nothing(tmp_path: Path) -> None:
+def test_slurm_output_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     run_dir.node_log(1).write_text(f"srun: error: Node failure on node-1\n{OVER_LIMIT}\n")

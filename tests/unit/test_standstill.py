@@ -63,7 +63,7 @@ def test_of_a_record_of_the_past_its_own_times_count() -> None:
     ("state", "text"),
     [("training", "no step for 5 s"), ("validating", "validating for 5 s"), ("saving", "saving for 5 s")],
 )
-def test_what_is_done_instead_of_a_step_is_called_by_its_name(state: str, text: str) -> None:
+def test_a_standstill_names_the_activity_in_place_of_a_step(state: str, text: str) -> None:
     still = watched(trained(0.1, state=state), 5.0)
     assert still is not None
     assert still.text == text
@@ -78,7 +78,7 @@ def test_a_run_that_has_ended_or_has_no_step_yet_does_not_stand_still() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_the_progress_line_tells_the_time_without_a_step_in_place_of_rate_and_time_left(width: int) -> None:
+def test_the_progress_line_has_the_time_without_a_step_in_place_of_rate_and_time_left(width: int) -> None:
     state = trained(0.1)
     line = paint(progress_line(state, width, now=0.0), colour=False)
     assert "eta" in line or width < 80

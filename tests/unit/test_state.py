@@ -72,7 +72,7 @@ def test_the_version_moves_with_every_event() -> None:
     ],
     ids=["durations alone", "all parts", "no durations", "no loss"],
 )
-def test_shares_are_of_what_was_measured(values: dict[str, float], expected: dict[str, float | None]) -> None:
+def test_shares_are_of_the_measured_time(values: dict[str, float], expected: dict[str, float | None]) -> None:
     totals = fold(step(**values)).ranks[0].totals
     for name, value in expected.items():
         assert getattr(totals, name) == (None if value is None else pytest.approx(value)), name
@@ -91,7 +91,7 @@ def test_an_event_of_several_steps_counts_for_each_of_them() -> None:
     assert totals.mean_step_ms == pytest.approx(40.0)
 
 
-def test_recent_means_forget_what_is_older_than_the_window() -> None:
+def test_recent_means_forget_steps_older_than_the_window() -> None:
     events = [step(number=n, loss=9.0) for n in range(1, 11)]
     events += [step(number=10 + n, loss=1.0) for n in range(1, WINDOW + 1)]
     view = fold(*events).ranks[0]
@@ -205,7 +205,7 @@ def test_a_run_lists_ranks_that_have_joined_and_those_missing() -> None:
     assert state.missing == []
 
 
-def test_a_rank_keeps_what_only_its_first_report_said() -> None:
+def test_a_rank_keeps_the_fields_of_its_first_report() -> None:
     state = fold(
         RankState(time=1.0, rank=1, state="spawned", node=1, host="b", pid=7, local_rank=0, device="cpu"),
         RankState(time=2.0, rank=1, state="training"),
@@ -258,7 +258,7 @@ def test_memory_is_that_of_the_gpu_where_there_is_one() -> None:
     assert [view.memory_bytes for view in state.ranks.values()] == [5000, 200]
 
 
-def test_the_most_memory_is_what_tensors_held_on_a_gpu_or_the_greatest_sample_of_a_process() -> None:
+def test_the_peak_memory_is_that_of_gpu_tensors_or_the_greatest_process_sample() -> None:
     def sample(time: float, *sizes: int) -> NodeSample:
         ranks = [RankSample(rank=rank, rss_bytes=size) for rank, size in enumerate(sizes)]
         return NodeSample(time=time, node=0, host="a", ranks=ranks)
@@ -313,7 +313,7 @@ def test_those_that_hold_something_else_than_the_most_stand_apart() -> None:
     assert fold(*checksums(*values), world_size=2).desync.difference == (9, "buffers", (1,))
 
 
-def test_what_a_rank_held_before_it_was_started_again_is_not_compared() -> None:
+def test_a_checksum_from_before_a_restart_is_not_compared() -> None:
     state = fold(step(rank=1, number=290), *checksums((1, 300, "before", "")), world_size=2)
     state.apply(RankState(time=2.0, rank=1, state="spawned"))
     state.apply_all(checksums((0, 300, "after", "")))
@@ -349,7 +349,7 @@ def test_the_status_is_how_the_run_ended() -> None:
     assert state.status == "stopped"
 
 
-def test_the_bare_transfer_of_a_bucket_is_what_the_last_rank_to_arrive_sees() -> None:
+def test_the_transfer_time_of_a_bucket_is_that_of_the_last_rank_to_arrive() -> None:
     sampled = {"sync_bytes": 30_000_000, "sync_buckets": 2}
     state = fold(
         step(0, 10, sync_ms=40.0, bucket_ms=[30.0, 20.0], **sampled),
@@ -375,7 +375,7 @@ def test_without_every_ranks_buckets_there_is_no_bandwidth(events: list[AnyEvent
     assert state.bus_bytes_per_s is None
 
 
-def test_a_history_is_kept_where_it_is_asked_for_and_begins_anew_with_a_restart() -> None:
+def test_a_history_is_kept_on_request_and_begins_anew_with_a_restart() -> None:
     memory = NodeSample(time=3.0, node=0, host="a", ranks=[RankSample(rank=0, rss_bytes=7)])
     plain, keeping = RunState(world_size=1), RunState(world_size=1, history=2)
     for state in (plain, keeping):
@@ -419,6 +419,6 @@ def failure(rank: int | None, kind: str, time: float = 6.0) -> Failure:
         ),
     ],
 )
-def test_only_what_failed_by_itself_is_failed(events: list[AnyEvent], standings: list[str]) -> None:
+def test_only_ranks_that_failed_by_themselves_are_failed(events: list[AnyEvent], standings: list[str]) -> None:
     state = fold(*(step(rank) for rank in range(3)), *events, world_size=3)
     assert [view.display_state for view in state.ranks.values()] == standings

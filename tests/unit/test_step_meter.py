@@ -94,7 +94,7 @@ def _step(step: int, **fields: Any) -> Step:
     return Step(**({"time": float(step), "rank": 0, "epoch": 1, "steps": 1, "samples": 8} | {"step": step} | fields))
 
 
-def test_merged_steps_have_totals_means_of_what_was_measured_and_the_single_values() -> None:
+def test_merged_steps_have_totals_means_of_the_measurements_and_the_single_values() -> None:
     sync = {"sync_ms": 3.0, "sync_exposed_ms": 1.0, "sync_bytes": 4, "sync_buckets": 2, "bucket_ms": [1.0, 2.0]}
     merged = merge(
         [
@@ -248,7 +248,7 @@ def test_a_step_runs_from_the_end_of_the_last_and_micro_steps_add_up(tmp_path: P
         assert event.sync_ms is event.sync_exposed_ms is event.sync_bytes is event.local_grad_norm is None
 
 
-def test_what_is_done_between_two_steps_counts_to_the_next_one(tmp_path: Path) -> None:
+def test_time_between_two_steps_counts_to_the_next_one(tmp_path: Path) -> None:
     clock = ManualClock(0.0)
     meter, writer = _meter(tmp_path, clock)
     meter.start()
@@ -502,7 +502,7 @@ def test_a_device_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
     assert _events(tmp_path) == []
 
 
-def test_the_writers_thread_asks_events_with_its_ranks_device_current_and_records_its_memory(
+def test_the_writers_thread_queries_events_on_its_ranks_device_and_records_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, second = FakeDevice(), torch.device("cuda", 1)

@@ -65,7 +65,7 @@ def test_a_risen_stop_level_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGHUP])
-def test_what_a_terminal_sends_to_all_stays_ignored(number: int) -> None:
+def test_an_ignored_signal_of_the_terminal_stays_ignored(number: int) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
         with StopRequest() as request:
@@ -76,7 +76,7 @@ def test_what_a_terminal_sends_to_all_stays_ignored(number: int) -> None:
 
 
 @pytest.mark.parametrize("level", [StopLevel.SAVE, StopLevel.NOW])
-def test_what_one_process_sends_for_a_level_means_that_level_to_the_next_also_where_it_was_ignored(
+def test_the_signal_of_a_stop_level_sets_that_level_also_where_it_was_ignored(
     level: StopLevel,
 ) -> None:
     before = signal.signal(signal_of(level), signal.SIG_IGN)

@@ -8,7 +8,7 @@ from gputrain_tui import paths
 from gputrain_tui.tables import TableColumn, duration, number, size, table
 
 
-def test_cells_are_aligned_by_what_they_take_on_the_screen() -> None:
+def test_cells_are_aligned_by_their_width_on_the_screen() -> None:
     rows = [["訓練", "1"], ["e\u0301", "1000"]]
     assert table((TableColumn("name"), TableColumn("n", right=True)), rows).splitlines() == [
         "name     n",

@@ -204,7 +204,7 @@ def test_drop_last_leaves_out_the_batches_that_not_every_rank_has() -> None:
         ([48] * 4, 3, "the training data makes 2 batches of at most 96 tokens, but 3 ranks need at least 3, or some "),
     ],
 )
-def test_what_does_not_fit_is_one_line(sizes: list[int], ranks: int, line: str) -> None:
+def test_samples_longer_than_max_tokens_are_refused_in_one_line(sizes: list[int], ranks: int, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
         batches(sizes, ranks, 0)
     assert str(refusal.value).startswith(line)
@@ -264,7 +264,7 @@ def test_sizes_are_the_tasks_or_the_datasets_and_lengths_without_max_tokens() ->
         ({"required_batch_size_multiple": 2}, "--required-batch-size-multiple cuts the batches of --max-tokens"),
     ],
 )
-def test_the_limit_is_what_the_options_say(options: dict[str, Any], limit: TokenLimit | str | None) -> None:
+def test_the_limit_comes_from_the_options(options: dict[str, Any], limit: TokenLimit | str | None) -> None:
     if isinstance(limit, str):
         with pytest.raises(RequestError, match=limit):
             token_limit(Training(**options))

@@ -91,7 +91,7 @@ def test_a_label_that_was_never_seen_names_file_and_line(tmp_path: Path) -> None
         DocNNTask(DocNNOptions(train_path=train, eval_path=dev)).datasets()
 
 
-def test_a_header_with_names_of_its_own_is_asked_for_by_its_line(tmp_path: Path) -> None:
+def test_a_header_with_unknown_names_is_refused_with_its_line(tmp_path: Path) -> None:
     train = write(tmp_path / "train.tsv", "good film\tpos", "bad film\tneg")
     dev = write(tmp_path / "dev.tsv", "phrases\tstars", "so so\tneg")
     with pytest.raises(RequestError, match=r"dev\.tsv, line 1: .* a header\? Then name its columns by text_column and"):

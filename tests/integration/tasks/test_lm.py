@@ -71,7 +71,7 @@ def test_the_first_loss_is_near_that_of_a_blind_guess_and_a_few_steps_lower_it(t
     assert losses[-1] < 3.0
 
 
-def test_a_prediction_does_not_see_what_follows(tmp_path: Path) -> None:
+def test_a_prediction_does_not_depend_on_later_tokens(tmp_path: Path) -> None:
     model = task(tmp_path).model().eval()
     text = torch.randint(0, 256, (1, 16))
     changed = text.clone()
@@ -110,7 +110,7 @@ def test_the_sample_repeats_itself_and_leaves_the_random_state_and_the_mode_alon
     assert task(tmp_path, sample_bytes=0).sample(model) is None
 
 
-def test_what_a_model_writes_cannot_play_with_the_terminal() -> None:
+def test_text_of_a_model_cannot_control_the_terminal() -> None:
     assert decode_printable(b"a\x1b[31mb\n\tc\x00\xff") == "a·[31mb\n\tc·\ufffd"
 
 

@@ -181,7 +181,7 @@ def test_text_shorter_than_a_sample_is_one_line(text: str) -> None:
         prepared(text, sequence_length=512, valid_fraction=0.01)
 
 
-def test_a_missing_package_is_one_line_that_says_how_to_get_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line_with_the_install_command(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find(name))
     with pytest.raises(RequestError, match="pip install"):

@@ -88,7 +88,7 @@ def test_memory_is_bounded_by_bytes_too() -> None:
     assert sum(map(len, texts(buffer))) <= 110_000
 
 
-def test_a_megabyte_without_newline_keeps_its_head_and_says_how_much_is_missing() -> None:
+def test_a_megabyte_without_newline_keeps_its_head_and_the_count_of_cut_bytes() -> None:
     buffer = LogBuffer()
     for _ in range(16):
         buffer.feed("0", b"x" * 65_536)
@@ -173,7 +173,7 @@ def test_ten_thousand_lines_cost_little() -> None:
         ("größer 漢字".encode(), "größer 漢字"),
     ],
 )
-def test_what_could_harm_is_made_visible_or_dropped(line: bytes, text: str) -> None:
+def test_control_sequences_are_made_visible_or_dropped(line: bytes, text: str) -> None:
     assert rendered(line).rstrip() == text
     assert line_strip(LogLine("0", line, 0), STYLES, width=40).cell_length == 40
 
@@ -262,7 +262,7 @@ def screen(view: LogView) -> list[str]:
 
 
 @in_loop
-async def test_an_empty_log_says_so(run: RunDir) -> None:
+async def test_an_empty_log_shows_a_notice(run: RunDir) -> None:
     app = LogApp(run)
     async with app.run_test(size=(60, 8)):
         app.view.tick()
@@ -270,7 +270,7 @@ async def test_an_empty_log_says_so(run: RunDir) -> None:
 
 
 @in_loop
-async def test_the_end_is_followed_until_somebody_scrolls_up_and_again_at_the_end(run: RunDir) -> None:
+async def test_the_end_is_followed_until_a_scroll_up_and_again_at_the_end(run: RunDir) -> None:
     app = LogApp(run)
     printed(run, "0", "".join(f"line {n}\n" for n in range(20)))
     async with app.run_test(size=(60, 6)) as pilot:

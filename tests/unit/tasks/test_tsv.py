@@ -86,7 +86,7 @@ def test_of_two_columns_the_one_that_is_not_named_is_the_other(tmp_path: Path) -
         ("phrases", None, "line 1: which column is the label? label_column names one of 'id', 'phrases', 'stars'"),
     ],
 )
-def test_a_column_that_is_not_there_is_told_with_those_that_are(
+def test_a_missing_column_is_reported_with_the_columns_of_the_file(
     tmp_path: Path, text_column: str, label_column: str | None, message: str
 ) -> None:
     path = tmp_path / "rows.tsv"
@@ -96,7 +96,7 @@ def test_a_column_that_is_not_there_is_told_with_those_that_are(
     assert message in str(refused.value)
 
 
-def test_single_words_are_told_from_labels_by_how_often_they_repeat(tmp_path: Path) -> None:
+def test_the_label_column_is_the_one_whose_words_repeat(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("good\tfine\ngood\tgreat\nbad\tpoor\n")
     assert [row.label for row in read_tsv(str(path), "auto")] == ["good", "good", "bad"]

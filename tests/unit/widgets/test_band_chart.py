@@ -92,7 +92,7 @@ def test_odd_curves_are_drawn_within_their_cells(values: list[float], marks: int
         assert braille(rows) >= marks
 
 
-def test_an_empty_chart_says_why() -> None:
+def test_an_empty_chart_shows_the_reason() -> None:
     assert "no step yet" in "".join(map(row_text, draw_curve(curve_of([]), 40, 8)))
 
 
@@ -141,7 +141,7 @@ def labels(rows: list[Row]) -> list[float]:
     return [float(text) for row in rows[1:-1] if (text := row_text(row)[:6].strip())]
 
 
-def test_a_rare_spike_does_not_hide_what_is_usual() -> None:
+def test_a_rare_spike_does_not_hide_the_usual_range() -> None:
     values = [20.0 + n % 5 for n in range(60)] + [2000.0] + [20.0 + n % 5 for n in range(39)]
     whole, cropped = draw_curve(curve_of(values), 58, 12), draw_curve(spiky(values), 58, 12)
     assert max(labels(whole)) == 2000

@@ -68,7 +68,7 @@ def test_labels_are_round_positions_and_the_newest() -> None:
     assert row_text(x_axis(found, "samples").labels(60, 6)).split()[-2:] == ["1600", "samples"]
 
 
-def test_the_cursor_begins_at_the_newest_step_and_stays_within_what_is_shown() -> None:
+def test_the_cursor_begins_at_the_newest_step_and_stays_within_the_shown_ones() -> None:
     view = ChartView()
     view.move((1, 1000), 100, -1)
     assert view.cursor == 1000

@@ -29,7 +29,7 @@ def _text(width: int, height: int, *, opened: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [30, 40, 80, 160])
-def test_everything_is_said_where_there_is_room_and_no_line_is_too_long(width: int) -> None:
+def test_a_finding_is_shown_whole_where_it_fits_and_no_line_is_too_long(width: int) -> None:
     lines = _text(width, 30)
     text = " ".join(" ".join(lines).split())
     for words in ("(waits for data)", "late ms 20.10", "more workers", "four times what it was before"):
@@ -52,7 +52,7 @@ def test_messages_come_before_evidence_when_only_they_fit() -> None:
     assert "late ms" not in text
 
 
-def test_what_is_opened_is_shown_from_its_beginning_also_where_it_does_not_fit() -> None:
+def test_an_opened_finding_is_shown_from_its_beginning_also_where_it_does_not_fit() -> None:
     lines = _text(40, 4, opened=True)
     assert "rank 3" in lines[1]
     assert len(lines) == 4
@@ -73,7 +73,7 @@ def _standing_and_cleared() -> RunState:
     return state
 
 
-def test_what_stands_comes_before_what_was_cleared_by_severity() -> None:
+def test_raised_findings_come_before_cleared_ones_by_severity() -> None:
     entries = finding_entries(_standing_and_cleared())
     assert [entry.rank for entry in entries] == [7, 5, *range(7, -1, -1)]
     assert [entry.cleared for entry in entries] == [False, False, *[True] * 8]

@@ -135,7 +135,7 @@ def test_a_rank_must_match_every_word_of_a_filter(text: str, kept: set[int]) -> 
         ("bogus:1", "one of rank, host"),
     ],
 )
-def test_a_filter_that_is_not_understood_says_what_is_allowed(text: str, complaint: str) -> None:
+def test_an_invalid_filter_is_refused_with_the_allowed_terms(text: str, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint):
         RankFilter(text)
 

@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("split", ["test", "valid"])
-def test_the_card_of_a_run_says_which_weights_were_tested(run: Run, split: Literal["test", "valid"]) -> None:
+def test_the_card_of_a_run_names_the_tested_weights(run: Run, split: Literal["test", "valid"]) -> None:
     found = Validation(time=1.0, step=360, epoch=3, split=split, loss=0.5, metrics={"accuracy": 0.9}, weights_step=340)
     write_status(run.dir, msgspec.structs.replace(run.status, tested=found))
     again = open_run(run.dir.path)

@@ -29,7 +29,7 @@ def condition_rows(*findings: Finding, step: int = LEAST_STEPS) -> list[str]:
     return [row_text(form) for form in run_condition(state_with(*findings, step=step))]
 
 
-def test_a_run_without_findings_says_so_once_there_was_enough_to_judge() -> None:
+def test_no_findings_is_shown_after_the_least_number_of_steps() -> None:
     assert condition_rows() == ["✓ no findings"]
     assert condition_rows(step=LEAST_STEPS - 1) == []
 
@@ -40,7 +40,7 @@ def test_the_latest_rank_is_named_with_its_cause() -> None:
                      "▲ rank 1 late 149 ms"]  # fmt: skip
 
 
-def test_what_is_critical_comes_first() -> None:
+def test_critical_findings_come_first() -> None:
     assert condition_rows(late(0, 500.0), Finding(time=3.0, kind="non_finite", rank=1, severity="critical"))[
         1
     ].startswith("✗ rank 1")
@@ -103,7 +103,7 @@ def test_the_header_has_the_verdict_before_the_clock_and_the_names(width: int) -
 
 
 @pytest.mark.parametrize("steps", [0, 42])
-def test_the_header_says_which_weights_were_tested(steps: int) -> None:
+def test_the_header_names_the_tested_weights(steps: int) -> None:
     head = RunHeading(
         status="finished",
         name="demo",

@@ -19,7 +19,7 @@ STACK = [
 ]
 
 
-def test_the_main_thread_comes_first_and_what_was_printed_later_is_no_part_of_it() -> None:
+def test_the_main_thread_comes_first_and_later_output_is_no_part_of_it() -> None:
     lines = stack_lines(STACK, 100)
     assert [text for text, is_heading in lines if is_heading] == ["main thread", "other thread 1 of 1"]
     assert [text.split()[0] for text, is_heading in lines if not is_heading] == [
