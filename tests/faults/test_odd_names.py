@@ -45,7 +45,7 @@ def test_a_run_on_a_terminal_writes_only_its_own_escape_sequences(bench: Bench) 
 
 
 @pytest.mark.parametrize("more", [["--resume", EVIL], [f"--lr{EVIL.replace('=', '')}"]], ids=["a file", "a flag"])
-def test_the_trainer_alone_quotes_control_characters_of_a_refused_flag(bench: Bench, more: list[str]) -> None:
+def test_the_trainer_alone_quotes_the_control_characters_of_a_refusal(bench: Bench, more: list[str]) -> None:
     data = Path(bench.recipe()).with_name("text.txt")
     flags = "--cpu --task lm --batch-size 4 --max-updates 4 --save-every-updates 2 --threads 1"
     sizes = f"--data {data} --context 16 --dim 8 --layers 1 --heads 1"

@@ -70,7 +70,7 @@ def test_a_stop_works_while_the_narration_is_not_read(bench: Bench, pipe: Pipe, 
     assert_stopped_in_order(bench, process, number)
 
 
-def test_a_stop_is_heard_on_a_terminal_that_is_held_by_ctrl_s(bench: Bench) -> None:
+def test_ctrl_c_works_on_a_terminal_that_is_held_by_ctrl_s(bench: Bench) -> None:
     main, terminal = pty.openpty()
     words = ["run", bench.recipe(FOR_EVER)]
     process = bench.start(*words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)

@@ -249,7 +249,7 @@ def with_plain_texts(recipe: dict[str, Any]) -> dict[str, Any]:
 @BOUNDED
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=1, max_size=4))
 @example(["\x1b]52;c;eA==\x07", "a\nb", "it's", "", "$(x)", "é\u00a0\u200b", "\x9bab"])
-def test_a_shell_reads_the_words_that_were_quoted_for_it(words: list[str]) -> None:
+def test_quoted_words_are_read_back_by_a_shell(words: list[str]) -> None:
     line = shell_joined(words)
     assert line.isprintable()
     read = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True).stdout
@@ -429,7 +429,7 @@ def run_in_shell(line: str, folder: Path, **environ: Any) -> subprocess.Complete
         ("$TRAINER --task lm --data $'\\xff'", 2, "is not UTF-8 text"),
     ],
 )
-def test_odd_surroundings_are_one_line(folder: Path, line: str, code: int, message: str) -> None:
+def test_an_odd_environment_is_one_line(folder: Path, line: str, code: int, message: str) -> None:
     done = run_in_shell(line, folder)
     assert done.returncode == code
     assert message in done.stderr.decode()

@@ -258,7 +258,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
         ({"eval_only": "{best}", "task": "other"}, "{best} is of task 'tested', but this run trains 'other'"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_evaluated_is_refused_in_one_line(
+def test_a_wrong_eval_only_is_refused_in_one_line(
     on_ranks_in_folder: RankRunner,
     trained: tuple[dict[str, Any], Path],
     tmp_path: Path,

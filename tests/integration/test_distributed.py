@@ -148,7 +148,7 @@ def url(request: pytest.FixtureRequest, tcp: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_meet_and_leave_nothing_behind(processes: Processes, url: str, world_size: int, tmp_path: Path) -> None:
+def test_ranks_join_and_leave_nothing_behind(processes: Processes, url: str, world_size: int, tmp_path: Path) -> None:
     seen = processes.results(join_and_leave, requests(url, world_size))
     assert [one["ranks"] for one in seen] == [list(range(world_size))] * world_size
     assert [one["master"] for one in seen] == [True] + [False] * (world_size - 1)
@@ -169,7 +169,7 @@ def test_ranks_join_at_the_address_of_the_environment(processes: Processes, tcp:
     assert [one["ranks"] for one in processes.results(join_from_environment, asked)] == [[0, 1], [0, 1]]
 
 
-def test_one_meeting_place_serves_one_run_after_another(processes: Processes, url: str) -> None:
+def test_one_init_method_serves_one_run_after_another(processes: Processes, url: str) -> None:
     for _ in range(3):
         processes.results(join_and_leave, requests(url, 2))
 

@@ -43,7 +43,7 @@ def rows(results: Sequence[CheckResult], *, problem: str = "", width: int = 60, 
         (["error", "warning", "warning"], "✗ 1 error, 2 warnings"),
     ],
 )
-def test_the_headline_has_the_worst_status(statuses: list[str], headline: str) -> None:
+def test_the_headline_counts_errors_and_warnings(statuses: list[str], headline: str) -> None:
     head = rows([result(status) for status in statuses])[0]
     assert head.startswith(f"preflight  {headline} ")
     assert head.endswith(f"{len(statuses)} checks")

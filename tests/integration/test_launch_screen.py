@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Drawing
 
 
-def test_a_command_is_broken_between_words_into_what_a_shell_reads_as_one() -> None:
+def test_a_long_command_is_wrapped_with_continuation_lines() -> None:
     argv = ["/usr/bin/python", "-m", "trainer", "--lr", "0.1", "--cpu", "--prompt", "def x", "--data", "a b/c"]
     node = PlannedNode(node=0, host="n", first_rank=0, ranks=[0], devices=[0], argv=argv, env={"A": "x y"})
     lines = wrap_command(node, 30)

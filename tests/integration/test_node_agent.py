@@ -327,9 +327,7 @@ def test_ranks_that_ignore_the_polite_signal_are_killed(start: Start) -> None:
 @pytest.mark.parametrize(
     ("word", "reason"), [(b"", LEASE_LOST), (LEASE_RETURNED, "stopped by the command that started it")]
 )
-def test_the_end_of_the_lease_stops_everything_and_it_is_known_whether_its_holder_ended_it(
-    start: Start, word: bytes, reason: str
-) -> None:
+def test_the_end_of_the_lease_stops_the_run_and_its_cause_is_known(start: Start, word: bytes, reason: str) -> None:
     agent = start("all_hang", lease=True)
     agent.marks()
     assert agent.process.stdin is not None

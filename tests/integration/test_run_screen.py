@@ -113,7 +113,7 @@ def test_panels_of_a_tall_narrow_terminal_stand_above_each_other() -> None:
     assert sum(region.height for region in placed.values()) == 57
 
 
-def test_the_findings_use_the_width_that_the_table_leaves() -> None:
+def test_the_findings_use_the_space_beside_the_table() -> None:
     placed = arrange(198, 52, PanelChoice(ranks=8, table_cells=130))
     assert placed["ranks"].y == placed["findings"].y == 0
     assert placed["ranks"].width >= 130

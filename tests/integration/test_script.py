@@ -495,7 +495,7 @@ def test_settings_of_a_machine(
     assert found[name] == value
 
 
-def test_gpus_stay_visible_and_gloo_uses_the_loopback_only_where_the_ranks_meet_there() -> None:
+def test_gpus_stay_visible_and_gloo_uses_the_loopback_only_for_a_local_rendezvous() -> None:
     on_a_gpu = launcher_environment(assignment(1), ("10.0.0.1", 1), {})
     assert not {"CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"} & on_a_gpu.keys()
     assert launcher_environment(assignment(), ("127.0.0.1", 1), {})["GLOO_SOCKET_IFNAME"] == "lo"

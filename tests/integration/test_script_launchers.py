@@ -67,7 +67,7 @@ def test_losses_phases_and_synchronisation_of_both_ranks_are_on_record(
     assert sorted(spawned) == [0, 1]
 
 
-def test_a_script_that_torchrun_starts_again_meets_in_its_new_store(tmp_path: Path) -> None:
+def test_a_script_that_torchrun_starts_again_joins_in_its_new_store(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(RESTARTED + SCRIPT.read_text())
     done = run(tmp_path, (*TORCHRUN[:1], "--max-restarts", "1", *TORCHRUN[1:]), script)

@@ -80,7 +80,7 @@ def test_a_clash_is_found() -> None:
     ("key", "names"),
     [("r", {"resume"}), ("k", {"scroll_lines(-1)"}), ("j", {"scroll_lines(1)"}), ("G", {"follow"}), ("u", {"undo"})],
 )
-def test_keys_that_fingers_know_mean_one_thing_wherever_they_do_something(key: str, names: set[str]) -> None:
+def test_usual_keys_have_one_meaning_wherever_they_are_bound(key: str, names: set[str]) -> None:
     assert {action.name for action in ACTIONS if key in action.keys} == names
 
 
@@ -144,7 +144,7 @@ def test_while_the_log_has_the_keys_the_footer_shows_its_own_and_none_that_it_ta
 
 
 @pytest.mark.parametrize(("width", "hints"), [(80, "1–4 Screens"), (120, "1–4 Screens"), (160, "1 Cluster  2 Launch")])
-def test_the_screens_of_a_run_say_how_to_get_to_the_others(width: int, hints: str) -> None:
+def test_the_footer_of_a_run_has_the_keys_of_the_other_screens(width: int, hints: str) -> None:
     row, spots = draw_keys(footer("run"), width)
     assert hints in row_text(row)
     assert {"go('cluster')", "go('history')"} <= {action.name for _, _, action in spots}

@@ -34,7 +34,7 @@ def connect(port: int) -> socket.socket:
         time.sleep(0.005)
 
 
-def test_nodes_tell_each_other_their_counts() -> None:
+def test_nodes_exchange_their_counts() -> None:
     counts = [4, 2, 8, 1]
     port = free_port()
     with ThreadPoolExecutor(len(counts)) as pool:

@@ -424,7 +424,7 @@ def covering(run: SimulatedRun, events: int, steps: int, slow: Slow = balanced) 
 
 
 @pytest.mark.parametrize("steps", [2, 5, 17])
-def test_events_that_cover_several_steps_tell_the_same(steps: int) -> None:
+def test_events_that_cover_several_steps_give_the_same_findings(steps: int) -> None:
     run = SimulatedRun(2)
     assert covering(run, 60, steps) == []
     assert summaries(covering(run, 20, steps, late(1, first=run.step + 1, optimizer=30.0))) == [
@@ -497,7 +497,7 @@ def holding(run: SimulatedRun, number: int, models: str) -> list[Finding]:
     return run.diagnose()
 
 
-def test_ranks_that_only_tell_their_checksums_and_hold_another_model_are_named_once_until_they_agree() -> None:
+def test_a_rank_with_another_checksum_is_named_once_until_the_ranks_agree() -> None:
     run = SimulatedRun(4)
     assert holding(run, 100, "aaaa") == []
     (found,) = holding(run, 200, "aaba")
@@ -942,7 +942,7 @@ def sampled(run: SimulatedRun, seconds: int, *percents: float, wait_percent: flo
     return found
 
 
-def test_ranks_that_tell_no_steps_are_judged_by_their_processes() -> None:
+def test_ranks_without_step_events_are_judged_by_their_processes() -> None:
     run = starting(2, "training")
     assert sampled(run, 1000, 3.0, 100.0) == []
     assert sampled(run, 59, 0.0, 1.0) == []
@@ -959,7 +959,7 @@ def test_a_process_that_wakes_now_and_then_on_a_busy_machine_is_idle() -> None:
     assert (found.kind, found.rank, found.cause) == ("stalled", None, "idle")
 
 
-def test_of_ranks_that_tell_no_steps_the_one_that_computes_while_all_others_do_nothing_is_named() -> None:
+def test_among_idle_ranks_without_steps_the_computing_one_is_named() -> None:
     run = starting(3, "training")
     assert sampled(run, 299, 0.0, 99.0, 0.0) == []
     (found,) = sampled(run, 3, 0.0, 99.0, 0.0)

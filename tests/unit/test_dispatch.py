@@ -90,7 +90,7 @@ def test_init_methods_pass_through_unchanged(url: str) -> None:
     assert decide(options(init_method=url, world_size=4, gpus=2), {}, 2).init_method == url
 
 
-def test_env_url_without_ranks_in_the_environment_meets_at_its_address_with_the_ranks_of_the_flags() -> None:
+def test_env_url_without_ranks_takes_the_ranks_of_the_flags() -> None:
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     decision = decide(options(init_method="env://", world_size=4, gpus=2, rank=2), environ, 2)
     assert brief(decision) == ("explicit", 4, (2, 3), (0, 1), True)
@@ -161,7 +161,7 @@ def test_a_launcher_on_cpus_gives_gloo_ranks() -> None:
     assert decision.backend == "gloo"
 
 
-def test_a_launcher_with_one_rank_needs_no_meeting() -> None:
+def test_a_launcher_with_one_rank_needs_no_rendezvous() -> None:
     environ = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert decide(options(), environ, 0).init_method is None
     assert decide(options(init_method="env://"), environ, 0).mode == "environment"
@@ -314,7 +314,7 @@ def test_all_nodes_derive_one_port_from_job_and_step_and_other_steps_another() -
     assert port(24, 0, 0, port=29500) == "29500"
 
 
-def test_the_first_node_of_the_step_is_the_meeting_point() -> None:
+def test_the_first_node_of_the_step_is_the_master_address() -> None:
     environ = slurm(NODEID=0, NTASKS=2, STEP_NODELIST="gpu[03,07]", JOB_NODELIST="gpu[01-09]")
     url = decide(options(cpu=True), environ, 0).init_method
     assert url is not None
@@ -397,7 +397,7 @@ def test_one_machine_trains_on_its_own_devices(flags: dict[str, Any], devices: i
     assert brief(decide(options(**flags), {}, devices)) == expected
 
 
-def test_several_ranks_of_one_machine_meet_on_a_port_that_is_found_when_they_start() -> None:
+def test_several_ranks_of_one_machine_join_on_a_port_found_when_they_start() -> None:
     assert decide(options(cpu=True, world_size=2), {}, 0).init_method == "tcp://127.0.0.1:0"
     assert decide(options(cpu=True), {}, 0).init_method is None
 
@@ -437,7 +437,7 @@ def test_gpus_use_nccl_unless_it_cannot_work(flags: dict[str, Any], devices: int
         ({"backend": "nccl"}, 0, "nccl needs GPUs"),
     ],
 )
-def test_requests_that_this_machine_cannot_meet_are_refused(flags: dict[str, Any], devices: int, says: str) -> None:
+def test_requests_beyond_this_machine_are_refused(flags: dict[str, Any], devices: int, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         decide(options(**flags), {}, devices)
     assert says in str(caught.value)

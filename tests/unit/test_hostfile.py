@@ -36,7 +36,7 @@ def test_a_line_names_a_host(line: str, entry: HostEntry) -> None:
     assert parse_hosts(line, name="hosts") == (entry,)
 
 
-def test_comments_and_empty_lines_say_nothing() -> None:
+def test_comments_and_empty_lines_are_skipped() -> None:
     assert [entry.host for entry in parse_hosts("# ours\n\ngpu1\n  \n#gpu2\ngpu3\r\n", name="hosts")] == [
         "gpu1",
         "gpu3",

@@ -150,7 +150,7 @@ def test_flags_without_a_counterpart_are_reported(text: str, note: str) -> None:
         ("deepspeed --hostfile nowhere train.py", "--hostfile nowhere cannot be read: No such file"),
     ],
 )
-def test_an_unreadable_command_is_refused_in_one_line(text: str, message: str) -> None:
+def test_a_command_that_makes_no_recipe_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as refused:
         read(text)
     assert "\n" not in str(refused.value)

@@ -134,7 +134,7 @@ def test_a_node_with_one_gpu_does_not_spawn_and_has_a_device_id() -> None:
     assert found.argv[found.argv.index("--device-id") + 1] == "0"
 
 
-def test_one_gpu_alone_needs_no_meeting_point() -> None:
+def test_one_gpu_alone_needs_no_rendezvous() -> None:
     found = plan_for("gpus = 1", has={"localhost": machine(2)})
     assert found.init_method is None
     assert distributed(found.nodes[0].argv) == "--distributed-world-size 1 --device-id 0"
@@ -145,7 +145,7 @@ def test_one_cpu_rank_alone_is_one_process() -> None:
     assert distributed(plan_for("cpu_ranks = 1").nodes[0].argv) == "--distributed-world-size 1 --cpu"
 
 
-def test_cpu_ranks_of_this_machine_meet_at_a_tested_port() -> None:
+def test_cpu_ranks_of_this_machine_join_at_a_tested_port() -> None:
     found = plan_for("cpu_ranks = 2")
     assert (found.world_size, found.backend, found.launcher, found.init_method) == (
         2,
@@ -208,13 +208,13 @@ def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: 
         (['host = "ada@n1"\ngpus = 1', 'host = "n2"\ngpus = 1'], "", f"tcp://n1:{DEFAULT_PORT}"),
     ],
 )
-def test_ranks_meet_where_all_can_reach(nodes: list[str], cluster: str, init_method: str) -> None:
+def test_ranks_join_at_an_address_that_all_can_reach(nodes: list[str], cluster: str, init_method: str) -> None:
     found = plan_for(*nodes, cluster=cluster)
     assert found.init_method == init_method
     assert all(node.argv[4] == init_method for node in found.nodes)
 
 
-def test_env_gives_the_meeting_point_in_the_environment() -> None:
+def test_env_gives_the_master_address_in_the_environment() -> None:
     found = plan_for(*remote_nodes(1, 1), cluster='init_method = "env://"\nport = 4000')
     assert [node.env for node in found.nodes] == [{"MASTER_ADDR": "10.0.123.1", "MASTER_PORT": "4000"}] * 2
 
@@ -256,7 +256,7 @@ def test_env_gives_the_meeting_point_in_the_environment() -> None:
         ),
     ],
 )
-def test_meeting_points_that_cannot_work_are_refused(nodes: list[str], cluster: str, message: str) -> None:
+def test_init_methods_that_cannot_work_are_refused(nodes: list[str], cluster: str, message: str) -> None:
     has = {"localhost": machine(2)}
     assert message in refusal(*nodes, cluster=cluster, has=has)
 
@@ -489,7 +489,7 @@ def test_a_script_is_planned_like_a_task_with_its_arguments_last(more: str, flag
     ]
 
 
-def test_a_script_does_not_meet_at_a_file() -> None:
+def test_a_script_cannot_use_a_file_url() -> None:
     text = '[cluster]\ninit_method = "file:///shared/x"\n' + SCRIPT
     with pytest.raises(RequestError, match=r"r.toml:2: cluster.init_method is .* a script meets at MASTER_ADDR"):
         plan(build(text, name="r.toml"), {}, local=HERE)

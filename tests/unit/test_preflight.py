@@ -355,7 +355,7 @@ def test_another_machines_port_is_not_judged_here() -> None:
     assert facts_of(recipe(*away, cluster="port = 22")).port is None
 
 
-def test_a_meeting_file_must_be_new_and_its_folder_there(folder: Path) -> None:
+def test_an_init_file_must_be_new_and_its_folder_there(folder: Path) -> None:
     def problem(path: Path) -> str:
         found = facts_of(recipe(cluster=f'init_method = "file://{path}"')).rendezvous
         assert found is not None

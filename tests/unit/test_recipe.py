@@ -436,7 +436,7 @@ def pytext(**changes: Any) -> str:
         ({"distributed_world_size": 1}, (Node(ranks=1),)),
     ],
 )
-def test_pytexts_world_size_and_cuda_say_where_ranks_run(changes: dict[str, Any], nodes: tuple[Node, ...]) -> None:
+def test_pytexts_world_size_and_cuda_set_the_nodes(changes: dict[str, Any], nodes: tuple[Node, ...]) -> None:
     assert recipe_of(pytext(**changes)).cluster.nodes == nodes
 
 

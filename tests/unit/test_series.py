@@ -173,7 +173,7 @@ def test_the_last_steps_alone_can_be_seen() -> None:
     assert same(window.median, [float(number) for number in range(991, 1001)])
 
 
-def test_ranks_that_cut_their_fast_steps_at_different_places_still_meet() -> None:
+def test_steps_of_ranks_that_merge_them_at_different_places_are_matched() -> None:
     series = Series(2)
     for rank in range(2):
         number, chunk = 0, 3 + rank

@@ -71,7 +71,7 @@ def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_w
         ("[slurm]\n[[cluster.nodes]]\ngpus = 'all'\n", "cluster.nodes[0].gpus must be a count of GPUs, or cpu_ranks"),
     ],
 )
-def test_a_request_that_slurm_cannot_meet_is_refused(text: str, message: str) -> None:
+def test_a_recipe_that_slurm_cannot_run_is_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         plan(recipe(text), {}, local=LOGIN)
     assert message in str(refused.value)

@@ -322,7 +322,7 @@ def test_a_checksum_from_before_a_restart_is_not_compared() -> None:
     assert state.desync.equal is True
 
 
-def test_checksums_that_wait_for_ranks_that_never_tell_theirs_are_not_kept_for_ever() -> None:
+def test_checksums_without_those_of_the_other_ranks_are_not_kept_for_ever() -> None:
     state = fold(*checksums(*((0, step, "a", "") for step in range(OPEN_CHECKS + 10))), world_size=2)
     state.apply_all(checksums((1, 0, "a", "")))
     assert state.desync.equal is None

@@ -524,7 +524,7 @@ def test_the_writers_thread_queries_events_on_its_ranks_device_and_records_its_m
     assert [event.memory_peak_bytes for event in _events(tmp_path)] == [3 << 30]
 
 
-def test_numbers_are_fetched_from_a_device_without_asking_for_their_values() -> None:
+def test_numbers_are_fetched_from_a_device_without_a_host_wait() -> None:
     clock = CudaClock(CPU, FakeDevice().event, lambda: None)  # tensors on the CPU stand for those on a device
     with HostWaits():
         clock.mark()

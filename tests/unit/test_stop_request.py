@@ -42,7 +42,7 @@ def _handlers() -> Iterator[None]:
         ([SIGINT, SIGTERM, SIGINT], StopLevel.KILL),
     ],
 )
-def test_only_a_second_ctrl_c_and_the_signal_between_our_processes_ask_for_more_than_to_save(
+def test_a_second_ctrl_c_and_the_internal_signal_raise_the_stop_level(
     numbers: list[int], level: StopLevel, main_thread_is_free: bool
 ) -> None:
     with StopRequest(main_thread_is_free=main_thread_is_free) as request:

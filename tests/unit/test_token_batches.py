@@ -204,7 +204,7 @@ def test_drop_last_leaves_out_the_batches_that_not_every_rank_has() -> None:
         ([48] * 4, 3, "the training data makes 2 batches of at most 96 tokens, but 3 ranks need at least 3, or some "),
     ],
 )
-def test_samples_longer_than_max_tokens_are_refused_in_one_line(sizes: list[int], ranks: int, line: str) -> None:
+def test_batches_that_cannot_be_made_are_refused_in_one_line(sizes: list[int], ranks: int, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
         batches(sizes, ranks, 0)
     assert str(refusal.value).startswith(line)
