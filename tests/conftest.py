@@ -15,7 +15,7 @@ from cores import lacked_s
 HELD_UP_S = 0.05
 """A test of ``timing`` that had to do without a core for so long may have failed by that alone."""
 LACKED = pytest.StashKey[float]()
-"""What ``lacked_s`` said when the test began."""
+"""The value of ``lacked_s`` when the test began."""
 
 # A pytest in the background of a script or under nohup, as under some CI, inherits an ignored SIGINT or SIGHUP, and so
 # would each process that the tests start: the tests that send one would wait for ends that never come.
@@ -23,7 +23,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# The console takes its colours from the terminal, and its tests none from that of whoever runs them.
+# The console takes its colours from the terminal; its tests take none from that in which they run.
 os.environ["TERM"] = "xterm-256color"
 
 

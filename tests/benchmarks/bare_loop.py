@@ -1,4 +1,4 @@
-"""What somebody would write by hand with torch alone: the measure of our loop's speed."""
+"""A loop written by hand with torch alone: the measure of our loop's speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def endless(
 
 
 class BareLoop:
-    """A plain DDP loop: no record, no checks, no word said."""
+    """A plain DDP loop without record, checks or output."""
 
     def __init__(
         self,

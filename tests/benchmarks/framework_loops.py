@@ -55,7 +55,7 @@ class EndlessBatches:
 
 
 class Stopwatch:
-    """Counts steps, and says how long they took after the warm-up."""
+    """Counts steps and measures their time after the warm-up."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.warm_up, self.steps, self.done, self.since = warm_up, steps, 0, 0.0

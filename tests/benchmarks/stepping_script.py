@@ -1,4 +1,4 @@
-"""A DDP script that trains when it is told to: each line of its input, "BATCH STEPS", asks for so many steps.
+"""A DDP script that trains on request: each line of its input, "BATCH STEPS", is one request.
 
 It knows nothing of what starts it. Its ranks read and answer at named pipes in the folder that is its argument.
 """
@@ -49,8 +49,11 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     stay_on_a_core(rank)
-    with Path(sys.argv[1], f"{rank}.ask").open() as asked, Path(sys.argv[1], f"{rank}.answer").open("w") as answer:
-        for line in asked:
+    with (
+        Path(sys.argv[1], f"{rank}.request").open() as requests,
+        Path(sys.argv[1], f"{rank}.answer").open("w") as answer,
+    ):
+        for line in requests:
             batch, steps = map(int, line.split())
             dist.barrier()
             began = time.perf_counter()

@@ -221,7 +221,7 @@ def whole(root: Path, *, ranks: int, steps: int, rate: float = 10.0, straggler: 
 
 
 def live(root: Path, *, ranks: int, rate: float, batch_s: float = 0.1) -> None:
-    """Print the directory of a running run, and write it until somebody ends this process."""
+    """Print the directory of a running run, and write it until this process is ended."""
     synthetic = SyntheticRun(root, ranks=ranks, rate=rate, straggler=ranks // 3)
     files = [synthetic.dir.rank_events(rank).open("ab", buffering=0) for rank in range(ranks)]
     nodes = [synthetic.dir.node_events(node).open("ab", buffering=0) for node in range(len(synthetic.hosts))]

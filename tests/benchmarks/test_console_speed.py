@@ -1,7 +1,7 @@
 """What the console costs, measured from outside in a pseudo-terminal: start, paint, keys, and rest.
 
 Each figure is compared with a yardstick of the same run: importing torch, decoding the same bytes, or a Textual app of
-one line (``bare_app.py``). The load average stands beside it, and what a key's answer waited for a core is told apart.
+one line (``bare_app.py``). The load average stands beside it, and a key's wait for a core is printed apart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_OF_BARE_KEY = 10.0
 MOST_OF_BARE_REST = 4.0
 """Processor time at rest over that of the app of one line: 2.5 on a busy machine, whose clock counts hundredths."""
 SHOWN = "Quit"
-"""What the last line of every screen says: the frame is complete."""
+"""Text of the last line of every screen: the frame is complete."""
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ MOST_OF_DECODING = 2.8
 ON_THIS_MACHINE = (
     'while [ "$1" != -- ]; do shift; done; shift 2; rm -f {tokens}; export GPUTRAIN_HOME={home}; exec sh -c "$*"'
 )
-"""Runs the command that ssh gets, with another home and without the file that tells a shared disk."""
+"""Runs the command that ssh gets, with another home and without the file that marks a shared disk."""
 WRITES = """
 import os, sys, time
 line, folder, pause = sys.argv[1].encode(), os.environ["GPUTRAIN_RUN"], float(sys.argv[2])

@@ -38,7 +38,7 @@ SURE = 0.004
 """Pairs are run until the median's 95 % interval is no wider than this to either side, or time is up."""
 MOST_S = 120.0
 STOLEN = 0.02
-"""Share of a pair's time that the host may give to its other guests; what more is taken says nothing about us."""
+"""Share of a pair's time that the host may give to its other guests; a pair that loses more is left out."""
 LEAST_PAIRS = 20
 """That must be left."""
 WIDTH = 128
@@ -108,7 +108,7 @@ class SteppedLoop(Loop):
         super().__init__(SmallNet(None), options, here)
         self._left = 0
         self._over = self._ended = False
-        self._asked, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._resumed, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
         self._wait()
@@ -118,7 +118,7 @@ class SteppedLoop(Loop):
         dist.barrier()
         begin = time.perf_counter()
         self._left = steps
-        self._asked.release()
+        self._resumed.release()
         self._wait()
         self.meter.pause()  # that its steps are made events of is not left to the other one's time
         return (time.perf_counter() - begin) / steps
@@ -126,7 +126,7 @@ class SteppedLoop(Loop):
     def close(self) -> None:
         """End the thread and the record."""
         self._over = True
-        self._asked.release()
+        self._resumed.release()
         self._thread.join()
         self._agreement.close()
         self._desync.finish()
@@ -149,7 +149,7 @@ class SteppedLoop(Loop):
     def _update(self, update: Update) -> None:
         if not self._left:
             self._done.release()
-            self._asked.acquire()
+            self._resumed.acquire()
             if self._over:
                 raise NoMoreStepsError
             self.meter.start()

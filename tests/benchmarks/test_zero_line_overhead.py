@@ -23,33 +23,33 @@ BLOCK_S = 1.0
 """Time of a turn: ten times the writer's interval, so that what it does for a turn's steps is in the turn."""
 PAIRS = 60
 STOLEN = 0.02
-"""Share of a pair's time that the host may give to its other guests; what more is taken says nothing about us."""
+"""Share of a pair's time that the host may give to its other guests; a pair that loses more is left out."""
 LEAST_PAIRS = 20
 
 
 class ScriptOnTwoRanks:
-    """The script on two ranks, which trains while it is asked to."""
+    """The script on two ranks, which trains on request."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         folder.mkdir()
         for rank in range(2):
-            os.mkfifo(folder / f"{rank}.ask")
+            os.mkfifo(folder / f"{rank}.request")
             os.mkfifo(folder / f"{rank}.answer")
         environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parents[1])}
         self._process = subprocess.Popen([*command, str(folder)], env=environ, cwd=folder)
-        self._asks: list[TextIO] = [(folder / f"{rank}.ask").open("w") for rank in range(2)]
+        self._requests: list[TextIO] = [(folder / f"{rank}.request").open("w") for rank in range(2)]
         self._answers: list[TextIO] = [(folder / f"{rank}.answer").open() for rank in range(2)]
 
     def train(self, batch: int, steps: int) -> float:
         """Return the seconds per step."""
-        for ask in self._asks:
-            print(batch, steps, file=ask, flush=True)
+        for request in self._requests:
+            print(batch, steps, file=request, flush=True)
         return statistics.mean(float(answer.readline()) for answer in self._answers)
 
     def end(self) -> None:
-        for ask in self._asks:
-            ask.close()
+        for request in self._requests:
+            request.close()
         assert self._process.wait(60) == 0
 
 

@@ -29,7 +29,7 @@ TRAIN = {
 }
 TASK = {"samples": 200}
 ENDLESS = {"max_updates": 100_000_000, "stop_time": 5.0}
-"""Of the training: longer than any test waits, and ended also where nobody is left to end it."""
+"""Of the training: longer than any test waits, and ended also where no test is left to end it."""
 
 
 def recipe(

@@ -1,4 +1,4 @@
-"""The tests' small task, which also says what only a rank knows: the interface that its machine takes."""
+"""The tests' small task, which also records the network interface of its rank."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ class Slurm:
         return int(answer.stdout.strip())
 
     def job(self, number: int) -> dict[str, str]:
-        """What Slurm says of a job."""
+        """Return Slurm's fields of a job."""
         text = self.run("scontrol", "--oneliner", "show", "job", str(number)).stdout
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
     def wait(self, number: int) -> dict[str, str]:
-        """Wait until a job has ended and its nodes are free; return what Slurm says of it."""
+        """Wait until a job has ended and its nodes are free; return Slurm's fields of it."""
 
         def ended() -> dict[str, str] | None:
             found = self.job(number)
@@ -117,7 +117,7 @@ def slurm(
         environ: of the commands, and so of the jobs.
         cpus: cores that each node claims to have.
         proctrack: how Slurm finds a job's processes: ``cgroup`` as most clusters do, which signals a step's tasks only.
-        memory: how a job is held to the memory that it asked for: ``cgroup``, by the kernel, or ``polled``, by a check
+        memory: how a job is held to its requested memory: ``cgroup``, by the kernel, or ``polled``, by a check
             every second; empty for not at all.
     """
     with ExitStack() as stack:
@@ -172,7 +172,7 @@ def _configuration(
         "SlurmdLogFile": f"{folder}/log/slurmd.%n",
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
-        # No accounting, and no cgroups unless asked for: the machine that runs the tests may have neither.
+        # No accounting, and no cgroups unless requested: the machine that runs the tests may have neither.
         "ProctrackType": f"proctrack/{proctrack}",
         "TaskPlugin": "task/none",
         "JobAcctGatherType": "jobacct_gather/none",

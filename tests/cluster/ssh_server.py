@@ -48,7 +48,7 @@ class SshServer:
 
     @property
     def command(self) -> str:
-        """What ``GPUTRAIN_SSH`` says."""
+        """The value of ``GPUTRAIN_SSH``."""
         return shlex.join(["ssh", "-F", str(self.folder / "ssh_config"), "-o", "ConnectTimeout=1"])
 
 

@@ -44,7 +44,7 @@ async def test_gpus_chosen_on_another_host_become_the_nodes_of_the_launch(server
         assert isinstance(launch, LaunchScreen)
         assert launch.draft is not None
         assert launch.draft.nodes() == [{"host": "near", "gpus": [1]}]
-        while "GPU-bbbb" not in screen_text(app):  # the plan asked the host for its GPUs
+        while "GPU-bbbb" not in screen_text(app):  # the plan queried the host for its GPUs
             await pilot.pause()
             await settle(pilot)
 

@@ -1,4 +1,4 @@
-"""Hosts asked before a run over ssh: each line of the preflight provoked on real hosts, and nothing left on any."""
+"""The preflight of hosts of a run over ssh: each of its lines provoked on real hosts, and nothing left on any."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def start_up(lab: SshLab, name: str, script: str) -> None:
 
 def test_three_hosts_in_order_are_checked_within_three_seconds(lab: SshLab) -> None:
     start_up(lab, "h2", 'echo "Welcome, {"; printf "no end of line"; echo noise >&2')
-    check(lab, ["h1"])  # the options of the test's own task are asked for, which imports torch, and kept
+    check(lab, ["h1"])  # the options of the test's own task are read, which imports torch, and cached
     begin = time.monotonic()
     code, found = check(lab, ["h1", "h2", "h3"])
     assert (code, found) == (0, {})
@@ -213,12 +213,12 @@ def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds
         folders = [lab.disk_of(host) / "home" / "runs" for host in lab.hosts[:2]]
         return [sorted(entry.name for entry in folder.iterdir()) for folder in folders]
 
-    both = [launch(), launch()]  # neither sees the other's claim while it asks the host
+    both = [launch(), launch()]  # neither sees the other's claim during its query of the host
     gate = os.open(tmp_path / "gate", os.O_WRONLY)  # opened once the script of one of them has opened it
     try:
         refused = wait_until(lambda: [each for each in both if each.poll() is not None], "one of them has ended")[0]
         late = launch()
-        told = [(each.communicate(timeout=LIMIT_S), each.returncode) for each in (refused, late)]
+        reported = [(each.communicate(timeout=LIMIT_S), each.returncode) for each in (refused, late)]
         taken = claims(["GPU-bbbb"], {FOLDER: f"{tmp_path}/claims"})["GPU-bbbb"]
         assert records() == [[taken.run], [taken.run]], "nothing is left of the others"
         (trains,) = [each for each in both if each is not refused]
@@ -230,10 +230,10 @@ def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds
             shutil.rmtree(lab.disk_of(host) / "home", ignore_errors=True)
     whose = f"is taken by run {taken.run} (pid {taken.pid} of {taken.user}); choose another one"
     seen = f"is in use by run {taken.run} (pid {taken.pid} of {taken.user}); gpus"
-    (_, at_once), (_, later) = (output for output, _ in told)
+    (_, at_once), (_, later) = (output for output, _ in reported)
     assert f"h2: GPU GPU-bbbb {whose}" in at_once or f"h2: GPU 1 {seen}" in at_once, at_once
     assert f"r.toml:3: cluster.nodes[0].gpus: h2: GPU 1 {seen}" in later
-    assert [(stdout, code) for (stdout, _), code in told] == [("", 3), ("", 3)]
+    assert [(stdout, code) for (stdout, _), code in reported] == [("", 3), ("", 3)]
     assert trains.returncode == 0
     assert "finished in " in ended[both.index(trains)][1]
 
@@ -270,7 +270,7 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
         (lab.folder / "known_hosts").write_text(known)
         h3.run("umount", lab.disk / "small")
     assert code == 3
-    told = in_lines(found)
+    reported = in_lines(found)
     setup = "cluster.nodes[4].setup"
     push = "gputrain push r.toml"
     expected = {
@@ -292,11 +292,11 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
         "10.77.0.2": ["it is the same machine as h2 → write h2 in both nodes"],
     }
     for host, lines in expected.items():
-        assert len(told[host]) >= len(lines), told[host]
+        assert len(reported[host]) >= len(lines), reported[host]
         for line in lines:
-            assert any(each.startswith(line) for each in told[host]), (line, told[host])
-    assert set(told) == set(expected)
-    assert "has no gputrain → gputrain push" in told["h6"][0]
+            assert any(each.startswith(line) for each in reported[host]), (line, reported[host])
+    assert set(reported) == set(expected)
+    assert "has no gputrain → gputrain push" in reported["h6"][0]
     assert not (lab.folder / "pwned").exists()
     assert (ran, stdout) == (3, "")
     assert "gputrain: r.toml:" in stderr
@@ -312,12 +312,12 @@ def test_a_clock_of_a_host_that_differs_is_a_warning_and_above_a_minute_refused(
         pytest.skip("needs libfaketime (Debian: libfaketime)")
     start_up(lab, "h2", f"export LD_PRELOAD={FAKE_TIME} FAKETIME={offset}s")
     ended, found = check(lab, ["h1", "h2"])
-    (told,) = found.pop("h2")
-    assert (ended, found, told["status"]) == (code, {}, status)
+    (reported,) = found.pop("h2")
+    assert (ended, found, reported["status"]) == (code, {}, status)
     side = "ahead of" if offset.startswith("+") else "behind"
-    assert re.match(rf"its clock is \d+\.\d s {side} this machine's", told["what"])
-    assert abs(float(told["what"].split()[3]) - abs(int(offset))) < 2
-    assert "set-ntp true" in told["fix"]
+    assert re.match(rf"its clock is \d+\.\d s {side} this machine's", reported["what"])
+    assert abs(float(reported["what"].split()[3]) - abs(int(offset))) < 2
+    assert "set-ntp true" in reported["fix"]
 
 
 def test_a_host_that_refuses_the_login_is_one_line_without_a_prompt(lab: SshLab) -> None:
@@ -398,10 +398,10 @@ def test_missing_and_busy_gpus_of_a_host_are_reported_with_their_holder(lab: Ssh
     with claim_gpus(["GPU-bbbb"], "llm-7", shared=False, environ=environ):
         code, found = check(lab, ["h1"], f"cluster.nodes=[{', '.join(nodes)}]")
     assert code == 3
-    told = [each["what"] for each in found["h2"]]
-    assert any(line.startswith("GPU 0 is in use by ") for line in told), told
-    assert any(line.startswith(f"GPU 1 is in use by run llm-7 (pid {os.getpid()} of ") for line in told), told
-    assert "torch 2.13.0+cpu is built for CPUs only" in told
+    reported = [each["what"] for each in found["h2"]]
+    assert any(line.startswith("GPU 0 is in use by ") for line in reported), reported
+    assert any(line.startswith(f"GPU 1 is in use by run llm-7 (pid {os.getpid()} of ") for line in reported), reported
+    assert "torch 2.13.0+cpu is built for CPUs only" in reported
     (missing,) = [each for each in found["h3"] if each["check"] == "GPUs"]
     assert missing["what"] == "GPU 0 is not there; it has no NVIDIA driver on this machine; CPU ranks work"
     assert (missing["fix"], missing["key"]) == ("gputrain gpus --hosts h3", "cluster.nodes[2].gpus")

@@ -1,4 +1,4 @@
-"""Hosts asked over a real ssh: what they have, and every way in which they do not answer."""
+"""Host reports over a real ssh: their contents, and every way in which a host does not answer."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_second_question_goes_over_the_connection_of_the_first(server: SshSe
 
 def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServer, ssh: Ssh) -> None:
     def query(host: str, connections: Ssh, *, timeout_s: float) -> HostReport:
-        together.wait(5)  # nobody passes before all are there
+        together.wait(5)  # none passes before all are there
         return HostReport(host=host)
 
     together = threading.Barrier(16)
@@ -108,7 +108,7 @@ def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServ
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port that accepts and says nothing."""
+    """A port that accepts and sends nothing."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -174,13 +174,13 @@ def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: 
 def test_leaving_ends_pending_queries(environ: dict[str, str], silent_port: int) -> None:
     connections = Ssh({**environ, "GPUTRAIN_SSH": "ssh -F /dev/null"})
     found: list[HostReport] = []
-    asking = threading.Thread(target=lambda: found.append(query_host(f"ssh://127.0.0.1:{silent_port}", connections)))
-    asking.start()
+    querying = threading.Thread(target=lambda: found.append(query_host(f"ssh://127.0.0.1:{silent_port}", connections)))
+    querying.start()
     while not connecting(str(silent_port)):
-        assert asking.is_alive()
+        assert querying.is_alive()
     connections.close()
-    asking.join(5)
-    assert not asking.is_alive()
+    querying.join(5)
+    assert not querying.is_alive()
     assert found[0].inventory is None
 
 

@@ -68,10 +68,10 @@ class SshCluster:
         return self.started[-1]
 
     def run(self, *words: str, **environ: str) -> tuple[int, str]:
-        """Type a command; return its exit code and what it says."""
+        """Type a command; return its exit code and its output."""
         process = self.start(*words, **environ)
-        said, _ = process.communicate(timeout=LIMIT_S)
-        return process.returncode, said
+        output, _ = process.communicate(timeout=LIMIT_S)
+        return process.returncode, output
 
     @property
     def record(self) -> Path:
@@ -157,9 +157,9 @@ def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(
     cluster.typed_on = cluster.h1  # which has ranks as well
     cluster.home = cluster.lab.folder / "shared"
     cluster.write()
-    code, said = cluster.run("run", "recipe.toml", GPUTRAIN_HOME=str(cluster.home))
-    assert code == 0, said
-    assert "finished in " in said
+    code, output = cluster.run("run", "recipe.toml", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, output
+    assert "finished in " in output
     checksums = {
         check_rank(cluster.record, rank, host=host, node=node, local_rank=local, interface=INTERFACES[host])
         for rank, (host, node, local) in enumerate(PLACES)
@@ -187,21 +187,21 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     wait_until(lambda: recorded_after(cluster.record, 3, mended), "the record of h3 goes on")
     os.kill(cluster.supervisor(), signal.SIGKILL)
     wait_until(lambda: not any("ssh " in words for words in cluster.on(cluster.h0).values()), "its connections end")
-    code, said = cluster.run("stop", "last")
-    assert code == 0, said
-    assert "the supervisor of " in said
-    assert "is stopped at update " in said
+    code, output = cluster.run("stop", "last")
+    assert code == 0, output
+    assert "the supervisor of " in output
+    assert "is stopped at update " in output
     last = {check_steps(cluster.record, rank) for rank in range(4)}
     assert len(last) == 1
     cluster.check_record()
     kept = cluster.lab.disk_of(cluster.h1) / "home" / "runs" / cluster.record.name / "checkpoints"
-    assert f"saved h1:{cluster.lab.disk}/home/runs/{cluster.record.name}/checkpoints/step_" in said
+    assert f"saved h1:{cluster.lab.disk}/home/runs/{cluster.record.name}/checkpoints/step_" in output
     (checkpoint,) = kept.glob("step_*.pt")
     assert int(checkpoint.stem.removeprefix("step_")) in last
     (until,) = (step + 3 for step in last)
     words = ("--set", f"train.max_updates={until}", "--set", "train.stop_time=0")
-    code, said = cluster.run("run", "--resume", "last", *words)
-    assert code == 0, said
+    code, output = cluster.run("run", "--resume", "last", *words)
+    assert code == 0, output
     assert [event["step"] for event in events(cluster.record, 3) if event["type"] == "step"][-1] == until
     cluster.check_record()
 
@@ -221,10 +221,10 @@ def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cl
         [command],
     )
     command.send_signal(signal.SIGINT)
-    said, _ = command.communicate(timeout=LIMIT_S)
-    assert command.returncode == 130, said
+    output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 130, output
     assert cluster.status()["restarts"] == 1
-    assert "saved h1:" in said
+    assert "saved h1:" in output
     assert {result["exit_code"] for result in results(cluster.record)} == {130}
     assert len({result["stopped_at"] for result in results(cluster.record)}) == 1
     cluster.check_record()
@@ -248,16 +248,16 @@ def results(record: Path) -> list[dict[str, Any]]:
 def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"
     cluster.write(**ENDLESS)
-    code, said = cluster.run("run", "recipe.toml", "--detach", GPUTRAIN_HOME=str(cluster.home))
-    assert code == 0, said
+    code, output = cluster.run("run", "recipe.toml", "--detach", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, output
     cluster.train()
     if supervisor == "is gone":
         os.kill(cluster.supervisor(), signal.SIGKILL)
     cluster.typed_on = cluster.h2
-    code, said = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
-    assert code == 0, said
-    assert ("on h0 is gone; taking over" in said) == (supervisor == "is gone")
-    assert "is stopped at update " in said
+    code, output = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
+    assert code == 0, output
+    assert ("on h0 is gone; taking over" in output) == (supervisor == "is gone")
+    assert "is stopped at update " in output
     assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
@@ -284,8 +284,8 @@ def test_agents_without_a_supervisor_train_on_and_end_ranks_that_stand_still(
     cluster: SshCluster,
 ) -> None:
     cluster.write(**ENDLESS | {"distributed_timeout": 4})
-    code, said = cluster.run("run", "recipe.toml", "--detach")
-    assert code == 0, said
+    code, output = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, output
     cluster.train()
     os.kill(cluster.supervisor(), signal.SIGKILL)
     alone = time.time()
@@ -295,8 +295,8 @@ def test_agents_without_a_supervisor_train_on_and_end_ranks_that_stand_still(
         names = {each.name: each for each in cluster.lab.hosts}
         os.kill(pids(cluster.lab.disk_of(names[host]) / "home" / "runs" / theirs.name, rank)[-1], signal.SIGSTOP)
     wait_until(cluster.nothing_is_left, "no process is left on any host")
-    code, said = cluster.run("stop", "last")
-    assert "processes left: none" in said
+    code, output = cluster.run("stop", "last")
+    assert "processes left: none" in output
     cluster.check_record()
 
 
@@ -317,11 +317,11 @@ def test_hosts_a_round_trip_of_40_ms_apart_train_are_followed_and_stop_with_thei
             moment = time.time()
             wait_until(lambda: recorded_after(cluster.record, 1, moment), "the record of h2 goes on", [command])
             command.send_signal(signal.SIGINT)
-            said, _ = command.communicate(timeout=LIMIT_S)
+            output, _ = command.communicate(timeout=LIMIT_S)
         finally:
             command.kill()
-        assert command.returncode == 130, said
-        assert "saved h1:" in said
+        assert command.returncode == 130, output
+        assert "saved h1:" in output
         assert len({check_steps(cluster.record, rank) for rank in range(3)}) == 1
         cluster.check_record()
         wait_until(cluster.nothing_is_left, "no process is left on any host")
@@ -337,12 +337,12 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
         cluster = SshCluster(lab, names=names, ranks=[1] * 16)
         for _ in range(3):
             cluster.write(**ENDLESS | {"join_timeout": 300})
-            code, said = cluster.run("run", "recipe.toml", "--detach")
-            assert code == 0, said
+            code, output = cluster.run("run", "recipe.toml", "--detach")
+            assert code == 0, output
             cluster.train()
-            code, said = cluster.run("stop", "last")
-            assert code == 0, said
-            assert "is stopped at update " in said
+            code, output = cluster.run("stop", "last")
+            assert code == 0, output
+            assert "is stopped at update " in output
             assert len({check_steps(cluster.record, rank) for rank in range(16)}) == 1
             cluster.check_record()
             wait_until(cluster.nothing_is_left, "no process is left on any host")

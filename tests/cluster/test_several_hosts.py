@@ -118,7 +118,7 @@ def test_commands_pasted_on_three_hosts_train_together_though_names_lead_to_the_
 
 @pytest.mark.parametrize("init_method", ["file", pytest.param("env", marks=pytest.mark.slow)])
 def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: NamespaceCluster, init_method: str) -> None:
-    url = {"file": f"file://{cluster.folder}/meeting", "env": "env://"}[init_method]
+    url = {"file": f"file://{cluster.folder}/rendezvous", "env": "env://"}[init_method]
     ranks = [1, 1, 2]
     words = ("--json", "--run-dir", "record", "--set", f"cluster.init_method={url}")
     plan = json.loads(cluster.plan(ranks, *words, by="address"))
@@ -128,7 +128,7 @@ def test_a_plan_as_json_is_argv_and_environment_of_every_host(cluster: Namespace
         cluster.start(host, *node["argv"], **node["env"])
     assert cluster.wait() == {"h1": 0, "h2": 0, "h3": 0}, [cluster.output(host) for host in cluster.hosts]
     check_record(cluster, ranks)
-    assert not (cluster.folder / "meeting").exists()
+    assert not (cluster.folder / "rendezvous").exists()
 
 
 def test_ranks_of_a_host_that_never_comes_are_named_on_the_others(cluster: NamespaceCluster) -> None:
@@ -235,7 +235,7 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(cluster: 
         cluster.start(host, *node["argv"], **node["env"], GLOO_SOCKET_IFNAME="eth0")
     codes = cluster.wait()
     assert codes.pop("h1") == 1
-    assert set(codes.values()) <= {1, 2}  # the first of the two, and who heard of it before it looked itself
+    assert set(codes.values()) <= {1, 2}  # the first of the two, and those that got its report before their own check
     assert 2 in codes.values()
     lines = [
         cluster.last_line(host).partition("GLOO_SOCKET_IFNAME is 'eth0', but the interfaces of ")[2]

@@ -90,11 +90,11 @@ def test_a_batch_script_trains_on_all_nodes_with_their_unequal_ranks(
 
 
 def srun(cluster: Slurm, folder: Path, *words: str, **train: Any) -> subprocess.CompletedProcess[str]:
-    """Type ``srun … python -m trainer …`` on the login host, without a word about ranks or where they meet."""
-    asked = [word for word in words if word.startswith("--distributed")]
+    """Type ``srun … python -m trainer …`` on the login host, without ranks or a rendezvous."""
+    given = [word for word in words if word.startswith("--distributed")]
     of_srun = [word for word in words if not word.startswith("--distributed")]
     return cluster.run(
-        "srun", *of_srun, "python", "-m", "trainer", "--cpu", *flags(**train), *RECORD, *asked, cwd=folder, check=False
+        "srun", *of_srun, "python", "-m", "trainer", "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False
     )
 
 
@@ -121,7 +121,7 @@ def test_one_task_per_rank_needs_no_flag(cluster: Slurm, tmp_path: Path, words: 
     check_all(tmp_path / "record", ranks)
 
 
-TELL = "import os; print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), flush=True)\n"
+PRINT_RANK = "import os; print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')), flush=True)\n"
 KNOCK = """\
 import socket, sys, time
 while True:
@@ -132,15 +132,15 @@ while True:
         continue
     sys.stdin.read()
 """
-"""Connects to a port as soon as somebody listens, and says nothing until its standard input ends."""
+"""Connects to a port as soon as a process listens, and sends nothing until its standard input ends."""
 
 
 def test_nodes_with_unequal_gpus_get_their_ranks_despite_foreign_connections(
     cluster: Slurm, tmp_path: Path, driver: Path
 ) -> None:
-    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "print_rank.py").write_text(PRINT_RANK)
     visible = "case $SLURM_NODEID in 1) export CUDA_VISIBLE_DEVICES=0;; esac"
-    train = "exec python -m trainer --script tell.py --distributed-port 23456 --join-timeout 40 --run-dir record"
+    train = "exec python -m trainer --script print_rank.py --distributed-port 23456 --join-timeout 40 --run-dir record"
     # The nodes of the lab have one /tmp and GPUs of the same names.
     claims = f"export GPUTRAIN_GPU_CLAIMS={tmp_path}/claims.$SLURM_NODEID"
     command = f"export LD_LIBRARY_PATH={driver}; {claims}; {visible}; {train}"
@@ -320,15 +320,15 @@ def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_
     wait_until(lambda: cluster.job(other)["JobState"] == "RUNNING", "another job has all nodes")
     process = cluster.start(*user.words("run", "endless.toml"), cwd=folder)
     narration = folder / "output"
-    wait_until(lambda: ": Resources" in narration.read_text(), "it says why it waits", [process])
+    wait_until(lambda: ": Resources" in narration.read_text(), "it prints why it waits", [process])
     (entry,) = json.loads(user.run("runs", "--json").stdout)
     assert entry["state"] == "queued"
     cluster.run("scancel", str(other))
     user.await_steps()
-    asked = time.time()
+    cancelled_at = time.time()
     cluster.run("scancel", str(user.job()))
     assert process.wait(LIMIT_S) == 130
-    seen_s = time.time() - asked
+    seen_s = time.time() - cancelled_at
     status = user.status()
     assert "it was cancelled in Slurm at update " in status["message"]
     assert status["status"] == "stopped"
@@ -409,7 +409,7 @@ def test_a_preempted_run_is_reported_as_such_and_has_saved(user: SlurmUser, mode
     user.await_steps()
     urgent = cluster.submit(user.folder / "urgent.sh", "--partition=urgent", "--nodes=3", "--exclusive")
     wait_until(lambda: cluster.job(urgent)["JobState"] == "RUNNING", "the other job has its nodes")
-    wait_until(lambda: " at update " in user.status().get("message", ""), "the run says how it ended")
+    wait_until(lambda: " at update " in user.status().get("message", ""), "the status has its end")
     assert "Slurm pre-empted it for another job at update " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
     user.run("stop", "last")

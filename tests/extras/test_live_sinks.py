@@ -87,7 +87,7 @@ def run_through(run: Run, name: str, *, kill_sink: bool) -> None:
 def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
     made = stand_in_run(
-        tmp_path / "runs", "told", steps=STEPS, recipe=f"[train]\nlr = 0.5\n[report]\n{request.param}\n"
+        tmp_path / "runs", "gated", steps=STEPS, recipe=f"[train]\nlr = 0.5\n[report]\n{request.param}\n"
     )
     yield made
     for pid in leftovers.supervisors_of(made.dir.path):  # of a test that failed

@@ -28,7 +28,7 @@ from trainer.host.process_identity import ProcessIdentity, identify
 
 HOME = Path(tempfile.mkdtemp(dir=sys.argv[2]))
 FOREIGN = HOME / "gputrain-foreign"
-"""A folder of somebody else, by its name a temporary folder of a run."""
+"""A foreign folder, by its name a temporary folder of a run."""
 OTHER_RUN = HOME / "runs" / "other"
 ENVIRONMENTS: list[dict[str, str]] = [
     {},

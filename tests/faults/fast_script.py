@@ -1,4 +1,4 @@
-"""Somebody's script with steps of about two milliseconds, in which a rank is held up from some step on.
+"""A user's script with steps of about two milliseconds, in which a rank is held up from some step on.
 
 Arguments: where it is held up, the rank, the step from which on, steps in all.
 """
@@ -21,7 +21,7 @@ DELAY_S = 0.030
 
 
 class Held(nn.Module):
-    """Holds its rank up in its own forward pass, or its gradient's, when told."""
+    """Holds its rank up in its own forward pass, or its gradient's, on request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class FaultTask(Task):
         return _SlowStep(model.parameters(), self)
 
     def wait(self, where: str) -> None:
-        """Hold this rank up where and when the options say."""
+        """Hold this rank up at the phases and steps of the options."""
         for place, who, steps in self.faults:
             if where == place and self.steps + 1 in steps:
                 time.sleep(self.share(who) * self.options.delay_ms / 1000)

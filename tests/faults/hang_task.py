@@ -50,7 +50,7 @@ class HangTask(Task):
         return model(batch).square().sum(), len(batch), {}
 
     def reach(self, where: str) -> None:
-        """Go no further where the options say so."""
+        """Hang at the place that the options name."""
         if where != self.options.where or dist.get_rank() != self.options.rank:
             return
         Path(os.environ["GPUTRAIN_RUN"], "hangs").touch()

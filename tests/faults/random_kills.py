@@ -1,7 +1,7 @@
 """``unshare --pid --fork --mount-proc python random_kills.py FOLDER KILLS SEED``: foreground runs, and kills in them.
 
 Each run gets one SIGKILL, or two, at random moments: to any process of it but the command, or to every supervisor.
-Prints a line of JSON for each: how the command ended, what the status says, what is left. To be run inside a PID
+Prints a line of JSON for each: how the command ended, the status, the processes left. To be run inside a PID
 namespace, where whatever is signalled belongs to these runs.
 """
 

@@ -1,4 +1,4 @@
-"""A node's parent without torch: records real events and ends as its first word says, to try the supervisor on."""
+"""A node agent without torch: records real events and ends as its first argument names, to test the supervisor."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def main(words: list[str]) -> int:
         append_events(
             rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in steps)
         )
-    if mode == "told":
+    if mode == "gated":
         (run_dir.path / "waiting").touch()
         while not (run_dir.path / "go").exists():
             time.sleep(0.005)
-    if mode in ("finish", "abort", "told"):
+    if mode in ("finish", "abort", "gated"):
         states("finished")
     if mode == "abort":
         os.abort()
@@ -63,10 +63,10 @@ def main(words: list[str]) -> int:
         print("Segmentation fault in a kernel")
         return 7
     if mode == "saves":
-        asked: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+        received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         (run_dir.path / "waiting").touch()
-        while not (asked and (run_dir.path / "go").exists()):
+        while not (received and (run_dir.path / "go").exists()):
             time.sleep(0.005)
         (run_dir.path / "saved").touch()
         return 130

@@ -211,7 +211,7 @@ def test_ranks_that_are_late_in_turns_are_uneven_work_and_no_slow_network(
     """Two ranks: of 100 ms by which one is late the half is spared where both have as much to do."""
     record = train(tmp_path, ranks=2, updates=100, faults=[Fault("forward", who, first=1)], delay_ms=100.0)
     print([finding.message for finding in record.findings])
-    # Other work on the machine may take its cores meanwhile, which is told besides.
+    # Other work on the machine may take its cores meanwhile, which is a finding of its own.
     (found,) = (finding for finding in record.findings if finding.kind != "cpu_contention")
     assert (found.kind, found.state, found.cause) == ("imbalance", "raised", "unattributed")
     assert found.evidence["imbalance_ms"] == pytest.approx(spared_ms, rel=0.35)
@@ -232,7 +232,7 @@ def test_ranks_without_a_core_each_are_one_lasting_finding_with_the_threads_to_s
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_thousand_balanced_steps_are_no_finding(tmp_path: Path, ranks: int) -> None:
     record = train(tmp_path, ranks=ranks, updates=1000, timeout=600)
-    # Four ranks on two cores wait for them, and so do two where other work goes on: that is told.
+    # Four ranks on two cores wait for them, and so do two where other work goes on: that is a finding.
     assert [(f.kind, f.rank, f.message) for f in record.findings if f.kind != "cpu_contention"] == []
 
 

@@ -1,4 +1,4 @@
-"""A disk that fills up or a folder that is deleted: what was trained is kept, or the run says that it is not."""
+"""A disk that fills up or a folder that is deleted: the trained state is kept, or the run reports that it is not."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def script_recipe(bench: Bench, how: str) -> Path:
 
 
 def failed(bench: Bench, *words: str | Path) -> str:
-    """Run to the end that is expected and return what is said on standard error."""
+    """Run to the expected exit code and return standard error."""
     process = bench.start("run", *words)
     _, err = process.communicate(timeout=LIMIT_S)
     print(err)
@@ -72,7 +72,7 @@ def failed(bench: Bench, *words: str | Path) -> str:
 
 
 class Hanging:
-    """A run of which a rank hangs, and what its record tells."""
+    """A run of which a rank hangs, and its record."""
 
     def __init__(self, bench: Bench, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -186,8 +186,8 @@ def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
     run = hanging(script_recipe(bench, "hang"))
     found = run.first_stall()
     _, events = read(run.run)
-    tells_places = any(rank.sleeps_in for event in events if isinstance(event, NodeSample) for rank in event.ranks)
-    assert found.rank == (1 if tells_places else None)
+    has_wait_channels = any(rank.sleeps_in for event in events if isinstance(event, NodeSample) for rank in event.ranks)
+    assert found.rank == (1 if has_wait_channels else None)
     assert re.match(r"no rank has done a step for \d+ s", found.message)
 
 

@@ -1,4 +1,4 @@
-"""Whoever is killed, and whenever: a command that has ended leaves a status that says how."""
+"""Kills of any process at any moment: a command that has ended leaves a status with the outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder whose name is a command to the terminal: real runs quote it in what they say, and nothing obeys it."""
+"""A folder whose name is a command to the terminal: real runs quote it in their output, no terminal interprets it."""
 
 from __future__ import annotations
 

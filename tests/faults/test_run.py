@@ -22,7 +22,7 @@ from trainer.contract.record import Failure, decode_events, recorded_checkpoints
 
 @pytest.fixture(scope="module")
 def json_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Bench]:
-    bench = Bench(tmp_path_factory.mktemp("told"))
+    bench = Bench(tmp_path_factory.mktemp("narration"))
     return bench.call("run", bench.recipe(), "--json"), bench
 
 

@@ -1,4 +1,4 @@
-"""A person, a shell or a scheduler ends a run: what is asked of whom, how it ends, what it says it was."""
+"""A person, a shell or a scheduler ends a run: the signals, the exit codes, the recorded reason."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_node_that_is_stopped_before_it_answers_is_stopped_and_not_failed(
     ("code", "words", "reported", "expected"),
     [
         (1, "Could not import runpy module\nTraceback: …\n\nKeyboardInterrupt\n", False, -signal.SIGINT),
-        (1, "KeyboardInterrupt\n", True, 1),  # its parent was up, and says itself how it ended
+        (1, "KeyboardInterrupt\n", True, 1),  # its node agent was up, and reports its own outcome
         (1, "KeyboardInterrupt: of the script's own\n", False, 1),
         (1, "", False, 1),
         (2, "KeyboardInterrupt\n", False, 2),

@@ -102,7 +102,7 @@ def stop(run: Run) -> subprocess.CompletedProcess[str]:
 
 
 def waits_for_a_process(pid: int) -> bool:
-    """Whether a process sleeps with a pidfd open, as ``stop`` does once it has asked the supervisor."""
+    """Whether a process sleeps with a pidfd open, as ``stop`` does once it has signalled the supervisor."""
     try:
         opened = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -301,7 +301,7 @@ def test_an_exception_that_comes_again_at_the_same_step_ends_the_restarts(make_r
 
 
 def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun) -> None:
-    run = make_run("told")
+    run = make_run("gated")
     killed_supervisor(run)
     until((run.dir.path / "waiting").exists)
     before = processes_of(run)
@@ -314,7 +314,7 @@ def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun
 
 
 def test_a_run_that_finished_without_a_supervisor_is_finished_once_it_is_adopted(make_run: MakeRun) -> None:
-    run = make_run("told")
+    run = make_run("gated")
     killed_supervisor(run)
     (run.dir.path / "go").touch()
     until(lambda: not processes_of(run))
@@ -351,19 +351,19 @@ def test_stop_reaches_a_supervisor_that_a_signal_has_stopped(make_run: MakeRun) 
     assert (run.dir.path / "saved").exists()
 
 
-@pytest.mark.parametrize("mode", ["told", "saves"])
+@pytest.mark.parametrize("mode", ["gated", "saves"])
 def test_a_supervisor_out_of_reach_is_replaced_and_the_outcome_recorded(make_run: MakeRun, mode: str) -> None:
     run = make_run(mode)
     supervisor = waiting_run(run)
     with traced(supervisor.pid):
         (run.dir.path / "go").touch()
-        if mode == "told":
+        if mode == "gated":
             until(lambda: not processes_of(run))
         done = stop(run)
     supervisor.wait(LIMIT_S)
-    how = "finished" if mode == "told" else "stopped"
+    how = "finished" if mode == "gated" else "stopped"
     assert (done.returncode, done.stdout) == (0, f"{run.id} is {how}; processes left: none\n"), done.stderr
-    assert mode == "told" or (run.dir.path / "saved").exists()
+    assert mode == "gated" or (run.dir.path / "saved").exists()
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["supervised", "adopted"])
@@ -383,7 +383,7 @@ def test_stop_reaches_a_node_agent_that_a_signal_has_stopped(make_run: MakeRun, 
 
 
 def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run("told")
+    run = make_run("gated")
     supervisor = waiting_run(run)
     run.dir.path.rename(tmp_path / "deleted")
     assert supervisor.wait(LIMIT_S) == 1
@@ -395,8 +395,8 @@ def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path
 
 @pytest.mark.parametrize("killed", [False, True], ids=["supervised", "without a supervisor"])
 def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path: Path, killed: bool) -> None:
-    other = make_run("told")
-    run = make_run("told")
+    other = make_run("gated")
+    run = make_run("gated")
     supervisors = [start_supervisor(each.dir, leased=False) for each in (run, other)]
     until(lambda: all((each.dir.path / "waiting").exists() for each in (run, other)))
     until(lambda: run.dir.attempt.exists() and other.dir.attempt.exists())
@@ -416,7 +416,7 @@ def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path
 
 @pytest.mark.parametrize("content", [b"", b"\xff{", None], ids=["empty", "garbage", "missing"])
 def test_stop_finds_a_run_whose_status_cannot_be_read(make_run: MakeRun, content: bytes | None) -> None:
-    run = make_run("told")
+    run = make_run("gated")
     supervisor = waiting_run(run)
     if content is None:
         run.dir.status.unlink()

@@ -1,4 +1,4 @@
-"""Whoever should read the output does not: a stop is heard all the same, and a slow reader still gets everything."""
+"""Output that is not read: a run can still be stopped, and a slow reader still gets everything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pipe = tuple[int, int]
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """A small pipe that nobody reads."""
+    """A small pipe without a reader."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, SMALL)
     yield reader, writer

@@ -157,7 +157,7 @@ def test_the_fork_server_that_waits_has_one_thread_and_no_cuda(warm: WarmPool) -
 
 
 def test_ranks_have_the_environment_of_their_run_and_not_the_one_before_it(home: Path, warm: WarmPool) -> None:
-    own = home / "telling.py"
+    own = home / "report.py"
     own.write_text(OWN_TASK)
     path = write(home, task=f"{own}:EnvironmentTask")
     warm.open()

@@ -1,4 +1,4 @@
-"""Somebody's script without trainer.watch; rank 1 hangs, or leaves with exit code 0, while rank 0 goes on."""
+"""A user's script without trainer.watch; rank 1 hangs, or leaves with exit code 0, while rank 0 goes on."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from trainer.data.dataset import SizedDataset
 
 
 class TooLargeTask(TinyTask):
-    """Asks for more memory than any GPU has, at its third step."""
+    """Allocates more memory than any GPU has, at its third step."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         found = super().loss(model, batch)
@@ -24,7 +24,7 @@ class TooLargeTask(TinyTask):
 
 
 class WideTask(TinyTask):
-    """Four layers as wide as asked for: small ones are bound by the host, large ones by the GPU."""
+    """Four layers of the given width: small ones are bound by the host, large ones by the GPU."""
 
     count_per_sample = 1
 

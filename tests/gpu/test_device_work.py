@@ -233,7 +233,7 @@ STEPS, WARM_UP = 400, 50
 
 
 def by_hand(width: int) -> float:
-    """Return seconds per step of what somebody would write with torch alone."""
+    """Return seconds per step of a loop written by hand with torch alone."""
     task = WideTask(TinyOptions(width=width))
     dataset = task.datasets()["train"]
     model = task.model().to(GPU)

@@ -1,6 +1,6 @@
-"""Whatever a recipe or a flag holds: an exit code that says what was wrong, a line for each problem, and no traceback.
+"""Whatever a recipe or a flag holds: the exit code of a refusal, a line for each problem, and no traceback.
 
-Nothing that is quoted commands the terminal. The command runs within the test, where an error that nobody caught fails
+Nothing that is quoted commands the terminal. The command runs within the test, where an uncaught error fails
 it; what needs closed or broken descriptors is a process of its own.
 """
 
@@ -309,7 +309,7 @@ def test_any_flags_are_taken_or_refused_in_order(
 ) -> None:
     name, words = request_
     with monkeypatch.context() as patch:
-        if name in ("run", "stop"):  # nothing starts, and nobody is signalled
+        if name in ("run", "stop"):  # nothing starts, and no process is signalled
             patch.setenv("GPUTRAIN_HOME", "/dev/null/nowhere")
         run_in_process(cli.main, [name, *words]).assert_orderly()
 

@@ -53,7 +53,7 @@ async def test_the_demo_starts_with_one_key_and_outlives_the_console() -> None:
 
 
 class CountingReader(RunReader):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     polls = 0
 
@@ -333,7 +333,7 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
         assert any(style is not None and style.reverse for style in styles)  # the cursor
         panels = app.screen.query("Panel")
         assert panels
-        for panel in panels:  # red without its colour is a grey that says less than the text beside it
+        for panel in panels:  # red without its colour is a grey that stands out less than the text beside it
             styles = [panel.get_component_rich_style(f"canvas--{name}", partial=True) for name in ("error", "bright")]
             assert styles[0].bold
             assert styles[0].color == styles[1].color

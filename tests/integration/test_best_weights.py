@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class SampledTask(TaskWithTest):
-    """Notes that it was asked for a sample, which comes right before the test."""
+    """Notes the call for a sample, which comes right before the test."""
 
     sampled = False
 
@@ -77,7 +77,7 @@ def on_ranks(
             "stopped": outcome.stopped,
             "evaluated": [event for event in events if isinstance(event, Validation)],
             "findings": [event for event in events if isinstance(event, Finding)],
-            "said": narration,
+            "narration": narration,
         }
     finally:
         writer.close()
@@ -157,7 +157,7 @@ def test_the_best_weights_are_tested_and_recorded_with_their_step(
     assert found.loss == pytest.approx(expected_loss(checkpoints / "best.pt"), rel=1e-6)
     last = checkpoints / f"step_{done['updates']:08d}.pt"
     assert found.loss != pytest.approx(expected_loss(last), rel=1e-3), "the last checkpoint is of the last weights"
-    assert [line for line in done["said"] if line.startswith(f"test (weights of step {done['best']}): loss ")]
+    assert [line for line in done["narration"] if line.startswith(f"test (weights of step {done['best']}): loss ")]
     assert not done["findings"]
 
 
@@ -243,7 +243,9 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
             evaluate, {"eval_only": str(checkpoints / "best.pt"), "valid_batch_size": 4}, ranks=ranks
         )
         results.append((result_of_test(done).loss, result_of_test(done).metrics, result_of_test(done).weights_step))
-        assert f"evaluates test with the weights of step {first['best']}: {checkpoints / 'best.pt'}" in done["said"]
+        assert (
+            f"evaluates test with the weights of step {first['best']}: {checkpoints / 'best.pt'}" in done["narration"]
+        )
         assert not on_ranks_in_folder.checkpoints.exists(), "nothing is saved"
     assert results == [(result_of_test(first).loss, result_of_test(first).metrics, first["best"])] * 3
     assert {path: path.stat() for path in checkpoints.iterdir()} == before

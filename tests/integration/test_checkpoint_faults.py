@@ -131,8 +131,8 @@ def draw_after_exchange(*, url: str, rank: int, world_size: int) -> tuple[list[f
 
 
 def test_every_rank_finds_its_own_random_state_in_the_gathered_checkpoint(processes: Processes, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/meeting"
-    asked = [{"url": url, "rank": rank, "world_size": 2} for rank in range(2)]
-    drawn = processes.results(draw_after_exchange, asked)
+    url = f"file://{tmp_path}/rendezvous"
+    joins = [{"url": url, "rank": rank, "world_size": 2} for rank in range(2)]
+    drawn = processes.results(draw_after_exchange, joins)
     assert all(expected == again for expected, again in drawn)
     assert drawn[0] != drawn[1]

@@ -284,7 +284,7 @@ async def test_a_refresh_waits_for_the_query_in_progress() -> None:
 # Other machines
 
 
-def sighted(name: str, *gpus: Gpu) -> HostReport:
+def host_report(name: str, *gpus: Gpu) -> HostReport:
     return HostReport(host=name, inventory=replace(machine(*gpus), host=name))
 
 
@@ -293,8 +293,8 @@ async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> 
     app = quiet_app()
     app.session.hosts = (HostEntry(host="gpu1"), HostEntry(host="gpu2"), HostEntry(host="gpu3"))
     answers = {
-        "gpu1": sighted("gpu1", gpu(0, busy=True), gpu(1)),
-        "gpu2": sighted("gpu2", gpu(0), gpu(1)),
+        "gpu1": host_report("gpu1", gpu(0, busy=True), gpu(1)),
+        "gpu2": host_report("gpu2", gpu(0), gpu(1)),
         "gpu3": HostReport(host="gpu3", problem="it refuses the key: `ssh gpu3 true` must work without a password"),
     }
     async with app.run_test(size=(120, 40)) as pilot:
@@ -315,15 +315,15 @@ async def test_a_silent_host_delays_no_other_and_keeps_its_last_report() -> None
     app = quiet_app()
     app.session.hosts = (HostEntry(host="slow"), HostEntry(host="quick"))
     answer, clock = threading.Event(), [0.0]
-    asked: list[str] = []
+    queried: list[str] = []
 
     def ask(name: str) -> HostReport:
-        asked.append(name)
+        queried.append(name)
         if name == "slow":
             answer.wait(10)
-        if asked.count(name) > 1:
+        if queried.count(name) > 1:
             return HostReport(host=name, problem="it does not answer")
-        return sighted(name, gpu(0))
+        return host_report(name, gpu(0))
 
     async with app.run_test(size=(120, 40)) as pilot:
         screen = ClusterScreen(take=machine, ask=ask, runs=list, clocked=False, now=lambda: clock[0])

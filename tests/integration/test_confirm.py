@@ -22,7 +22,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stopping(notices: list[str]) -> int:
-    """Return how many runs the console says that it stops."""
+    """Count the notices of runs that the console stops."""
     return sum(text.startswith("stopping ") for text in notices)
 
 

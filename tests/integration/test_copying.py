@@ -43,7 +43,7 @@ def mouse(kind: type[events.MouseEvent], x: int, y: int) -> events.MouseEvent:
 
 
 async def drag(pilot: Pilot[int], begin: tuple[int, int], end: tuple[int, int]) -> None:
-    """Move the mouse with its button down, as a terminal tells it."""
+    """Move the mouse with its button down, as a terminal reports it."""
     for kind, (x, y) in ((events.MouseDown, begin), (events.MouseMove, end), (events.MouseUp, end)):
         pilot.app.post_message(mouse(kind, x, y))
         await pilot.pause()

@@ -1,4 +1,4 @@
-"""Whatever stands in a run directory, every command on it ends soon, in order, and harms nobody."""
+"""Damaged run directories: every command on them ends soon and in order, and harms no other process."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ exit $code
 
 
 def in_namespace(home: Path, *words: str) -> tuple[int, str, str]:
-    """Run a command where it can signal nobody but two bystanders."""
+    """Run a command where it can signal no process but two bystanders."""
     done = subprocess.run(
         [*NAMESPACE, "sh", "-c", WITH_BYSTANDERS, "sh", sys.executable, "-m", "gputrain_tui", *words],
         env={**os.environ, "GPUTRAIN_HOME": str(home), "NO_COLOR": "1"},

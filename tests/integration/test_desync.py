@@ -153,7 +153,7 @@ def _check(rank: int, world_size: int, what: str, apart: list[int], unlike: bool
                     model = nn.Sequential(nn.Linear(5, 7))
     if unlike:
         with mock.patch("torch.backends.cpu.get_cpu_capability", return_value=f"kind {rank}"):
-            # A name of its own for the processor, which is asked once for each device.
+            # A name of its own for the processor, which is read once for each device.
             check = DesyncCheck(ReplicatedTensors(model), step=100, rank=rank, device=torch.device("cpu", 0))
     else:
         check = DesyncCheck(ReplicatedTensors(model), step=100, rank=rank, device=CPU)
@@ -218,14 +218,14 @@ def _follow(rank: int, world_size: int, folder: str) -> list[str]:
     writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
     lines: list[str] = []
     here: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer, say=lines.append, copies=None)
-    replicas = DesyncReports(here, model)
+    reports = DesyncReports(here, model)
     first = float(weight[0, 0])
     for step, differs in ((100, False), (200, True), (300, True), (400, False)):
         with torch.no_grad():
             weight[0, 0] = first + (differs and rank == 1)
-        replicas.begin(step=step)
-        replicas.finish()
-        replicas.finish()
+        reports.begin(step=step)
+        reports.finish()
+        reports.finish()
     writer.close()
     return lines
 

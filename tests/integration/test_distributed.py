@@ -165,8 +165,8 @@ def test_ranks_of_one_machine_use_the_loopback_interface_and_clean_the_environme
 
 def test_ranks_join_at_the_address_of_the_environment(processes: Processes, tcp: str) -> None:
     environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": tcp.rpartition(":")[2]}
-    asked = [{"environ": environ, "world_size": 2, "rank": rank} for rank in range(2)]
-    assert [one["ranks"] for one in processes.results(join_from_environment, asked)] == [[0, 1], [0, 1]]
+    joins = [{"environ": environ, "world_size": 2, "rank": rank} for rank in range(2)]
+    assert [one["ranks"] for one in processes.results(join_from_environment, joins)] == [[0, 1], [0, 1]]
 
 
 def test_one_init_method_serves_one_run_after_another(processes: Processes, url: str) -> None:
@@ -208,9 +208,9 @@ def test_a_server_that_never_comes_is_named(processes: Processes, tcp: str) -> N
 
 
 def test_two_processes_that_claim_one_rank_are_named_to_all(processes: Processes, url: str) -> None:
-    asked = requests(url, 3)
-    asked[2]["rank"] = 1
-    outcomes = processes.outcomes(join_and_leave, asked)
+    joins = requests(url, 3)
+    joins[2]["rank"] = 1
+    outcomes = processes.outcomes(join_and_leave, joins)
     pids = [member.process.pid for member in processes.members]
     for outcome in outcomes:
         assert outcome.kind == "RequestError"
@@ -235,9 +235,9 @@ def test_a_refusal_reaches_late_ranks_also_before_rank_0_has_joined(
 
 
 def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, url: str) -> None:
-    asked = requests(url, 2)
-    asked[1]["world_size"] = 3
-    for outcome in processes.outcomes(join_and_leave, asked):
+    joins = requests(url, 2)
+    joins[1]["world_size"] = 3
+    for outcome in processes.outcomes(join_and_leave, joins):
         assert outcome.kind == "RequestError"
         assert "ranks disagree on the world size" in outcome.message
         assert "2 says rank 0 (pid " in outcome.message
@@ -245,9 +245,9 @@ def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, u
 
 
 def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> None:
-    asked = requests(url, 2)
-    asked[1]["identity"] = "run-2"
-    for outcome in processes.outcomes(join_and_leave, asked):
+    joins = requests(url, 2)
+    joins[1]["identity"] = "run-2"
+    for outcome in processes.outcomes(join_and_leave, joins):
         assert outcome.kind == "RequestError"
         assert "ranks of two runs meet" in outcome.message
         assert "'run-1' is rank 0" in outcome.message
@@ -255,18 +255,18 @@ def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> 
 
 
 def test_two_ranks_on_one_gpu_are_refused(processes: Processes, url: str) -> None:
-    asked = [{"url": url, "rank": rank, "world_size": 2, "device": "GPU-1"} for rank in range(2)]
+    joins = [{"url": url, "rank": rank, "world_size": 2, "device": "GPU-1"} for rank in range(2)]
     processes.take(2)  # which has loaded torch now
     begun = time.monotonic()
-    outcomes = processes.outcomes(claim_device, asked)
+    outcomes = processes.outcomes(claim_device, joins)
     assert time.monotonic() - begun < 9.0, "a rank has waited for the store's time-out"
     for outcome in outcomes:
         assert outcome.kind == "RequestError"
         assert "use one GPU, GPU-1" in outcome.message
         assert "--share-devices" in outcome.message
-    for request, device in zip(asked, ("GPU-1", "GPU-2"), strict=True):
+    for request, device in zip(joins, ("GPU-1", "GPU-2"), strict=True):
         request["device"] = device
-    assert processes.results(claim_device, asked) == [True, True]
+    assert processes.results(claim_device, joins) == [True, True]
 
 
 def test_a_latecomer_to_a_complete_group_is_refused_and_the_group_goes_on(processes: Processes, url: str) -> None:

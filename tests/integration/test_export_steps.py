@@ -38,7 +38,7 @@ usage = resource.getrusage(resource.RUSAGE_SELF)
 print(usage.ru_maxrss >> 10, usage.ru_utime + usage.ru_stime, file=sys.stderr)
 sys.exit(code)
 """
-"""Runs a command and says how many MiB and seconds of a core it took."""
+"""Runs a command and prints the MiB and the seconds of a core that it took."""
 FORMATS = ("csv", "jsonl", "chrome-trace")
 
 

@@ -75,7 +75,7 @@ def test_a_link_in_the_place_of_a_claim_is_neither_followed_nor_read(tmp_path: P
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """A machine with a driver and a torch for GPUs, as far as the preflight and a script without torch can tell."""
+    """A machine with a driver and a torch for GPUs, as the preflight and a script without torch see it."""
     torch = tmp_path / "packages" / "torch"
     torch.mkdir(parents=True)
     (torch / "__init__.py").touch()

@@ -64,7 +64,7 @@ def breaches(package: str, forbidden: Sequence[str], *, console: bool | None = N
 
 
 def brought_in(names: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    """Import modules one after the other in a fresh interpreter; tell the first that brings something forbidden."""
+    """Import modules one after the other in a fresh interpreter; print the first that imports a forbidden one."""
     program = """
 import importlib, json, sys
 names, forbidden = json.loads(sys.argv[1])

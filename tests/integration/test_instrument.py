@@ -348,7 +348,7 @@ def gradients_of_many_numbers(rank: int, steps: int) -> tuple[list[nn.Module], l
 
 
 class _OwnOptimizer(torch.optim.SGD):
-    """Steps twice for each step that it is asked for, by its class's own step."""
+    """Steps twice for each call of step, by its class's own step."""
 
     def step(self, closure: Any = None) -> Any:
         super().step()

@@ -1,4 +1,4 @@
-"""The preflight on the launch screen: beside its field while somebody types, and in the way of a launch."""
+"""The preflight on the launch screen: beside its field during an edit, and before a launch."""
 
 from __future__ import annotations
 
@@ -177,21 +177,21 @@ async def test_the_commands_of_nodes_elsewhere_are_copied(folder: Path) -> None:
 def test_other_hosts_are_queried_once_during_edits_and_again_by_a_launch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "ssh").write_text(f"#!/bin/sh\necho >> {folder}/asked\necho 'ssh: no route to host' >&2\nexit 255\n")
+    (folder / "ssh").write_text(f"#!/bin/sh\necho >> {folder}/queries\necho 'ssh: no route to host' >&2\nexit 255\n")
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("GPUTRAIN_SSH", str(folder / "ssh"))
     node = '[[cluster.nodes]]\nhost = "192.0.2.7{}"\ncpu_ranks = 1\n'
     text = f"{node.format(1)}{node.format(2)}[train]{TEXT.partition('[train]')[2]}"
-    asked = []
+    queries = []
     for settings, age_s in (([], 60.0), (["train.lr=0.5"], 60.0), ([], 0.0)):
         found = validate_recipe(text, name="far.toml", settings=settings, hosts_max_age_s=age_s)
         assert found.prepared is None
-        asked.append(len((folder / "asked").read_text().splitlines()))
+        queries.append(len((folder / "queries").read_text().splitlines()))
         errors = [each for each in found.results if each.status == "error"]
         assert [(each.host, each.key) for each in errors] == [
             ("192.0.2.71", "cluster.nodes[0].host"),
             ("192.0.2.72", "cluster.nodes[1].host"),
         ]
-    assert asked == [2, 2, 4]
+    assert queries == [2, 2, 4]
     drawn = rows(found.results, width=99)[1]
     assert drawn.startswith("  ✗ ssh  192.0.2.71: there is no route to it from here → `ssh 192.0.2.71 python3")

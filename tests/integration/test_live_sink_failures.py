@@ -49,7 +49,7 @@ def test_a_missing_package_is_reported_before_there_is_a_run(tmp_path: Path, nam
 
 def test_a_sink_that_breaks_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
-    run = stand_in_run(tmp_path, "told", recipe=f'[report]\ntensorboard = "{tmp_path}/taken"\n')
+    run = stand_in_run(tmp_path, "gated", recipe=f'[report]\ntensorboard = "{tmp_path}/taken"\n')
     supervisor = start_supervisor(run.dir, leased=False)
     reader, findings = RunReader(run.dir), list[Finding]()
 

@@ -1,4 +1,4 @@
-"""Where a launcher starts each rank by itself, the one with local rank 0 looks at the machine for all of them."""
+"""Where a launcher starts each rank by itself, the one with local rank 0 samples the machine for all of them."""
 
 from __future__ import annotations
 

@@ -31,9 +31,11 @@ Begun = dict[str, Future[TrainingResult]]
 Flags = tuple[object, ...]
 
 
-def begin(pool: ThreadPoolExecutor, folder: Path, asked: Mapping[str, Flags], *flags: object, ranks: int = 1) -> Begun:
+def begin(
+    pool: ThreadPoolExecutor, folder: Path, variants: Mapping[str, Flags], *flags: object, ranks: int = 1
+) -> Begun:
     """Begin trainings that do not depend on each other, each in a folder of its name."""
-    return {name: pool.submit(train, folder / name, *flags, *own, ranks=ranks) for name, own in asked.items()}
+    return {name: pool.submit(train, folder / name, *flags, *own, ranks=ranks) for name, own in variants.items()}
 
 
 def relative_error(one: Tensor, other: Tensor) -> float:
@@ -289,8 +291,8 @@ def test_a_rank_that_dies_ends_the_run_at_once_and_is_named(
 
 def test_dropout_differs_between_ranks_and_repeats_with_the_seed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     flags = ("--batch-size", 5, "--max-epochs", 1, "--dropout", 0.5)
-    asked: dict[str, Flags] = {"first": (), "second": (), "other": ("--seed", 2)}
-    begun = begin(pool, tmp_path, asked, *flags, ranks=2)
+    variants: dict[str, Flags] = {"first": (), "second": (), "other": ("--seed", 2)}
+    begun = begin(pool, tmp_path, variants, *flags, ranks=2)
     first, second, other = (one.result().parameters for one in begun.values())
     assert torch.equal(first, second)
     assert not torch.equal(first, other)

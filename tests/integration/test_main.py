@@ -106,7 +106,7 @@ def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "fragment"),
     [
         (["--task", ""], "no task is named"),
         (["--task", "lmm"], "did you mean 'lm'?"),
@@ -127,11 +127,11 @@ def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capsys:
     ],
 )
 def test_a_wrong_request_is_one_line_and_nothing_starts(
-    arguments: list[str], says: str, data: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], fragment: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(data, *arguments), {}) == 2
     stderr = capsys.readouterr().err
-    assert says in stderr
+    assert fragment in stderr
     assert stderr.startswith("trainer: ")
     assert stderr.count("\n") == 1
 
@@ -184,7 +184,7 @@ def test_two_ranks_train_and_their_node_keeps_the_record(data: Path, tmp_path: P
 def test_two_nodes_typed_by_hand_and_a_launchers_ranks_train(data: Path, tmp_path: Path) -> None:
     """Started together, because they meet."""
     tcp, env = (str(free_port()) for _ in range(2))
-    file = tmp_path / "meeting"
+    file = tmp_path / "rendezvous"
     processes: list[ForkedTrainer] = []
     for url in (f"tcp://127.0.0.1:{tcp}", f"file://{file}"):
         for rank in ("0", "1"):

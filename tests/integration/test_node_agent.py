@@ -150,14 +150,14 @@ def test_how_a_rank_exits_after_its_success_does_not_matter(start: Start, target
 
 
 def test_ranks_fork_with_torch_in_memory_and_one_thread(start: Start) -> None:
-    agent = start("tells_its_surroundings", "forkserver")
+    agent = start("records_its_context", "forkserver")
     assert agent.wait() == 0
     # Two threads: the main one and the one that watches the parent.
     assert agent.marks() == [f"True 2 2 1 {agent.run_dir.tmp / '0'}"] * 2
 
 
 def test_the_spawn_start_method_uses_torch_multiprocessing(start: Start) -> None:
-    agent = start("tells_its_surroundings", "spawn")
+    agent = start("records_its_context", "spawn")
     assert agent.wait() == 0
     assert agent.marks() == [f"False 2 2 None {agent.run_dir.tmp / '0'}"] * 2
 
@@ -243,7 +243,7 @@ def test_a_rank_that_exits_with_255_is_an_ordinary_failure(start: Start) -> None
 @pytest.mark.parametrize(
     ("target", "kind", "words"),
     [
-        ("one_says_nothing", "silent", "rank 1 said nothing; rank 0 gave up: Connection reset by peer"),
+        ("one_is_silent", "silent", "rank 1 said nothing; rank 0 gave up: Connection reset by peer"),
         (
             "one_is_ended_by_the_watchdog_of_nccl",
             "silent",

@@ -1,4 +1,4 @@
-"""The command of ``[report] on_end``: run once, told everything by its environment, and no harm to the run."""
+"""The command of ``[report] on_end``: run once, with the outcome in its environment, and no harm to the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gputrain_tui.lifecycle.settle import settle
 from gputrain_tui.lifecycle.start import adopt, start_supervisor
 from trainer.contract.record import RunDir
 
-TELL = 'echo "$GPUTRAIN_RUN_ID|$GPUTRAIN_RUN_NAME|$GPUTRAIN_RUN_STATUS|$GPUTRAIN_RUN_EXIT_CODE|$GPUTRAIN_RUN_DIR"'
+ECHO = 'echo "$GPUTRAIN_RUN_ID|$GPUTRAIN_RUN_NAME|$GPUTRAIN_RUN_STATUS|$GPUTRAIN_RUN_EXIT_CODE|$GPUTRAIN_RUN_DIR"'
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_the_command_finds_the_run_in_its_environment_and_no_value_is_a_command(
     tmp_path: Path, mode: str, status: str, code: int
 ) -> None:
     name = f"$(touch {tmp_path}/pwned) `id` \"'; #"
-    run = stand_in_run(tmp_path / "runs", mode, name=name, recipe=on_end_recipe(TELL))
+    run = stand_in_run(tmp_path / "runs", mode, name=name, recipe=on_end_recipe(ECHO))
     assert start_supervisor(run.dir, leased=False).wait(LIMIT_S) == code
     assert run.dir.on_end_log.read_text() == f"{run.id}|{name}|{status}|{code}|{run.dir.path}\n"
     assert ended(run).message == (None if mode == "finish" else "ValueError: bad batch")
@@ -56,7 +56,7 @@ def test_the_command_finds_the_run_in_its_environment_and_no_value_is_a_command(
 
 
 def test_the_end_of_a_lease_is_reported_as_any_other(tmp_path: Path) -> None:
-    run = stand_in_run(tmp_path / "runs", "told", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
+    run = stand_in_run(tmp_path / "runs", "gated", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
     supervisor = start_supervisor(run.dir, leased=True)
     until((run.dir.path / "waiting").exists)
     assert supervisor.stdin is not None
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_wait_for_the_command_at_the_end(tmp_path: Path) -> No
 
 def test_an_adopted_run_reports_its_end_once(tmp_path: Path) -> None:
     until_done = 'echo $GPUTRAIN_RUN_STATUS; until test -e "$GPUTRAIN_RUN_DIR/done"; do sleep 0.02; done'
-    run = stand_in_run(tmp_path / "runs", "told", recipe=on_end_recipe(until_done))
+    run = stand_in_run(tmp_path / "runs", "gated", recipe=on_end_recipe(until_done))
     killed_supervisor(run)
     adopt(run)
     (run.dir.path / "go").touch()
@@ -115,7 +115,7 @@ def test_an_adopted_run_reports_its_end_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["runs", "somebody-elses"])
 def test_on_end_of_a_run_without_supervisor_runs_once_and_only_among_the_own_runs(tmp_path: Path, folder: str) -> None:
     (tmp_path / "runs").mkdir()
-    run = stand_in_run(tmp_path / folder, "told", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
+    run = stand_in_run(tmp_path / folder, "gated", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
     killed_supervisor(run)
     for _ in range(2):
         assert settle(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1

@@ -40,8 +40,8 @@ ROOMY = ResourceLimits(processes=None, files=None, memory_bytes=None)
     ],
 )
 def test_the_first_exhausted_resource_is_named(room: ResourceLimits, ranks: int, reason: str) -> None:
-    asked = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
-    expected = f"{asked} asked for on this node, which can hold {reason}" if reason else ""
+    count = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
+    expected = f"{count} asked for on this node, which can hold {reason}" if reason else ""
     assert room.refusal(ranks) == expected
 
 

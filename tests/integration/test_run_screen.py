@@ -31,7 +31,7 @@ from trainer.contract.record import Doing, Step
 
 @pytest.fixture(autouse=True)
 def _calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The clock of these screens is in UTC, and no theme of somebody's is taken up."""
+    """The clock of these screens is in UTC, and no saved theme is loaded."""
     import time
 
     monkeypatch.setenv("TZ", "UTC")

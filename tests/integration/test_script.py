@@ -1,4 +1,4 @@
-"""Somebody else's script as the ranks of a run: as under torchrun, with our record."""
+"""A user's script as the ranks of a run: as under torchrun, with our record."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "fragment"),
     [
         (["--script", "nope.py"], "--script nope.py does not exist"),
         (["--script", str(HERE)], "is a folder"),
@@ -435,11 +435,11 @@ def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments, {}) == 2
     message = capsys.readouterr().err
-    assert says in message
+    assert fragment in message
     assert message.count("\n") == 1
 
 

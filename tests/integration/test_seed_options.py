@@ -123,7 +123,7 @@ def test_an_average_that_begins_or_ends_on_resuming_is_reported(
     straight = trained(two_ranks, None, max_updates=8)
     trained(two_ranks, tmp_path, max_updates=4, ema_decay=there)
     resumed = trained(two_ranks, tmp_path, max_updates=8, ema_decay=here, resume=str(tmp_path))
-    assert warning in resumed["said"]
+    assert warning in resumed["narration"]
     assert same(resumed["model"], straight["model"])
 
 

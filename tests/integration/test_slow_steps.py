@@ -1,4 +1,4 @@
-"""A stop keeps the work of a training whose steps are longer than the grace that was asked for."""
+"""A stop keeps the work of a training whose steps are longer than the given grace period."""
 
 from __future__ import annotations
 

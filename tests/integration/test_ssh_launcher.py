@@ -24,7 +24,7 @@ from trainer.contract.stop_level import StopLevel
 LIMIT_S = 60.0
 HERE = 'while [ "$1" != -- ]; do shift; done; shift 2; exec sh -c "$*"'
 """Runs the command that ssh gets on this machine."""
-SAYS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.getcwd(), flush=True)"
+PRINTS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.getcwd(), flush=True)"
 SHOWS_STACKS = """
 import faulthandler, os, signal, sys
 log = open(sys.argv[1] + ".new", "w")
@@ -35,7 +35,7 @@ def reads_until_the_end():
     sys.stdin.read()
 reads_until_the_end()
 """
-WAITS = f"{SAYS}; sys.stdin.read()"
+WAITS = f"{PRINTS}; sys.stdin.read()"
 """Until the end of its lease."""
 
 
@@ -56,7 +56,7 @@ def ssh_is(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def node(*argv: str, env: Mapping[str, str] | None = None, workdir: str = "", setup: str = "") -> PlannedNode:
-    words = list(argv) or [sys.executable, "-c", SAYS]
+    words = list(argv) or [sys.executable, "-c", PRINTS]
     return PlannedNode(
         node=0, host="far", first_rank=0, ranks=[0], devices=["cpu"], argv=words, env=dict(env or {}),
         workdir=workdir, setup=setup,
@@ -104,7 +104,13 @@ def test_words_folder_setup_and_environment_reach_the_node_as_they_are(run_dir: 
     folder = tmp_path / "a $folder"
     folder.mkdir()
     planned = node(
-        sys.executable, "-c", SAYS, *words, env={"NCCL_DEBUG": "$(id)"}, workdir=str(folder), setup="export A=1"
+        sys.executable,
+        "-c",
+        PRINTS,
+        *words,
+        env={"NCCL_DEBUG": "$(id)"},
+        workdir=str(folder),
+        setup="export A=1",
     )
     assert ended(launch(planned, run_dir)) == 0
     assert run_dir.node_log(0).read_text() == f"{words} $(id) {folder}\n"

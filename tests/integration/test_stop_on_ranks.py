@@ -1,4 +1,4 @@
-"""Being stopped with real ranks: what has been trained is kept, and nobody waits for a rank that hangs."""
+"""Stopping real ranks: the trained state is saved, and a rank that hangs delays no other."""
 
 from __future__ import annotations
 
@@ -148,10 +148,10 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 1)
     await_steps(tmp_path)
     os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
-    asked = time.monotonic()
+    signalled_at = time.monotonic()
     process.terminate()
     code, stderr = end(process)
-    assert time.monotonic() - asked >= 1.0
+    assert time.monotonic() - signalled_at >= 1.0
     assert code == 130
     assert outcome(tmp_path).unanswered == [0, 1], "one hangs, and one waits for it in a collective"
     assert "killed, because they did not answer: ranks 0, 1; no process is left" in stderr

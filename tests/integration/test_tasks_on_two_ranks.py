@@ -42,7 +42,7 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
     outcome = loop.run()
     parameters = torch.cat([p.detach().flatten() for p in loop.raw_model.parameters()])
     return {
-        "said": narration,
+        "narration": narration,
         "updates": outcome.updates,
         "best": outcome.best.value,
         "parameters": parameters.double().sum().item(),
@@ -58,4 +58,4 @@ def test_a_built_in_task_trains_on_two_ranks_that_agree_in_the_end(two_ranks: Ga
     assert first["updates"] == second["updates"] > 2
     assert first["parameters"] == second["parameters"]
     assert first["best"] == second["best"]
-    assert any("valid" in line for line in first["said"])
+    assert any("valid" in line for line in first["narration"])

@@ -36,7 +36,7 @@ class Tmux:
         self._env = env
         self._run("new-session", "-d", "-x", "120", "-y", "40", "env PS1='$ ' sh")
         self._run("set", "-sg", "escape-time", "0")
-        # A client that is told of everything that comes out: the event at which the screen is worth a look.
+        # A client that gets all output: the event after which the screen is compared again.
         self._changes = subprocess.Popen(
             [*self._words, "-C", "attach", "-f", "read-only,ignore-size"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -143,7 +143,7 @@ def running_with(home: Path) -> dict[int, str]:
 
 
 def await_end(pid: int, deadline: float) -> None:
-    """Wait until a process that is nobody's child here has ended."""
+    """Wait until a process that is no child of this one has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -176,7 +176,7 @@ def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmu
     assert all(again[rank] < loss for rank, loss in first.items())
     terminal.press("S")
     terminal.wait("Stop it")
-    time.sleep(2 * LEAST_KEY_GAP_S)  # no event tells that nothing was typed
+    time.sleep(2 * LEAST_KEY_GAP_S)  # there is no event for a key that was not typed
     terminal.press("y")
     terminal.wait("stopped")
     terminal.press("q")

@@ -391,7 +391,7 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
             desync_every=1,
             clip_norm=0.1,
             valid_every_epochs=0,
-            shuffle=False,  # the order is on the host, and is not told from what is on a device
+            shuffle=False,  # the order is on the host, and differs in nothing from values on a device
         ),
         worker_context(
             rank,

@@ -1,4 +1,4 @@
-"""Ranks that are told different things: refused by name before the first step, on every rank."""
+"""Ranks with different options: refused by name before the first step, on every rank."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def train(
 ) -> list[tuple[int, str]]:
     """Start one process per list of flags as one group, each as a person types it; exit codes and what was printed."""
     places = folders or [folder] * len(own)
-    meeting = ("--distributed-init-method", f"file://{folder}/meeting", "--distributed-world-size", str(len(own)))
-    words = ["--task", task, *(meeting if len(own) > 1 else ()), *COMMON, "--max-epochs", "1", "--distributed-rank"]
+    rendezvous = ("--distributed-init-method", f"file://{folder}/rendezvous", "--distributed-world-size", str(len(own)))
+    words = ["--task", task, *(rendezvous if len(own) > 1 else ()), *COMMON, "--max-epochs", "1", "--distributed-rank"]
     processes = [
         begin(
             [*words, str(rank), *flags],

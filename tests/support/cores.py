@@ -9,7 +9,7 @@ from trainer.host.cores import read_core_times
 
 
 def stolen_s() -> float:
-    """Return what the host has given to its other guests so far, in seconds of all cores together; 0 if not told."""
+    """Return what the host has given to its other guests so far, in seconds of all cores together; 0 if unknown."""
     cores = read_core_times()
     return cores.stolen / os.sysconf("SC_CLK_TCK") if cores is not None else 0.0
 

@@ -1,4 +1,4 @@
-"""Damages a run directory: any of its files becomes something else, or says something else."""
+"""Damages a run directory: any of its files becomes something else, or holds something else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draws scenes of the console as SVG files.
 
 ``python tests/support/draw_pictures.py`` draws the README's picture anew. With scenes it draws these into ``--out``, at
-each ``--size`` in each ``--theme``: what a changed screen is looked at with.
+each ``--size`` in each ``--theme``, to check a changed screen by eye.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def size_of(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Draw what was asked for."""
+    """Draw the requested pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenes", nargs="*", metavar="SCENE", help=f"all, or some of {', '.join(SCENES)}")
     parser.add_argument("--size", action="append", type=size_of, metavar="COLUMNSxLINES")

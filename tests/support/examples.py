@@ -9,7 +9,7 @@ _wanted = {"long": False}
 
 
 def configure(config: pytest.Config) -> None:
-    """Note before any test is read whether the slow variants are asked for."""
+    """Note before any test is read whether the slow variants are selected."""
     expression = config.option.markexpr
     _wanted["long"] = "slow" in expression.replace("not slow", "")
 
@@ -20,6 +20,6 @@ def examples(few: int, many: int) -> int:
 
 
 def mark_long(item: pytest.Item) -> None:
-    """Make a hypothesis test one of the slow ones where these are asked for."""
+    """Make a hypothesis test one of the slow ones where these are selected."""
     if _wanted["long"] and is_hypothesis_test(getattr(item, "obj", None)):
         item.add_marker(pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""A few real processes, started once per test module, that form gloo groups and leave them again as tests ask.
+"""A few real processes, started once per test module, that form gloo groups and leave them again on request.
 
 They fork from a server that has torch loaded, so a further process costs milliseconds.
 """
@@ -85,5 +85,5 @@ def _serve(connection: Connection) -> None:
             os._exit(0)
         try:
             connection.send(function(*arguments, **named))
-        except Exception as error:  # noqa: BLE001 - told to the test
+        except Exception as error:  # noqa: BLE001 - reported to the test
             connection.send(Raised(type(error).__name__, str(error)))

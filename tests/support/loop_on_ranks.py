@@ -24,8 +24,8 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         world_size: of the gang.
         task: ``module:Class`` in this folder.
         folder: for checkpoints.
-        options: of ``Training``; ``task_options`` are the task's, ``again`` says that the run goes on,
-            ``trace`` asks for the weights before each micro-step.
+        options: of ``Training``; ``task_options`` are the task's, ``again`` marks a run that goes on,
+            ``trace`` records the weights before each micro-step.
     """
     torch.set_num_threads(1)
     module, name = task.split(":")
@@ -61,10 +61,10 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
             loop.load_state_dict(state, source=training.resume, again=again)
         loop.run()
     except (RequestError, TrainingError) as error:
-        return {"error": str(error), "said": narration}
+        return {"error": str(error), "narration": narration}
     return {
         "error": "",
-        "said": narration,
+        "narration": narration,
         "updates": loop.updates,
         "model": {name: value.detach().clone() for name, value in loop.raw_model.state_dict().items()},
         "batches": seen,

@@ -17,7 +17,7 @@ from trainer.contract.record import EventWriter, Failure, RunDir, Step
 
 
 def _mark(assignment: RankAssignment, text: str = "") -> None:
-    """Say in the run directory that this rank has come this far."""
+    """Mark in the run directory that this rank has come this far."""
     assert assignment.run_dir is not None
     path = Path(assignment.run_dir) / f"mark-{assignment.rank}"
     temporary = path.with_suffix(".tmp")
@@ -77,7 +77,7 @@ def leaves_with_255(assignment: RankAssignment) -> int:
     return 255
 
 
-def one_says_nothing(assignment: RankAssignment) -> None:
+def one_is_silent(assignment: RankAssignment) -> None:
     if assignment.rank == 0:
         all_lose_a_peer(assignment)
     _hang_without_gil()
@@ -200,8 +200,8 @@ def has_children(assignment: RankAssignment) -> None:
     raise ZeroDivisionError
 
 
-def tells_its_surroundings(assignment: RankAssignment) -> None:
-    """Say what a rank has inherited."""
+def records_its_context(assignment: RankAssignment) -> None:
+    """Record what a rank has inherited."""
     import tempfile
     import threading
 

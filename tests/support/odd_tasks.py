@@ -63,7 +63,7 @@ class NoisyTask(SplitTask):
 
 
 class _Where:
-    """Samples that say whether a reading process has read them."""
+    """Samples that hold whether a loader worker has read them."""
 
     def __init__(self, dataset: SizedDataset) -> None:
         self._dataset = dataset
@@ -95,7 +95,7 @@ class TwoValueTask(TinyTask):
 
 
 class WrongTask(TinyTask):
-    """Returns what is no loss, as its ``poison`` says."""
+    """Returns a wrong value as its loss, chosen by ``poison``."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss, count, metrics = super().loss(model, batch)

@@ -1,4 +1,4 @@
-"""A DDP script that knows nothing of us: what anybody's looks like."""
+"""A plain DDP script that knows nothing of gputrain."""
 
 import os
 import sys

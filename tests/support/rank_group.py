@@ -1,4 +1,4 @@
-"""A real gloo process group of a few processes, started once per test module and asked to run functions."""
+"""A real gloo process group of a few processes, started once per test module to run functions."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def _member(connection: Connection, rank: int, world_size: int, folder: str) -> 
             os._exit(0)  # leaving the group in order can hang in gloo's threads
         try:
             connection.send((True, function(rank, world_size, *arguments)))
-        except Exception:  # noqa: BLE001 - told to the test, which fails
+        except Exception:  # noqa: BLE001 - reported to the test, which fails
             connection.send((False, traceback.format_exc()))

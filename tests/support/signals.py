@@ -29,7 +29,7 @@ def is_pending(pid: int, number: int) -> bool:
 
 @contextlib.contextmanager
 def traced(pid: int) -> Iterator[None]:
-    """Hold a process as a debugger does, until somebody kills it: no other signal reaches it, also no SIGCONT."""
+    """Hold a process as a debugger does, until it is killed: no other signal reaches it, also no SIGCONT."""
     libc = ctypes.CDLL(None, use_errno=True)
     held, refused = threading.Event(), list[int]()
 

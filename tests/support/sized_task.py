@@ -10,7 +10,7 @@ from torch import nn
 
 
 class SizedTask(TinyTask):
-    """Samples of 1 to 6 tokens; the dataset tells how many."""
+    """Samples of 1 to 6 tokens, with the dataset's ``size(index)``."""
 
     def datasets(self) -> Any:
         splits = super().datasets()

@@ -58,7 +58,7 @@ def run(
         ranks_per_node: on each.
         steps: that every rank has done; 0: none yet.
         total: steps after which it would end.
-        status: as the supervisor tells it.
+        status: as the supervisor writes it.
         joined: ranks that have come, while there is no step yet.
         straggler: a rank that the others wait for in the second half.
         failed_rank: a rank that failed after the last step.

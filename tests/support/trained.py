@@ -66,7 +66,7 @@ def train(run_dir: Path, *flags: object, ranks: int = 1) -> TrainingResult:
         return TrainingResult(run_dir, ForkedTrainer(words, environ=ENVIRON).finish())
     with tempfile.TemporaryDirectory() as folder:
         words += ["--distributed-no-spawn", "--distributed-world-size", str(ranks)]
-        words += ["--distributed-init-method", f"file://{folder}/meeting", "--distributed-rank"]
+        words += ["--distributed-init-method", f"file://{folder}/rendezvous", "--distributed-rank"]
         begun = [ForkedTrainer([*words, str(rank)], environ=ENVIRON) for rank in range(ranks)]
         done = [process.finish() for process in begun]
     code = max(each.returncode for each in done)

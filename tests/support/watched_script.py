@@ -1,4 +1,4 @@
-"""Somebody's training script with gputrain's two lines; started by torchrun, by ``mp.spawn`` or alone."""
+"""A user's training script with gputrain's two lines; started by torchrun, by ``mp.spawn`` or alone."""
 
 from __future__ import annotations
 

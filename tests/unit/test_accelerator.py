@@ -53,12 +53,12 @@ def test_variables_of_cuda_are_set_and_those_of_the_user_stay(
 
 
 @pytest.mark.parametrize(
-    ("asked", "capability", "used"), [(True, (9, 0), True), (True, (7, 5), False), (False, (8, 0), False)]
+    ("waits", "capability", "used"), [(True, (9, 0), True), (True, (7, 5), False), (False, (8, 0), False)]
 )
 def test_tf32_is_used_where_the_gpu_has_it_unless_it_is_declined(
-    asked: bool, capability: tuple[int, int], used: bool
+    waits: bool, capability: tuple[int, int], used: bool
 ) -> None:
-    tf32 = set_numerics(Training(tf32=asked), GPU, capability=lambda _: capability, name=lambda _: "GPU")
+    tf32 = set_numerics(Training(tf32=waits), GPU, capability=lambda _: capability, name=lambda _: "GPU")
     assert (tf32, torch.get_float32_matmul_precision()) == (used, "high" if used else "highest")
 
 
@@ -85,18 +85,18 @@ def test_cudnn_tries_its_algorithms_where_batches_are_alike(deterministic: bool,
 
 
 class Streams:
-    """The streams of a device, and what was asked of them in order."""
+    """The streams of a device, and their waits in order."""
 
     def __init__(self) -> None:
         self.current = "compute"
-        self.asked: list[str] = []
+        self.waits: list[str] = []
 
     def stream(self, name: str) -> Any:
         streams = self
 
         class FakeCudaStream:
             def wait_stream(self, other: Any) -> None:
-                streams.asked.append(f"{name} waits for {other}")
+                streams.waits.append(f"{name} waits for {other}")
 
             def __str__(self) -> str:
                 return name
@@ -115,11 +115,11 @@ class Streams:
         class OnDevice(Tensor):
             def to(self, device: Any, non_blocking: bool = False) -> Any:  # type: ignore[override]
                 how = "without waiting" if non_blocking else "waiting"
-                streams.asked.append(f"copied to {device} on {streams.current} {how}")
+                streams.waits.append(f"copied to {device} on {streams.current} {how}")
                 return self
 
             def record_stream(self, stream: Any) -> None:
-                streams.asked.append(f"kept for {stream}")
+                streams.waits.append(f"kept for {stream}")
 
         return torch.zeros(1).as_subclass(OnDevice)
 
@@ -135,7 +135,7 @@ def test_a_batch_is_copied_on_a_stream_of_its_own_which_the_computation_waits_fo
     batch = {"words": streams.tensor(), "more": (streams.tensor(), "a name")}
     moved = copy(batch)
     assert moved.keys() == batch.keys()
-    assert streams.asked == [
+    assert streams.waits == [
         *["copied to cuda:1 on copies without waiting"] * 2,
         "compute waits for copies",
         *["kept for compute"] * 2,

@@ -16,7 +16,7 @@ class SimulatedRanks:
     count: int = 3
     now: float = 0.0
     begun: list[list[Sequence[int]]] = field(default_factory=list)
-    wishes: dict[int, LoopRequests] = field(default_factory=dict)
+    requests: dict[int, LoopRequests] = field(default_factory=dict)
     rounds: list[int] = field(default_factory=list)
     """Which collective each rank is at."""
     ranks: list[Agreement] = field(default_factory=list)
@@ -28,7 +28,7 @@ class SimulatedRanks:
             self.ranks.append(
                 Agreement(
                     self._begin(rank),
-                    lambda rank=rank: self.wishes.get(rank, NONE),  # type: ignore[misc]
+                    lambda rank=rank: self.requests.get(rank, NONE),  # type: ignore[misc]
                     leads=rank == 0,
                     now=lambda rank=rank: self.now * (1 + rank),  # type: ignore[misc]
                 )
@@ -57,17 +57,17 @@ class SimulatedRanks:
 
 
 @pytest.mark.parametrize("step_s", [0.0001, 0.003, 0.05, 0.4, 3.0])
-@pytest.mark.parametrize("asked", [0, 2])
-def test_a_request_of_one_rank_is_met_by_all_after_the_same_update(step_s: float, asked: int) -> None:
+@pytest.mark.parametrize("requester", [0, 2])
+def test_a_request_of_one_rank_is_met_by_all_after_the_same_update(step_s: float, requester: int) -> None:
     ranks = SimulatedRanks(step_s)
     for _ in range(int(20 / step_s) if step_s < 1 else 20):
         assert ranks.step() == [NONE] * 3
-    ranks.wishes[asked] = LoopRequests(stop=True)
-    wished = ranks.now
+    ranks.requests[requester] = LoopRequests(stop=True)
+    requested_at = ranks.now
     while (agreed := ranks.step()) == [NONE] * 3:
         pass
     assert agreed == [LoopRequests(stop=True)] * 3
-    assert ranks.now - wished <= max(0.5, step_s) * 1.1 + 2 * step_s
+    assert ranks.now - requested_at <= max(0.5, step_s) * 1.1 + 2 * step_s
 
 
 @pytest.mark.parametrize("step_s", [0.0005, 0.003, 0.02])
@@ -88,7 +88,7 @@ def test_after_updates_that_have_become_longer_the_next_agreement_comes_at_once(
     ranks.step_s = 5.0
     ranks.step()
     assert len(ranks.begun) == before + 1
-    ranks.wishes[1] = LoopRequests(stop=True)
+    ranks.requests[1] = LoopRequests(stop=True)
     assert [ranks.step()[0].stop for _ in range(2)] == [False, True]
 
 

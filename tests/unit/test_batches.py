@@ -195,10 +195,10 @@ def test_every_sample_is_read_once_in_the_same_number_of_micro_steps(lengths: st
 
 def test_an_update_counts_the_samples_of_all_ranks() -> None:
     source = batches(23, [3, 2], 1)
-    told = [
+    counted = [
         (update.micro_steps, update.global_samples, update.consumed, len(list(update))) for update in source.updates(2)
     ]
-    assert told == [(2, 10, 10, 2), (2, 10, 20, 2), (1, 3, 23, 1)]
+    assert counted == [(2, 10, 10, 2), (2, 10, 20, 2), (1, 3, 23, 1)]
 
 
 def test_an_update_that_was_not_read_to_its_end_is_a_defect() -> None:

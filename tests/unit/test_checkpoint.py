@@ -308,7 +308,7 @@ def test_a_clock_that_is_set_back_costs_no_checkpoint(
 
 
 def dated(path: Path, time_ns: int) -> None:
-    """Have a checkpoint say that it was written then, as files of earlier versions do."""
+    """Give a checkpoint this time of writing, as files of earlier versions have it."""
     data = path.read_bytes()
     head, payload_bytes = data[:-48], data[-48:-40]
     changed = head + payload_bytes + time_ns.to_bytes(8, "little")

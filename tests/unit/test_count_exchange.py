@@ -1,4 +1,4 @@
-"""The nodes of a Slurm step tell each other how many ranks they start, whoever else connects."""
+"""The nodes of a Slurm step exchange how many ranks they start, despite foreign connections."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_nodes_exchange_their_counts() -> None:
     counts = [4, 2, 8, 1]
     port = free_port()
     with ThreadPoolExecutor(len(counts)) as pool:
-        told = [
+        counted = [
             pool.submit(exchange_counts, exchange(node, len(counts), port), count, timeout_s=LIMIT_S)
             for node, count in enumerate(counts)
         ]
-        assert [answer.result() for answer in told] == [counts] * len(counts)
+        assert [answer.result() for answer in counted] == [counts] * len(counts)
 
 
 def http(stranger: socket.socket) -> None:
@@ -76,17 +76,17 @@ def binary(stranger: socket.socket) -> None:
 
 
 def silent(_: socket.socket) -> None:
-    """Connect and say nothing."""
+    """Connect and send nothing."""
 
 
 @pytest.mark.parametrize(
-    "says", [silent, http, nested, endless, huge, claim, unsigned, binary], ids=lambda says: says.__name__
+    "sends", [silent, http, nested, endless, huge, claim, unsigned, binary], ids=lambda sends: sends.__name__
 )
-def test_a_stranger_neither_holds_up_the_count_nor_changes_it(says: Callable[[socket.socket], None]) -> None:
+def test_a_stranger_neither_holds_up_the_count_nor_changes_it(sends: Callable[[socket.socket], None]) -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
         first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=LIMIT_S)
-        says(stack.enter_context(connect(port)))
+        sends(stack.enter_context(connect(port)))
         begun = time.monotonic()
         second = pool.submit(exchange_counts, exchange(1, 2, port), 2, timeout_s=LIMIT_S)
         assert first.result() == second.result() == [4, 2]
@@ -144,9 +144,9 @@ def test_nodes_that_do_not_come_are_named_by_all_that_came() -> None:
         first = pool.submit(exchange_counts, exchange(0, 4, port), 4, timeout_s=0.5)
         stack.enter_context(connect(port))
         second = pool.submit(exchange_counts, exchange(2, 4, port), 2, timeout_s=0.5)
-        for asked in (first, second):
+        for pending in (first, second):
             with pytest.raises(TrainingError, match=r"^nodes \[1, 3\] did not come within 0\.5 s to tell their GPUs"):
-                asked.result()
+                pending.result()
 
 
 def test_a_missing_node_is_reported_with_the_foreign_connections() -> None:
@@ -169,7 +169,7 @@ def test_a_node_alone_names_node_0() -> None:
 
 @pytest.fixture
 def impostor() -> Iterator[int]:
-    """Port of somebody who answers every report with counts of its own."""
+    """Port of a process that answers every report with counts of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -53,9 +53,9 @@ def test_altered_samples_are_counted_and_one_is_named(kind: str) -> None:
     kept = sample(Numbers(kind)).state_dict()
     altered = range(SIZE // 2)
     expected = [index for index, _ in kept["known"] if index in altered]
-    told = sample(Numbers(kind, altered)).altered(**kept)
-    assert told.startswith(f"of {SAMPLES} samples that were compared {len(expected)} are not what they were")
-    assert told.endswith(f" {min(expected)}")
+    message = sample(Numbers(kind, altered)).altered(**kept)
+    assert message.startswith(f"of {SAMPLES} samples that were compared {len(expected)} are not what they were")
+    assert message.endswith(f" {min(expected)}")
     assert sample(Numbers(kind, size=SIZE - 1)).altered(**kept) == f"it has {SIZE - 1} samples now and had {SIZE}"
 
 

@@ -52,7 +52,7 @@ class SimulatedRun:
             wire_ms: bare transfer of the gradients.
             noise: of each part, as a share of it.
             seed: of the noise.
-            broadcast: per rank, for whom it waits at the start of its forward pass; None: nobody does.
+            broadcast: per rank, for whom it waits at the start of its forward pass; None: no rank does.
             device: of every rank.
         """
         self.state = RunState(world_size=ranks, history=HISTORY)
@@ -295,7 +295,7 @@ def test_lateness_within_the_noise_is_no_finding() -> None:
 
 @pytest.mark.parametrize("part", ["data", "optimizer"])
 def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier(part: str) -> None:
-    """As where other guests of the host take time that nobody counts, which mostly hits the longest parts."""
+    """As where other guests of the host take uncounted time, which mostly hits the longest parts."""
     dice = random.Random(3)
 
     def stolen(step: int, rank: int) -> dict[str, float]:
@@ -491,7 +491,7 @@ def test_steps_that_become_slower_than_the_record_merges_are_judged_one_by_one()
 
 
 def holding(run: SimulatedRun, number: int, models: str) -> list[Finding]:
-    """Let each rank tell a checksum; ranks with the same letter hold the same model."""
+    """Let each rank record a checksum; ranks with the same letter hold the same model."""
     for rank, letter in enumerate(models):
         run.state.apply(Checksum(time=run.now, rank=rank, step=number, parameters=letter, buffers=""))
     return run.diagnose()

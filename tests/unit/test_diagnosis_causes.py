@@ -18,7 +18,7 @@ SLOW_DEVICE: Slow = lambda step, rank: {"forward": 12.0, "backward": 24.0} if ra
 
 
 def sample_gpus(run: SimulatedRun, clocks: list[int], reasons: Mapping[int, list[str]], celsius: float = 60.0) -> None:
-    """Tell every GPU's clock, and what holds it down."""
+    """Sample every GPU's clock and throttle reasons."""
     for node in sorted({rank // 2 for rank in range(len(clocks))}):
         gpus = [
             GpuSample(
@@ -53,7 +53,7 @@ def sample_gpus(run: SimulatedRun, clocks: list[int], reasons: Mapping[int, list
         (1980, ["thermal_software"], 88.0, "unattributed", "forward +12.0 ms, backward +24.0 ms"),
         (1900, ["thermal_software"], 88.0, "unattributed", "forward +12.0 ms, backward +24.0 ms"),
     ],
-    ids=["heat", "heat and power", "power cap", "two reasons", "no reason told", "full clock", "a little lower"],
+    ids=["heat", "heat and power", "power cap", "two reasons", "no reason", "full clock", "a little lower"],
 )
 def test_a_gpu_whose_clock_explains_the_lateness_is_named_with_its_throttle_reason(
     clock: int, reasons: list[str], celsius: float, cause: str, because: str
@@ -91,7 +91,7 @@ def test_gpus_throttled_alike_are_no_stragglers() -> None:
 
 
 def test_a_gpu_of_a_slower_model_is_one_lasting_straggler() -> None:
-    """Its parts tell that the device is slow as a whole; its clock is as fast as the others'."""
+    """Its phases show that the device is slow as a whole; its clock is as fast as the others'."""
     run = SimulatedRun(device="cuda:0")
     sample_gpus(run, [1980] * 4, {})
     found = run.steps(400, late(3, first=1, forward=12.0, backward=24.0, optimizer=2.5))
@@ -207,7 +207,7 @@ def test_a_machine_whose_ranks_share_cores_is_no_finding(ranks: int) -> None:
 
 
 def unmeasured(run: SimulatedRun, count: int, slow: Slow, *, backward: bool = False, every: int = 1) -> list[Finding]:
-    """Do steps of which every ``every``-th tells nothing of the synchronisation, nor perhaps of the backward pass."""
+    """Do steps of which every ``every``-th has no synchronisation time, nor perhaps a backward time."""
     found = []
     for _ in range(count):
         run.step += 1
@@ -253,7 +253,7 @@ def test_a_straggler_is_cleared_when_the_synchronisation_is_no_longer_measured()
 
 @pytest.mark.parametrize(("device", "estimated"), [("cpu", True), ("cuda:0", False)])
 def test_a_transfer_time_that_may_contain_core_waits_is_marked_as_not_measured(device: str, estimated: bool) -> None:
-    """Without the comm hook (``sync_detail_every = 0``) ranks on CPU do not tell what they waited for a core."""
+    """Without the comm hook (``sync_detail_every = 0``) ranks on CPU do not record their waits for a core."""
     run = SimulatedRun(wire_ms=60.0, device=device)
     found = []
     for _ in range(80):

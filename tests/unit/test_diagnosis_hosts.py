@@ -145,19 +145,19 @@ def stop(run: SimulatedRun, rank: int, held: str | None = "T") -> None:
     run.state.apply(NodeSample(time=run.now, node=rank // 2, host=f"node{rank // 2}", ranks=[sample]))
 
 
-@pytest.mark.parametrize("everybody", [False, True])
-def test_a_stopped_process_is_reported_soon_with_the_command_that_continues_it(everybody: bool) -> None:
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_a_stopped_process_is_reported_soon_with_the_command_that_continues_it(all_ranks: bool) -> None:
     run = SimulatedRun(4)
     run.steps(40)
     run.diagnose()
-    for rank in range(4) if everybody else [2]:
+    for rank in range(4) if all_ranks else [2]:
         stop(run, rank)
     assert run.diagnose(2.0) == []
     found = run.diagnose(2.0)
     assert [(finding.rank, finding.cause) for finding in found] == [
-        (rank, "stopped") for rank in (range(4) if everybody else [2])
+        (rank, "stopped") for rank in (range(4) if all_ranks else [2])
     ]
-    last = found[-1] if everybody else found[0]
+    last = found[-1] if all_ranks else found[0]
     assert last.message.endswith("its process is stopped (state T); `kill -CONT 4711` continues it")
     assert f"`kill -CONT 4711` on {last.host} continues it" in last.advice
     assert {finding.state for finding in run.steps(1)} == {"cleared"}

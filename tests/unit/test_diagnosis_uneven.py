@@ -1,4 +1,4 @@
-"""Work that is uneven in turns, told from a slow link and from a rank that is always late."""
+"""Work that is uneven in turns, as against a slow link and a rank that is always late."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_without_a_count_a_node_takes_its_devices_but_no_more_than_the_world_has
     assert decide(options(init_method=TCP, world_size=2, rank=1, cpu=True), {}, 0).ranks == (1,)
 
 
-@pytest.mark.parametrize("url", ["file:///shared/meeting", "tcp://[::1]:29500", "tcp://head.example.org:1"])
+@pytest.mark.parametrize("url", ["file:///shared/rendezvous", "tcp://[::1]:29500", "tcp://head.example.org:1"])
 def test_init_methods_pass_through_unchanged(url: str) -> None:
     assert decide(options(init_method=url, world_size=4, gpus=2), {}, 2).init_method == url
 
@@ -98,7 +98,7 @@ def test_env_url_without_ranks_takes_the_ranks_of_the_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "devices", "says"),
+    ("flags", "devices", "fragment"),
     [
         ({"world_size": 4, "gpus": 4}, 2, "4 ranks were asked for on this node, but it has 2 GPUs"),
         ({"world_size": 4, "gpus": 2, "rank": 3}, 2, "ranks 3 to 4 would start here, but the world size is 4"),
@@ -117,11 +117,11 @@ def test_env_url_without_ranks_takes_the_ranks_of_the_flags() -> None:
     ],
 )
 def test_requests_with_an_init_method_that_cannot_be_met_are_refused(
-    flags: dict[str, Any], devices: int, says: str
+    flags: dict[str, Any], devices: int, fragment: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
         decide(options(init_method=TCP, **flags), {}, devices)
-    assert says in str(caught.value)
+    assert fragment in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -191,7 +191,7 @@ def test_a_launchers_rank_finds_its_own_gpu(
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "devices", "says"),
+    ("flags", "environ", "devices", "fragment"),
     [
         ({"world_size": 4}, {}, 4, "--distributed-world-size is 4, but the launcher's WORLD_SIZE is 8"),
         ({"rank": 4}, {}, 4, "--distributed-rank is 4, but the launcher's RANK is 5"),
@@ -208,11 +208,11 @@ def test_a_launchers_rank_finds_its_own_gpu(
     ],
 )
 def test_a_launchers_environment_that_contradicts_is_refused(
-    flags: dict[str, Any], environ: dict[str, str], devices: int, says: str
+    flags: dict[str, Any], environ: dict[str, str], devices: int, fragment: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
         decide(options(**flags), TORCHRUN | environ, devices)
-    assert says in str(caught.value)
+    assert fragment in str(caught.value)
 
 
 # --- Slurm (A17) ----------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_a_step_of_one_task_on_one_node_is_like_the_machine_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "devices", "says"),
+    ("flags", "environ", "devices", "fragment"),
     [
         ({}, {"NTASKS": 15}, 8, "15 tasks on 2 nodes"),
         ({}, {"NTASKS": 4, "TASKS_PER_NODE": "2(x3)"}, 8, "contradict each other"),
@@ -364,11 +364,11 @@ def test_a_step_of_one_task_on_one_node_is_like_the_machine_alone() -> None:
     ],
 )
 def test_slurm_steps_that_cannot_be_met_are_refused(
-    flags: dict[str, Any], environ: dict[str, Any], devices: int, says: str
+    flags: dict[str, Any], environ: dict[str, Any], devices: int, fragment: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
         decide(options(**flags), slurm(**({"NODEID": 1, "PROCID": 2, "LOCALID": 0} | environ)), devices)
-    assert says in str(caught.value)
+    assert fragment in str(caught.value)
 
 
 # --- this machine alone (A18) ---------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_gpus_use_nccl_unless_it_cannot_work(flags: dict[str, Any], devices: int
 
 
 @pytest.mark.parametrize(
-    ("flags", "devices", "says"),
+    ("flags", "devices", "fragment"),
     [
         ({"world_size": 8}, 2, "8 ranks were asked for on this node, but it has 2 GPUs visible"),
         ({"world_size": 2}, 1, "it has 1 GPU visible"),
@@ -437,10 +437,10 @@ def test_gpus_use_nccl_unless_it_cannot_work(flags: dict[str, Any], devices: int
         ({"backend": "nccl"}, 0, "nccl needs GPUs"),
     ],
 )
-def test_requests_beyond_this_machine_are_refused(flags: dict[str, Any], devices: int, says: str) -> None:
+def test_requests_beyond_this_machine_are_refused(flags: dict[str, Any], devices: int, fragment: str) -> None:
     with pytest.raises(RequestError) as caught:
         decide(options(**flags), {}, devices)
-    assert says in str(caught.value)
+    assert fragment in str(caught.value)
 
 
 # --- Slurm's notations ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Hosts of a run over ssh, judged from what they say of themselves and of each other."""
+"""Checks of the hosts of a run over ssh, from the reports of all hosts."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_other_nodes_connect_to_the_address_alone(host: str, address: str) -> No
     assert address_of(host) == address
 
 
-# --- what ssh says ---------------------------------------------------------------------------------------------------
+# --- messages of ssh -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

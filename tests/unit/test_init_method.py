@@ -27,8 +27,8 @@ def decision(init_method: str, *, first: int = 0, here: int = 1, world: int = 2)
     return decide(options, {}, 0)
 
 
-def refused(asked: Decision) -> str:
-    with pytest.raises(RequestError) as caught, usable_init_method(asked):
+def refused(wanted: Decision) -> str:
+    with pytest.raises(RequestError) as caught, usable_init_method(wanted):
         pass
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -63,7 +63,7 @@ def test_a_host_without_an_address_is_refused() -> None:
 
 @pytest.mark.parametrize("here", [1, 2])
 def test_a_file_from_an_earlier_run_is_refused_and_kept(tmp_path: Path, here: int) -> None:
-    left = tmp_path / "meeting"
+    left = tmp_path / "rendezvous"
     left.write_text("rank 0 was here")
     assert "is left from an earlier run" in refused(decision(f"file://{left}", here=here))
     assert list(tmp_path.iterdir()) == [left]
@@ -71,7 +71,7 @@ def test_a_file_from_an_earlier_run_is_refused_and_kept(tmp_path: Path, here: in
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")])
 def test_an_init_file_that_is_no_regular_file_is_refused_and_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    odd = tmp_path / "meeting"
+    odd = tmp_path / "rendezvous"
     make(odd)
     assert refused(decision(f"file://{odd}", here=2)) == (
         f"file://{odd} is no regular file: choose a name that is free (one for every run)"
@@ -80,7 +80,7 @@ def test_an_init_file_that_is_no_regular_file_is_refused_and_kept(tmp_path: Path
 
 
 def test_a_party_that_comes_late_finds_the_file_in_use_and_joins(tmp_path: Path) -> None:
-    file = tmp_path / "meeting"
+    file = tmp_path / "rendezvous"
     url = f"file://{file}"
     with usable_init_method(decision(url, first=1)):
         file.write_text("rank 1 is here")
@@ -91,7 +91,7 @@ def test_a_party_that_comes_late_finds_the_file_in_use_and_joins(tmp_path: Path)
 
 
 def test_an_init_file_of_an_interrupted_run_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "meeting"
+    file = tmp_path / "rendezvous"
     with contextlib.suppress(KeyboardInterrupt), usable_init_method(decision(f"file://{file}")):
         file.write_text("rank 0 is here")
         raise KeyboardInterrupt
@@ -99,4 +99,4 @@ def test_an_init_file_of_an_interrupted_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    assert "cannot be written" in refused(decision(f"file://{tmp_path}/missing/meeting"))
+    assert "cannot be written" in refused(decision(f"file://{tmp_path}/missing/rendezvous"))

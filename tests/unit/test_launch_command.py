@@ -1,4 +1,4 @@
-"""Commands of other launchers as recipes: what is mapped, what is said, what is refused."""
+"""Commands of other launchers as recipes: mapped flags, notes and refusals."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_printed_text_is_in_the_file_before_print_returns(tmp_path: Path) -> Non
 
 
 class Stalled(io.StringIO):
-    """A stream whose disk answers when it is told to."""
+    """A stream whose disk answers on request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ def test_standard_input_is_utf_8_whatever_the_locale_is() -> None:
 def test_a_pipe_is_never_read_for_a_list_of_recipes(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
-    assert recipe_name(pipe) is None  # nobody writes into it: opening it would wait for ever
+    assert recipe_name(pipe) is None  # it has no writer: opening it would wait for ever
 
 
 def test_a_recipe_comes_through_a_pipe(tmp_path: Path) -> None:

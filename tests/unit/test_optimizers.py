@@ -264,8 +264,8 @@ def test_a_resumed_optimizer_has_the_saved_state_and_the_settings_of_its_own_run
     assert torch.equal(resumed.state[parameter]["exp_avg"], saved.state[parameter]["exp_avg"])
 
 
-@pytest.mark.parametrize(("saved", "asked"), [*itertools.permutations(["sgd", "adam", "adadelta", "adagrad"], 2)])
-def test_the_state_of_another_optimizer_is_refused(saved: Any, asked: Any) -> None:
+@pytest.mark.parametrize(("saved", "other"), [*itertools.permutations(["sgd", "adam", "adadelta", "adagrad"], 2)])
+def test_the_state_of_another_optimizer_is_refused(saved: Any, other: Any) -> None:
     state = build_optimizer(Training(optimizer=saved), parameters()).state_dict()
     with pytest.raises(RequestError, match="its optimizer is not"):
-        restore(build_optimizer(Training(optimizer=asked), parameters()), state)
+        restore(build_optimizer(Training(optimizer=other), parameters()), state)

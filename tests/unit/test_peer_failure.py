@@ -21,7 +21,7 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reports", "rank", "store_answered", "interface_down", "says"),
+    ("reports", "rank", "store_answered", "interface_down", "expected"),
     [
         ([0, 1, 2], 2, True, "", "no word from ranks 3 to 5 on h3"),
         ([0, 1, 2, 3, 5], 0, True, "", "no word from rank 4 on h3"),
@@ -33,12 +33,12 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
     ],
 )
 def test_a_silent_machine_is_lost_unless_this_one_is_cut_off(
-    reports: list[int], rank: int, store_answered: bool, interface_down: str, says: str
+    reports: list[int], rank: int, store_answered: bool, interface_down: str, expected: str
 ) -> None:
     words = {other: PeerReport() for other in reports}
     assert (
         attribute_failure(MACHINES, words, rank=rank, store_answered=store_answered, interface_down=interface_down)
-        == says
+        == expected
     )
 
 

@@ -470,9 +470,9 @@ def test_planning_a_thousand_nodes_costs_less_than_reading_their_recipe() -> Non
     reading_s, planning_s = [], []
     for _ in range(3):
         begin = time.perf_counter()
-        asked = recipe(*nodes, cluster='init_method = "tcp://10.0.123.1:29600"')
+        wanted = recipe(*nodes, cluster='init_method = "tcp://10.0.123.1:29600"')
         read = time.perf_counter()
-        assert plan(asked, {}, local=HERE).world_size == 8000
+        assert plan(wanted, {}, local=HERE).world_size == 8000
         reading_s.append(read - begin)
         planning_s.append(time.perf_counter() - read)
     assert min(planning_s) < min(reading_s)

@@ -1,4 +1,4 @@
-"""What would go wrong, judged from facts as a table; and the facts themselves, looked at on this machine."""
+"""Preflight checks as a table over facts; and the facts themselves, read on this machine."""
 
 from __future__ import annotations
 

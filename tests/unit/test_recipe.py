@@ -67,7 +67,7 @@ PYTEXT = {
 
 
 def values_of(found: Recipe) -> tuple[Any, ...]:
-    """What a recipe says, without how it was written."""
+    """The values of a recipe, without its file and lines."""
     return found.name, found.cluster, found.train, found.launch, found.script, dict(found.task_options), found.report
 
 

@@ -1,4 +1,4 @@
-"""What leaves through an outlet: in order, whole, and without a control that a terminal would obey."""
+"""Output through a safe stream: in order, whole, and without control characters."""
 
 from __future__ import annotations
 

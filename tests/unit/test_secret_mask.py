@@ -1,4 +1,4 @@
-"""Secrets in the texts of a run: where they stand, and what looks like one and is none."""
+"""Secrets in the texts of a run: their places, and texts that resemble one and are none."""
 
 from __future__ import annotations
 

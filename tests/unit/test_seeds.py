@@ -15,7 +15,7 @@ from trainer.data.seeds import seed_all
 
 
 class Words(list[int]):
-    """An array, as far as its numbers are asked for."""
+    """An array that is drawn as its numbers are needed."""
 
     def tolist(self) -> list[int]:
         return list(self)

@@ -277,13 +277,13 @@ def test_a_value_that_is_not_finite_does_not_hide_those_after_it() -> None:
 
 def test_a_smoothed_median_stays_inside_its_band() -> None:
     source = random.Random(7)
-    middle = [source.gauss(0.0, 5.0) for _ in range(200)]
+    medians = [source.gauss(0.0, 5.0) for _ in range(200)]
     window = Window(
         first_step=1,
         last_step=200,
-        low=[value - source.random() for value in middle],
-        median=middle,
-        high=[value + source.random() for value in middle],
+        low=[value - source.random() for value in medians],
+        median=medians,
+        high=[value + source.random() for value in medians],
     )
     found = smooth_window(window, 50)
     assert found.median != window.median

@@ -1,4 +1,4 @@
-"""What Slurm is asked for, and what its answers mean; without any Slurm."""
+"""Requests to Slurm and the meaning of its answers; without any Slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While no step comes, what was measured of steps counts as past, and the time without one is told."""
+"""While no step comes, measurements of steps are hidden, and the time without one is shown."""
 
 from __future__ import annotations
 

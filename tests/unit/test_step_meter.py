@@ -411,15 +411,15 @@ def test_without_a_record_nothing_is_measured(tmp_path: Path) -> None:
 
 
 class FakeDevice:
-    """Stands in for a GPU that does queued work when the test says so; this machine need not have one."""
+    """Stands in for a GPU that does queued work on request; this machine need not have one."""
 
     def __init__(self) -> None:
         self.done = 0
         self.queued = 0
         self.made = 0
         self.current = threading.local()
-        self.asked_from: set[object] = set()
-        """The current device of the threads that asked an event; 0 where a thread has set none."""
+        self.queried_on: set[object] = set()
+        """The current device of the threads that queried an event; 0 where a thread has set none."""
 
     def set_current(self, which: object) -> None:
         self.current.device = which
@@ -441,7 +441,7 @@ class FakeCudaEvent:
         self.at = self.device.queued
 
     def query(self) -> bool:
-        self.device.asked_from.add(getattr(self.device.current, "device", 0))
+        self.device.queried_on.add(getattr(self.device.current, "device", 0))
         return self.at <= self.device.done
 
     def elapsed_time(self, other: FakeCudaEvent) -> float:
@@ -515,9 +515,9 @@ def test_the_writers_thread_queries_events_on_its_ranks_device_and_records_its_m
     meter.start()
     meter.end(step=1, epoch=1, samples=1)
     deadline = time.monotonic() + 30
-    while not device.asked_from and time.monotonic() < deadline:
+    while not device.queried_on and time.monotonic() < deadline:
         time.sleep(0.01)  # the thread writes ten times a second
-    assert device.asked_from == {second}, "on GPU 0 it would open a context there"
+    assert device.queried_on == {second}, "on GPU 0 it would open a context there"
     device.done = device.queued
     meter.close()
     writer.close()
@@ -533,10 +533,10 @@ def test_numbers_are_fetched_from_a_device_without_a_host_wait() -> None:
 
 
 def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", asked.append)
+    queried: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", queried.append)
     CudaClock(torch.device("cuda", 1), FakeDevice().event).mark()
-    assert asked == [torch.device("cuda", 1)]
+    assert queried == [torch.device("cuda", 1)]
 
 
 def test_a_device_that_failed_ends_the_measuring_and_not_the_record(

@@ -42,7 +42,7 @@ def state(*flops: ModelFlops, ranks: int = 2, steps: int = 3, **fields: Any) -> 
         ([flops_of(0, H100), flops_of(1, H100, flops_per_sample=3e12)], 320e12 / 8e14),
         ([flops_of(0, H100), flops_of(1, None)], None),
         ([flops_of(0, H100)], None),
-        ([flops_of(None, H100)], None),  # an older record: nobody knows the other rank's GPU
+        ([flops_of(None, H100)], None),  # an older record: the other rank's GPU is unknown
         ([flops_of(0, H100), flops_of(1, H100), flops_of(1, H100, varies=True)], None),
         ([], None),
     ],

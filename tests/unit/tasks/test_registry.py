@@ -81,4 +81,4 @@ def test_missing_data_is_refused_before_anything_starts(tmp_path: Path) -> None:
     assert schema is not None
     with pytest.raises(RequestError, match="lacks train-images-idx3-ubyte"):
         check_data(schema(data=str(tmp_path)))
-    check_data(object())  # a task of the user's own says nothing without torch
+    check_data(object())  # the options of a user's own task are unknown without torch

@@ -1,4 +1,4 @@
-"""A list of findings says as much as it has room for, and what it shows can be pointed at."""
+"""A list of findings shows as much as fits, and its entries can be clicked."""
 
 from __future__ import annotations
 
