@@ -9,8 +9,10 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,11 +88,7 @@ class SmallNet(Task):
         return model(batch).square().mean(1).sum(), len(batch), {}
 
 
-class NoMoreStepsError(Exception):
-    """The measurement needs no more steps."""
-
-
-class SteppedLoop(Loop):
+class SteppedLoop:
     """The real loop in a thread of its own, which trains only while ``advance`` waits for it.
 
     Args:
@@ -100,15 +98,16 @@ class SteppedLoop(Loop):
     """
 
     def __init__(self, rank: int, path: Path | None, batch: int) -> None:
-        self.writer = EventWriter(path, rank=rank)
-        here = worker_context(rank, 2, writer=self.writer)
-        options = Options(task="", batch_size=(batch,), max_updates=10**9, optimizer="sgd", lr=0.01)
+        self._writer = EventWriter(path, rank=rank)
+        options = Options(task="", batch_size=(batch,), max_updates=10**9, optimizer="sgd", lr=(0.01,))
         if path is None:  # what it finds is part of the record
             options = structs.replace(options, desync_every=0)
-        super().__init__(SmallNet(None), options, here)
+        self._loop = Loop(SmallNet(None), options, worker_context(rank, 2, writer=self._writer))
         self._left = 0
-        self._over = self._ended = False
+        self._ended = False
         self._resumed, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        batches: Any = self._loop.train_batches
+        batches.updates = partial(self._in_turn, batches.updates)
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
         self._wait()
@@ -120,23 +119,20 @@ class SteppedLoop(Loop):
         self._left = steps
         self._resumed.release()
         self._wait()
-        self.meter.pause()  # that its steps are made events of is not left to the other one's time
+        self._loop.meter.pause()  # that its steps are made events of is not left to the other one's time
         return (time.perf_counter() - begin) / steps
 
     def close(self) -> None:
-        """End the thread and the record."""
-        self._over = True
+        """End the training after one more step, its thread and the record."""
+        self._loop.options = structs.replace(self._loop.options, max_updates=self._loop.updates + 1)
+        self._left = 1
         self._resumed.release()
         self._thread.join()
-        self._agreement.close()
-        self._desync.finish()
-        self.meter.close()
-        self.writer.close()
+        self._writer.close()
 
     def _train(self) -> None:
         try:
-            with contextlib.suppress(NoMoreStepsError):
-                self.run()
+            self._loop.run()
         finally:
             self._ended = True
             self._done.release()
@@ -146,15 +142,15 @@ class SteppedLoop(Loop):
         if self._ended:
             raise RuntimeError("the training failed in its thread, whose traceback is above")
 
-    def _update(self, update: Update) -> None:
-        if not self._left:
-            self._done.release()
-            self._resumed.acquire()
-            if self._over:
-                raise NoMoreStepsError
-            self.meter.start()
-        super()._update(update)
-        self._left -= 1
+    def _in_turn(self, updates: Callable[[int], Iterator[Update]], update_freq: int) -> Iterator[Update]:
+        """Return an epoch's updates, each once ``advance`` allows it."""
+        for update in updates(update_freq):
+            if not self._left:
+                self._done.release()
+                self._resumed.acquire()
+                self._loop.meter.start()
+            yield update
+            self._left -= 1
 
 
 def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[list[float], list[float], int]:

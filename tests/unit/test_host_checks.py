@@ -406,21 +406,33 @@ def test_a_host_that_lies_is_blamed_itself(
     ]
 
 
-@pytest.mark.parametrize("package", ["gputrain", "typing-extensions", "pytest", "no-such-package", "Its.Own", "old"])
-def test_the_version_of_a_package_is_the_one_that_importlib_finds(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "nvidia_nccl_cu12-2.27.5.dist-info",
+        "Nvidia.NCCL-cu12-2.27.5.dist-info",
+        "nvidia_nccl_cu12-2.27.5.egg-info",
+        "nvidia_nccl_cu12-2.27.5",
+        "nvidia_nccl_cu121-2.27.5.dist-info",
+    ],
+)
+def test_versions_of_packages_are_those_that_importlib_finds(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder, file, version in (("its_own-2.dist-info", "METADATA", "2+cu1"), ("old.egg-info", "PKG-INFO", "0.3")):
-        (tmp_path / folder).mkdir()
-        text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n\nVersion: of the description\n"
-        (tmp_path / folder / file).write_text(text)
-    (tmp_path / "pytest-999").mkdir()
+    (tmp_path / folder).mkdir()
+    text = "Metadata-Version: 2.1\nName: nvidia-nccl-cu12\nVersion: 2.27.5+own\n\nVersion: of the description\n"
+    (tmp_path / folder / ("PKG-INFO" if folder.endswith("egg-info") else "METADATA")).write_text(text)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\n")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        expected = importlib.metadata.version(package)
+        nccl = importlib.metadata.version("nvidia-nccl-cu12")
     except importlib.metadata.PackageNotFoundError:
-        expected = None
-    assert environment_facts._version(package) == expected
+        nccl = None
+    found = environment_facts.read_environment("", "own.py", {})
+    assert (found.nccl, found.gputrain) == (nccl, importlib.metadata.version("gputrain"))
 
 
 def test_versions_are_read_without_the_imports_of_importlib_metadata() -> None:
