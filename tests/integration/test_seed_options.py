@@ -160,9 +160,9 @@ def test_activations_that_are_computed_again_give_the_same_gradients_bit_for_bit
 @pytest.mark.parametrize(
     ("task", "options", "line"),
     [
-        (TINY, {"activation_checkpointing": True}, "--activation-checkpointing: Watched names no modules whose"),
+        (TINY, {"activation_checkpointing": True}, "--activation-checkpointing: RecordingTask names no modules whose"),
         ("sized_task:DeepNormTask", {"activation_checkpointing": True}, "--activation-checkpointing: a module whose"),
-        (TINY, {"max_tokens": 8}, "--max-tokens needs the tokens of each sample of the train data: give Watched"),
+        (TINY, {"max_tokens": 8}, "--max-tokens needs the tokens of each sample of the train data: give RecordingTask"),
         (SIZED, {"batch_size": None, "max_tokens": 4}, "has 5 tokens, but --max-tokens is 4"),
         (TINY, {"reset_optimizer": True}, "--reset-optimizer belongs to --resume PATH, which is not given"),
         (TINY, {"finetune_partial": True}, "--finetune-partial belongs to --finetune-from FILE, which is not given"),
