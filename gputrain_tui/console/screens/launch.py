@@ -20,9 +20,10 @@ from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
-from gputrain_tui.recipe.draft import NODE_KEY, Field, value_text
 from gputrain_tui.recipe.files import complete_path, recipe_files
+from gputrain_tui.recipe.form_fields import NODE_KEY, Field
 from gputrain_tui.recipe.toml_writer import dump_toml
+from gputrain_tui.recipe.values import value_text
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
 
