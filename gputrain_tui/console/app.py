@@ -37,7 +37,8 @@ from gputrain_tui.console.live import BACKLOG_PAUSE_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
-from gputrain_tui.history.runs import ENDED, Run, list_runs
+from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.warm_pool import WarmPool
 from trainer.contract.errors import ExitCode, RequestError
 

@@ -18,7 +18,9 @@ import msgspec
 
 from gputrain_tui.headless import progress
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, read_status
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.remote_nodes import shown
 from gputrain_tui.output import json_line

@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
+from gputrain_tui.history.runs import Run, create, find, open_run
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnections

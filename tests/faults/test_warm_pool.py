@@ -15,7 +15,8 @@ import pytest
 from bench import FOR_EVER, RECIPE, TEXT, rank_pid
 from waiting import until
 
-from gputrain_tui.history.runs import Run, last_step, open_run
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.lifecycle import leftovers, start
 from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.lifecycle.warm_pool import WarmPool

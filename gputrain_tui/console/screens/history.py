@@ -25,7 +25,8 @@ from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
 from gputrain_tui.history.run_columns import run_filter
-from gputrain_tui.history.runs import ENDED, Run, list_all
+from gputrain_tui.history.runs import Run, list_all
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
