@@ -14,6 +14,7 @@ from textual.widgets import Input
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.recipe_page import RecipePage
+from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.plan_view import PlanView
@@ -294,7 +295,7 @@ class LaunchScreen(RecipePage):
         found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
         self._launching = False
         if found.prepared is not None:
-            await self.console.launch(found.prepared)
+            await launch(self.console, found.prepared)
         else:
             refused = errors(found.results)
             self.console.report(refused[0].line if refused else found.problem, alarm=True)
