@@ -28,21 +28,19 @@ os.environ["TERM"] = "xterm-256color"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the number of examples before the tests that have them are read, and compile the packages."""
-    examples.configure(config)
-    if not hasattr(config, "workerinput"):
-        _compile_packages()
+    """Choose the number of examples before the tests that have them are read, and compile the packages.
 
-
-def _compile_packages() -> None:
-    """Compile both packages once, and have no process of a test write bytecode.
-
-    Under a limit on a file's size, which some tests set, CPython 3.11 leaves half a ``.pyc``, and no later import of
-    that module works.
+    No process of a test writes bytecode: under a limit on a file's size, which some tests set, CPython 3.11 leaves half
+    a ``.pyc``, and no later import of that module works. The workers of xdist do, which begin before the variable is
+    set: pytest's own copies of the test files cost seconds in each worker where none are kept.
     """
-    for package in ("gputrain_tui", "trainer"):
-        compileall.compile_dir(Path(__file__).parents[1] / package, quiet=2)
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    examples.configure(config)
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        for package in ("gputrain_tui", "trainer"):
+            compileall.compile_dir(Path(__file__).parents[1] / package, quiet=2)
+    if is_worker or not config.getoption("numprocesses", None):
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -13,7 +13,7 @@ from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.lifecycle import start
 from gputrain_tui.output import narrate, print_json, print_styled
 from gputrain_tui.preflight import CheckResult, NotReadyError, summary
-from gputrain_tui.recipe.model import load
+from gputrain_tui.recipe.build import load
 from gputrain_tui.tables import printable, width
 from trainer.contract.errors import ExitCode
 

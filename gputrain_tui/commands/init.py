@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from gputrain_tui.history.export.masking import is_secret_variable
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import narrate
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.launch_command import read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import NewRecipe, from_command
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
@@ -49,7 +49,7 @@ def run(args: Namespace) -> int:
         new = _from_answers()
     output = args.output or _file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
-    recipes.build(text, name=output)
+    build(text, name=output)
     if output == "-":
         print(text, end="")
     else:

@@ -20,7 +20,8 @@ from gputrain_tui.plan.planner import Plan, with_run_dir
 from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
 from gputrain_tui.preflight.collect import rendezvous_facts
-from gputrain_tui.recipe.model import Recipe, load
+from gputrain_tui.recipe.build import load
+from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import TableColumn, printable, table
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir

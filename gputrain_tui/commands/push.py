@@ -35,7 +35,7 @@ def run(args: Namespace) -> int:
     from gputrain_tui.hosts.local_facts import local_facts
     from gputrain_tui.hosts.ssh import Ssh
     from gputrain_tui.lifecycle import push
-    from gputrain_tui.recipe.model import load
+    from gputrain_tui.recipe.build import load
 
     named = args.hosts is not None or args.hostfile is not None
     if named == (args.recipe is not None):

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, run_filter, sorted_runs
-from gputrain_tui.history.runs import ENDED, list_all, read_job
+from gputrain_tui.history.runs import list_all
+from gputrain_tui.history.slurm_file import read_job
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
 from gputrain_tui.output import print_json, print_styled
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width

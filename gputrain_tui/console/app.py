@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rich.console import RenderableType
-from textual import events, work
+from textual import events
 from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
@@ -37,14 +37,15 @@ from gputrain_tui.console.live import BACKLOG_PAUSE_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
-from gputrain_tui.history.runs import ENDED, Run, list_runs
+from gputrain_tui.console.screens.start_and_stop import start_demo
+from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.warm_pool import WarmPool
 from trainer.contract.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
     from gputrain_tui.console.screens.app_protocol import AppProtocol
     from gputrain_tui.hosts.hostfile import HostEntry
-    from gputrain_tui.lifecycle.start import Prepared
 
 FPS = 10
 """Repaints per second without ``--fps``."""
@@ -123,8 +124,8 @@ class GputrainApp(OrderedKeys):
         """Beats since there was anything new of the run."""
         self._known: set[str] = set()
         self._end_notice = EndNotice(self._write_to_terminal, os.environ)
-        self._supervisors: list[subprocess.Popen[bytes]] = []
-        """Started here: asked now and then whether they have ended, so that none stays a zombie."""
+        self.supervisors: list[subprocess.Popen[bytes]] = []
+        """Of the runs launched here; asked now and then whether they have ended, so that none stays a zombie."""
         chosen = settings.theme(os.environ)
         self.theme = chosen if chosen in self.available_themes else THEMES[0]
 
@@ -342,7 +343,7 @@ class GputrainApp(OrderedKeys):
         variables = super().get_css_variables()
         return variables | LIGHT_THEME if self.theme == "textual-light" else variables
 
-    # What is done to runs
+    # What screens ask for
 
     def copy(self, text: str, what: str) -> None:
         """Copy text with the terminal's own clipboard (OSC 52), and report what it was."""
@@ -375,75 +376,9 @@ class GputrainApp(OrderedKeys):
         """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
         if self._runs():
             what = "Two processes train a small model on this machine's CPU, about half a minute."
-            self.confirm("Run the demo?", what, yes="Run it", act=self._start_demo)
+            self.confirm("Run the demo?", what, yes="Run it", act=partial(start_demo, self))
         else:
-            self._start_demo()
-
-    @work(exclusive=True, group="launch")
-    async def _start_demo(self) -> None:
-        self.report("preparing the demo")
-        try:
-            prepared = await asyncio.to_thread(_prepared_demo)
-        except RequestError as error:
-            self.report(str(error), alarm=True)
-        else:
-            await self.launch(prepared)
-
-    async def launch(self, prepared: Prepared) -> None:
-        """Start a prepared run, detached, and show it.
-
-        It is started here and not by a worker: the signal of a parent's death comes when the thread that
-        started the process ends.
-        """
-        from gputrain_tui.lifecycle import start
-
-        try:
-            run, supervisor = start.launch(prepared, leased=False, warm=self.warm)
-        except RequestError as error:
-            self.report(str(error), alarm=True)
-            return
-        self._supervisors = [started for started in self._supervisors if started.poll() is None]
-        self._supervisors.append(supervisor)
-        self._await_supervisor(run, supervisor)
-        await self.open_run(run)
-
-    @work(group="supervisor")
-    async def _await_supervisor(self, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
-        from gputrain_tui.lifecycle import start
-
-        try:
-            await asyncio.to_thread(start.await_supervisor, run, supervisor, was=run.status.supervisor)
-        except RequestError as error:
-            self.report(str(error), alarm=True)
-
-    def ask_to_resume(self, run: Run) -> None:
-        """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
-        steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
-        where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
-        ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-        what = f"{run.status.recipe} goes on from {where}, with {ranks}, as a new run."
-        self.confirm(f"Resume {run.id}?", what, yes="Resume it", act=partial(self._resume, run))
-
-    @work(exclusive=True, group="launch")
-    async def _resume(self, run: Run) -> None:
-        self.report(f"preparing to resume {run.id}")
-        try:
-            prepared = await asyncio.to_thread(_prepared_resume, run)
-        except RequestError as error:
-            self.report(str(error).removeprefix(f"--resume {run.id}: "), alarm=True)
-        else:
-            await self.launch(prepared)
-
-    async def relaunch(self, run: Run) -> None:
-        """Open a run's recipe on the launch screen."""
-        from gputrain_tui.lifecycle import start
-
-        try:
-            self.session.source = start.recipe_of(run)
-        except RequestError as error:
-            self.report(str(error), alarm=True)
-        else:
-            await self.action_go("launch")
+            start_demo(self)
 
     def compare_with_last(self, run: Run) -> None:
         """Compare a run with the newest one before it of the same recipe, or else with the newest after it."""
@@ -456,41 +391,10 @@ class GputrainApp(OrderedKeys):
 
         self.push_screen(CompareScreen([(before or alike)[0], run]))
 
-    def ask_to_stop(self, run: Run) -> None:
-        """Stop a run everywhere, once the person has confirmed it."""
-        ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-        what = f"Its {ranks} end on every machine. Checkpoints are kept."
-        self.confirm(f"Stop {run.id}?", what, yes="Stop it", act=partial(self._stop, run))
-
-    @work(group="stop")
-    async def _stop(self, run: Run) -> None:
-        from gputrain_tui.lifecycle.stop import stop_by_name
-
-        self.report(f"stopping {run.id}")
-        try:
-            report, left = await asyncio.to_thread(stop_by_name, run.id)
-        except RequestError as error:
-            self.report(str(error), alarm=True)
-        else:
-            self.report(report, alarm=bool(left))
-
 
 if TYPE_CHECKING:
     PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
     """The checker proves that the console is what its screens take it for."""
-
-
-def _prepared_demo() -> Prepared:
-    from gputrain_tui.lifecycle import start
-    from gputrain_tui.recipe import demo
-
-    return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
-
-
-def _prepared_resume(run: Run) -> Prepared:
-    from gputrain_tui.lifecycle import start
-
-    return start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))
 
 
 def _screen(path: str) -> Screen[Any]:

@@ -6,7 +6,9 @@ from time import perf_counter
 
 from gputrain_tui.console.live import PORTION_BYTES
 from gputrain_tui.history.compare import CurveHistory
-from gputrain_tui.history.runs import ENDED, Run, RunReader
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import ENDED
 
 
 class CurveReader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.history.runs import ENDED
+from gputrain_tui.history.status_file import ENDED
 from trainer.contract.errors import printable
 
 BELL = "\a"

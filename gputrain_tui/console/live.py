@@ -9,9 +9,12 @@ from contextlib import suppress
 
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.log_times import LogTimes
+from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.replay import replay
-from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, open_run, read_plan, read_status, state_of
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.series import Series
+from gputrain_tui.history.status_file import ENDED, Status, read_status, state_of
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch

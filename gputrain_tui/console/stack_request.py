@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from gputrain_tui.history.runs import read_plan
+from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.lifecycle.leftovers import processes_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.state import RankView

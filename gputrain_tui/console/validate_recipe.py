@@ -13,8 +13,8 @@ from typing import Any
 from gputrain_tui.lifecycle import start
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.draft import Field, FieldMessage, find_field, message_key
+from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.form_fields import Field, FieldMessage, find_field, message_key
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -62,7 +62,7 @@ def validate_recipe(
     except RequestError as error:
         return replace(found, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
     try:
-        recipe = recipes.build(text, name=name, overrides=found.settings)
+        recipe = build(text, name=name, overrides=found.settings)
         found = replace(found, recipe=recipe)
         planned = start.planned(recipe)
         found = replace(found, plan=planned.plan)

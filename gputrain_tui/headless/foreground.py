@@ -16,9 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.headless import progress
+from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, ending, failure_block
+from gputrain_tui.headless.progress import REDRAW_S, ProgressView
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.history.runs import ENDED, Run, RunReader, Status, read_status
+from gputrain_tui.headless.styled_text import Piece, paint
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.remote_nodes import shown
 from gputrain_tui.output import json_line
@@ -85,7 +89,7 @@ def follow(
     supervisor: subprocess.Popen[bytes],
     *,
     state: RunState,
-    view: progress.ProgressView | None,
+    view: ProgressView | None,
     reader: RecordReader,
     stop_request: StopRequest,
     say: Callable[[str], None],
@@ -132,7 +136,7 @@ def follow(
                     continue
                 if over and taken and not reader.backlog_bytes:
                     return supervisor.returncode
-                poll.poll(1e3 * progress.REDRAW_S)
+                poll.poll(1e3 * REDRAW_S)
                 stop_request.drain()
     finally:
         give_up(supervisor)
@@ -215,15 +219,15 @@ def conclude(
         def is_there(path: str) -> bool:
             return bool(place) or Path(path).exists()
 
-        for line in progress.closing_lines(state, columns, is_there=is_there, place=place):
-            out.write(progress.paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
+        for line in closing_lines(state, columns, is_there=is_there, place=place):
+            out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
     out.settle(hurried=hurried)
     if narrate and out.error is not None and not isinstance(out.error, BrokenPipeError):
         err.line(f"gputrain: cannot write standard output: {out.error.strerror}")
     for line in _log_tail(run, status, state):
-        err.line(progress.paint(line, colour=colour))
+        err.line(paint(line, colour=colour))
     if narrate:
-        err.line(progress.paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
+        err.line(paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
     err.settle(hurried=hurried)
     return code
 
@@ -240,17 +244,17 @@ def _last_status(run: Run, state: RunState) -> Status:
     return msgspec.structs.replace(run.status, status="failed", message=failure.message)
 
 
-def _log_tail(run: Run, status: Status, state: RunState) -> list[list[progress.Piece]]:
-    lines: list[list[progress.Piece]] = []
+def _log_tail(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
+    lines: list[list[Piece]] = []
     failure = state.root_cause
     if status.status == "failed" and failure is not None:
         node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0
         log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
-        lines += progress.failure_block(failure, attempt_outcome.last_lines(log, progress.LOG_LINES), str(log))
+        lines += failure_block(failure, attempt_outcome.last_lines(log, LOG_LINES), str(log))
     if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
         # What ended the last attempt, where it is not what ended the first; what the record could not take.
         lines.append([(status.message, "alarm")])
-    lines.append(progress.ending(state))
+    lines.append(ending(state))
     if status.status == "finished" and status.message:
         lines.append([(status.message, "alarm")])
     if status.status == "stopped":
@@ -265,10 +269,10 @@ def use_colour(terminal: bool, environ: Mapping[str, str]) -> bool:
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> progress.ProgressView:
+def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> ProgressView:
     """Return the view that fits this terminal, or the log that stands in its place."""
     terminal = sys.stderr.isatty()
-    return progress.ProgressView(
+    return ProgressView(
         state,
         err,
         live=terminal and environ.get("TERM") != "dumb",

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from gputrain_tui.history.series import Series, interpolate, smooth
-from gputrain_tui.recipe.draft import value_text
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.values import value_text
 from gputrain_tui.state.step_losses import newest_loss
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation

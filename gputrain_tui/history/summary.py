@@ -7,7 +7,9 @@ from math import isfinite
 from typing import Any
 
 from gputrain_tui.history.notes import Notes, read_notes
-from gputrain_tui.history.runs import ENDED, Run, UnreadableRun, last_step, newest_loss_of
+from gputrain_tui.history.record_tail import last_step, newest_loss_of
+from gputrain_tui.history.runs import Run, UnreadableRun
+from gputrain_tui.history.status_file import ENDED
 from trainer.contract.errors import RecordError
 from trainer.contract.record import Validation
 

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain_tui.recipe.model import Gpus, Node, RecipeError, parse_gpus
+from gputrain_tui.recipe.model import Gpus, Node
+from gputrain_tui.recipe.source import RecipeError
+from gputrain_tui.recipe.values import parse_gpus
 from trainer.contract.errors import RequestError, nearest, quoted
 
 MAX_HOSTFILE_BYTES = 1 << 20

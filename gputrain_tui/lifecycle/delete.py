@@ -9,7 +9,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from gputrain_tui.history.runs import ENDED, Run, open_run
+from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.leftovers import processes_of, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import remote_nodes

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
-from gputrain_tui.history.runs import RunReader
+from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.state import RunState
 from trainer.contract.record import Finding, RunDir
 

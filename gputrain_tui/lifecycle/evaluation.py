@@ -8,7 +8,7 @@ from typing import IO
 
 import msgspec
 
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.errors import RequestError
 
@@ -31,7 +31,7 @@ def evaluation_recipe(
     Raises:
         RequestError: the recipe is wrong, or runs a script.
     """
-    recipe = recipes.load(source, overrides=overrides, stdin=stdin)
+    recipe = load(source, overrides=overrides, stdin=stdin)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates by itself: only tasks are evaluated from here")
     sizes = recipe.train.batch_size

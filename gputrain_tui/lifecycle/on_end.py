@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 
-from gputrain_tui.history.runs import Status
+from gputrain_tui.history.status_file import Status
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from math import isfinite
 
-from gputrain_tui.history.runs import Status, last_test, newest_loss_of, read_status, write_status
+from gputrain_tui.history.record_tail import last_test, newest_loss_of
+from gputrain_tui.history.status_file import Status, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.plan.planner import Plan

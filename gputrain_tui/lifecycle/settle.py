@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from gputrain_tui.history.runs import ENDED, read_status
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
 from gputrain_tui.lifecycle.attempt import AttemptResult, read_launched
 from gputrain_tui.lifecycle.run_status import RunStatusWriter

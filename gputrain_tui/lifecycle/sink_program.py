@@ -18,7 +18,8 @@ import msgspec
 
 from gputrain_tui.history.export.live_scalars import LiveScalars, Sink
 from gputrain_tui.history.export.live_sinks import TensorBoardSink, WandbSink
-from gputrain_tui.history.runs import planned_world_size, read_status
+from gputrain_tui.history.plan_file import planned_world_size
+from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle.sink_state import SinkState, read_sink_state
 from trainer.contract.errors import RecordError
 from trainer.contract.record import RunDir, write_atomically

@@ -19,7 +19,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from gputrain_tui.history.runs import ENDED, Run, SlurmJob, open_run, read_job, read_plan, read_status, write_status
+from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.slurm_file import SlurmJob, read_job
+from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult

@@ -18,7 +18,8 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.runs import ENDED, Run, create, find, open_run, read_status
+from gputrain_tui.history.runs import Run, create, find, open_run
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnections
@@ -29,7 +30,7 @@ from gputrain_tui.lifecycle.leftovers import SUPERVISOR
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.options import RESETS, require_stop_condition
@@ -102,11 +103,11 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             )
         settings.append(f"train.resume={found}")
         source = source or recipe_of(run)
-        recipe = recipes.load(source, overrides=settings, stdin=stdin)
+        recipe = load_recipe(source, overrides=settings, stdin=stdin)
         # What the run has reset when it began is not reset again, unless somebody asks now.
         done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
         if done and source != "-":
-            recipe = recipes.load(source, overrides=[*done, *settings], stdin=stdin)
+            recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
         remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
         if remote is not None and first != remote.host:
             raise RequestError(
@@ -118,7 +119,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         raise RequestError(
             "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
         )
-    return recipes.load(source, overrides=settings, stdin=stdin)
+    return load_recipe(source, overrides=settings, stdin=stdin)
 
 
 def recipe_of(run: Run) -> str:

@@ -11,7 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui import paths
-from gputrain_tui.history.runs import ENDED, Run, find, open_run, read_job, read_plan
+from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.runs import Run, find, open_run
+from gputrain_tui.history.slurm_file import read_job
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, start
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders

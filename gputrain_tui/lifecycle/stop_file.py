@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from gputrain_tui.history.runs import ENDED, read_status
+from gputrain_tui.history.status_file import ENDED, read_status
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import read_part
 from trainer.contract.stop_level import StopLevel

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.runs import read_plan
+from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.hosts import slurm
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnection
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle

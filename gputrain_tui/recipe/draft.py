@@ -1,4 +1,4 @@
-"""The form's model of a recipe: its fields, unsaved changes and validation messages.
+"""The form's model of a recipe: its fields, its unsaved changes and the errors of its values.
 
 A change is a ``--set`` setting, so a form, the command line and a file are checked by the same functions. Pure: the
 schema of a user's own task is passed in, because getting it takes a process.
@@ -6,106 +6,24 @@ schema of a user's own task is passed in, because getting it takes a process.
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.model import (
-    LAUNCH_OPTIONS,
-    RANK_KEYS,
-    ClusterOptions,
-    NodeOptions,
-    Script,
-    SlurmOptions,
-    whole_number,
-)
+from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
+from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, SlurmOptions
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.values import check_env, inline_toml, parse_env, parse_gpus, parse_node_value, value_text
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError
-from trainer.contract.options import Distributed, Training
+from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, check, describe
 
-NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
-MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task|report)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
-"""The first key that a message names."""
-ENV = Option(name="env", kind="str", help="environment variables of the ranks, such as NCCL_DEBUG=INFO")
-"""The table ``env`` of the cluster or of a node, as one line."""
-PATH_NAMES = ("resume", "finetune_from", "eval_only", "script", "task", "workdir", "python")
-PATH_ENDINGS = ("_path", "_dir", "_file", "_folder")
 ONE_RANK = {"ranks": 1}
 """What a node runs where a recipe without nodes gets a second one."""
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class FieldMessage:
-    """A message shown beside a field instead of its help."""
-
-    text: str
-    status: Literal["note", "warning", "error"] = "error"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Field:
-    """One key of a recipe as a form shows it."""
-
-    key: str
-    """As ``--set`` names it: ``train.lr``, ``cluster.nodes[0].gpus``."""
-    group: str
-    """Heading in a form."""
-    option: Option
-    value: Any
-    """As written in the recipe; the default where the key is absent."""
-    written: bool
-    """Whether the recipe has the key."""
-    changed: bool
-    """Whether the value is not saved yet."""
-
-    @property
-    def name(self) -> str:
-        """The last part of its key."""
-        return self.key.rpartition(".")[2]
-
-    @property
-    def text(self) -> str:
-        """The value as text for an input; empty for None."""
-        return value_text(self.value)
-
-    @property
-    def is_path(self) -> bool:
-        """Whether it may name a file: an option that is text and may differ between ranks is a path."""
-        named = self.name in PATH_NAMES or self.name.endswith(PATH_ENDINGS)
-        return self.option.kind == "str" and (self.option.per_rank or named)
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        """The choices; empty where any value of the kind is allowed."""
-        if self.key == "train.task":
-            return tuple(BUILT_IN)
-        if self.option.kind == "bool":
-            return ("true", "false")
-        return tuple(map(str, self.option.choices))
-
-
-def value_text(value: Any) -> str:
-    """Return a value as text that ``--set`` or a form parses back; empty for None."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return " ".join(f"{name}={shlex.quote(str(item))}" for name, item in value.items())
-    if isinstance(value, list | tuple):
-        if any(isinstance(item, str) and set(item) & set(', []"') for item in value):
-            return json.dumps(list(value))
-        return ", ".join(map(value_text, value))
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 class Draft:
@@ -134,7 +52,7 @@ class Draft:
     @property
     def settings(self) -> list[str]:
         """The changes as ``--set`` takes them."""
-        return [f"{key}={_inline_toml(value)}" for key, value in self.changes.items()]
+        return [f"{key}={inline_toml(value)}" for key, value in self.changes.items()]
 
     @property
     def data(self) -> dict[str, Any]:
@@ -262,7 +180,7 @@ class Draft:
             if text == self._saved_text(key):
                 self.changes.pop(key, None)
             else:
-                self.changes[key] = _env(text) if key == "cluster.env" else text
+                self.changes[key] = parse_env(text) if key == "cluster.env" else text
             return
         nodes = self.nodes()
         entry = nodes[int(node[1])]
@@ -270,7 +188,7 @@ class Draft:
             for other in RANK_KEYS:
                 entry.pop(other, None)
         entry.pop(node[2], None)
-        entry[node[2]] = _node_value(node[2], text)
+        entry[node[2]] = parse_node_value(node[2], text)
         self._put_nodes(nodes)
 
     def _saved_text(self, key: str) -> str | None:
@@ -377,12 +295,12 @@ class Draft:
             if node is not None and not text:
                 return ""
             if field.option is ENV:
-                values = _env(text)
+                values = parse_env(text)
                 if isinstance(values, str):
                     return f"env is {text!r}, but must be NAME=VALUE, several with blanks between, quoted as in a shell"
-                recipes.check_env(values, where=lambda *key: ".".join(key))
+                check_env(values, where=lambda *key: ".".join(key))
             elif field.name == "gpus" and node is not None:
-                recipes.parse_gpus(_node_value("gpus", text), where=field.name)
+                parse_gpus(parse_node_value("gpus", text), where=field.name)
             else:
                 check(self._schema(field), {field.option.name: text}, where=lambda name: name)
         except RequestError as error:
@@ -415,64 +333,3 @@ class _NameOption:
     """Schema of the only option at the top level of a recipe."""
 
     name: str = ""
-
-
-def message_key(message: str) -> str:
-    """Return the first recipe key in a message; empty when there is none."""
-    match = MESSAGE_KEY.search(message)
-    return match[1] if match else ""
-
-
-def strip_location(message: str) -> str:
-    """Return a message without its ``FILE:LINE: key``, to show beside the field."""
-    key = message_key(message)
-    return message.partition(key)[2].strip() if key else message
-
-
-def find_field(fields: Sequence[Field], key: str) -> Field | None:
-    """Return the field of a key, or of the first key below it."""
-    exact = next((field for field in fields if field.key == key), None)
-    if exact is not None or not key:
-        return exact
-    below = (field for field in fields if field.key.startswith((f"{key}.", f"{key}[")))
-    return next(below, None)
-
-
-def _env(text: str) -> dict[str, str] | str:
-    """Parse ``NAME=VALUE NAME="VALUE"`` as a shell does; return other text as it is."""
-    try:
-        pairs = [word.partition("=") for word in shlex.split(text)]
-    except ValueError:  # a quotation mark has no second one
-        return text
-    return {name: value for name, _, value in pairs} if all(equals for _, equals, _ in pairs) else text
-
-
-def _node_value(name: str, text: str) -> Any:
-    """Parse the text of a node's field: a number or a list where it looks like one."""
-    text = text.strip()
-    if name == "env":
-        return _env(text)
-    if name not in RANK_KEYS:
-        return text
-    number = whole_number(text)
-    if number is not None:
-        return number
-    if name == "gpus" and ("," in text or text.startswith("[")):
-        words = [word.strip(" \"'") for word in text.strip("[]").split(",")]
-        ids = ((word, whole_number(word)) for word in words if word)
-        return [word if index is None else index for word, index in ids]
-    return text
-
-
-def _inline_toml(value: Any) -> str:
-    """Write a value as TOML on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=True)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_inline_toml, value)) + "]"
-    if isinstance(value, dict):
-        items = (f"{_inline_toml(str(key))} = {_inline_toml(item)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
-    return str(value)

@@ -21,7 +21,7 @@ from gputrain_tui.hosts.inventory import is_free, take_inventory
 from gputrain_tui.hosts.ssh import Ssh, socket_folder
 from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
 from gputrain_tui.lifecycle.inventories import plan_here
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
 
 RECIPE = """
@@ -255,7 +255,7 @@ def test_there_is_no_password_prompt_even_on_a_terminal(server: SshServer, envir
 def planned(
     host: str, wants: str, ssh: Ssh, remark: Callable[[str], None] = lambda line: None
 ) -> list[list[int | str]]:
-    recipe = recipes.build(RECIPE.format(host=host, wants=wants), name="r.toml")
+    recipe = build(RECIPE.format(host=host, wants=wants), name="r.toml")
     plan, _ = plan_here(recipe, ask=lambda hosts: query_hosts(hosts, ssh=ssh), remark=remark)
     return [node.devices for node in plan.nodes]
 

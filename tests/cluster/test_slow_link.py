@@ -11,7 +11,7 @@ from host_recipe import ENVIRON, recipe
 from network_namespaces import LIMIT_S, network, require_namespaces
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
-from gputrain_tui.history.runs import RunReader
+from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.state import RunState
 from trainer.contract.record import AnyEvent, Finding, RunDir
 

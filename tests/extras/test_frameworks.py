@@ -20,7 +20,8 @@ import pytest
 import torch
 from waiting import LIMIT_S
 
-from gputrain_tui.history.runs import RunReader, list_runs
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import list_runs
 from trainer.contract.record import AnyEvent, Finding, Step
 from trainer.host.ports import free_port
 

@@ -15,7 +15,8 @@ import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_agent_pid, rank_pid, supervisor_pid, until
 from commands import command
 
-from gputrain_tui.history.runs import Run, last_step
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import leftovers, start
 from trainer.contract.record import Failure, decode_events, recorded_checkpoints
 

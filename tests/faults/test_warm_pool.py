@@ -15,12 +15,13 @@ import pytest
 from bench import FOR_EVER, RECIPE, TEXT, rank_pid
 from waiting import until
 
-from gputrain_tui.history.runs import Run, last_step, open_run
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.lifecycle import leftovers, start
 from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.lifecycle.warm_pool import WarmPool
 from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
-from gputrain_tui.recipe import model
+from gputrain_tui.recipe.build import load
 from trainer.contract.record import RunDir, Step, decode_events
 
 OWN_TASK = """\
@@ -36,15 +37,15 @@ class EnvironmentTask(LanguageModel):
 """
 HOLDER = """\
 import sys, time
-from gputrain_tui.recipe import model as recipe
-from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.stop import stop
 from gputrain_tui.lifecycle.warm_pool import WarmPool
+from gputrain_tui.recipe.build import load
 warm = WarmPool()
 warm.open()
 assert warm.wait(120)
 if len(sys.argv) > 1:
-    run, supervisor = start.launch(start.prepare(recipe.load(sys.argv[1])), leased=False, warm=warm)
+    run, supervisor = start.launch(start.prepare(load(sys.argv[1])), leased=False, warm=warm)
     print(run.dir.path, flush=True)
 else:
     print(warm.pid, flush=True)
@@ -80,7 +81,7 @@ def write(folder: Path, *, updates: int = 3, ranks: int = 2, task: str = "lm") -
 
 
 def launch(path: Path, warm: WarmPool | None) -> tuple[Run, subprocess.Popen[bytes]]:
-    return start.launch(start.prepare(model.load(str(path))), leased=False, warm=warm)
+    return start.launch(start.prepare(load(str(path))), leased=False, warm=warm)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -320,7 +321,7 @@ def test_opening_again_keeps_the_warm_pool() -> None:
 def test_a_node_with_an_environment_of_its_own_is_not_given_to_the_warm_pool(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = start.prepare(model.load(str(write(home)))).plan.nodes[0]
+    planned = start.prepare(load(str(write(home)))).plan.nodes[0]
     spare = WarmAgent.__new__(WarmAgent)
     assert spare.fits(planned)
     planned.env["LD_PRELOAD"] = "x"

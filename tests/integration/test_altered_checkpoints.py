@@ -47,9 +47,9 @@ def make_loop(
 def resumed(file: Path, options: dict[str, Any]) -> Tensor:
     """Train from a checkpoint to the end as a rank does; return all of its state."""
     loop = make_loop(options, updates=END)
-    loop.load_state_dict(load(file), source=str(file))
+    loop.state.load_state_dict(load(file), source=str(file))
     loop.run()
-    return encode(copy_to_cpu(loop.state_dict()))
+    return encode(copy_to_cpu(loop.state.state_dict()))
 
 
 class StoppedTraining:

@@ -20,10 +20,11 @@ from gputrain_tui.console.screens.compare import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.widgets.rank_grid import RankGrid
-from gputrain_tui.history.runs import RunReader, list_runs
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import list_runs
 from gputrain_tui.lifecycle.stop import stop
+from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.demo import recipe_path
-from gputrain_tui.recipe.model import load
 from trainer.contract.record import AnyEvent
 
 

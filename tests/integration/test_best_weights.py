@@ -89,7 +89,7 @@ def train(task: TaskWithTest, options: Training, ctx: Any, resume: str | None = 
 
     loop = Loop(task, options, ctx)
     if resume is not None:
-        loop.load_state_dict(load(resume), source=resume)
+        loop.state.load_state_dict(load(resume), source=resume)
     return loop.run()
 
 

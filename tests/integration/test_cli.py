@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from gputrain_tui import VERSION, cli
-from gputrain_tui.history.runs import Run, create, write_status
+from gputrain_tui.history.runs import Run, create
+from gputrain_tui.history.status_file import write_status
 from trainer.host.process_identity import identify
 
 ROOT = Path(__file__).parents[2]

@@ -35,8 +35,10 @@ from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import active_plans
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import columns_for, draw_run
-from gputrain_tui.history import replay, runs
-from gputrain_tui.history.runs import RunReader, find, list_all, list_runs
+from gputrain_tui.history import replay
+from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import find, list_all, list_runs
 from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from trainer.contract.errors import RecordError, RequestError
@@ -280,7 +282,7 @@ def test_a_plan_that_contradicts_itself_is_no_plan(tmp_path: Path, change: dict[
         changed["nodes"] = [{**plan["nodes"][0], **change["nodes"][0]}]
     run.dir.plan.write_text(json.dumps(changed))
     with pytest.raises(RecordError, match=r"plan\.json is damaged: "):
-        runs.read_plan(run.dir)
+        read_plan(run.dir)
 
 
 def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:

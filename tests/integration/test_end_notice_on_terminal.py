@@ -16,7 +16,7 @@ import pytest
 from run_dirs import run_dir
 from waiting import LIMIT_S
 
-from gputrain_tui.history.runs import write_status
+from gputrain_tui.history.status_file import write_status
 from trainer.contract.record import RunEnded, encode_event
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT_S
 
-from gputrain_tui.recipe.model import Node, load
+from gputrain_tui.recipe.build import load
+from gputrain_tui.recipe.model import Node
 
 
 def init(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

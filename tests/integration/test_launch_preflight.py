@@ -16,7 +16,8 @@ from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import draw_preflight
 from gputrain_tui.history.runs import list_runs
 from gputrain_tui.preflight import CheckResult
-from gputrain_tui.recipe.draft import Draft, FieldMessage
+from gputrain_tui.recipe.draft import Draft
+from gputrain_tui.recipe.form_fields import FieldMessage
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ import pytest
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import RunReader, read_status
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.start import start_supervisor
 from trainer.contract.record import Finding

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from gputrain_tui.history import runs
 from gputrain_tui.history.runs import find
+from gputrain_tui.history.status_file import is_over
 from trainer.host.process_identity import identify
 
 # --- who still lives -------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_a_running_run_whose_supervisor_was_killed_is_lost(tmp_path: Path, sleep
 
 def test_a_run_whose_supervisor_is_dead_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     run = make_run(tmp_path, status="running", supervisor=identify(sleeper.pid)).dir
-    assert not runs.is_over(run)
+    assert not is_over(run)
     sleeper.kill()
     sleeper.wait()
-    assert runs.is_over(run)
+    assert is_over(run)

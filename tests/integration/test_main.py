@@ -13,7 +13,7 @@ import pytest
 from forked_trainer import ForkedTrainer
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import last_step
+from gputrain_tui.history.record_tail import last_step
 from trainer.__main__ import main
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.options import Distributed, Training

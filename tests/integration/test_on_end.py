@@ -11,7 +11,9 @@ import pytest
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import Run, Status, read_plan, read_status
+from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle import leftovers, on_end
 from gputrain_tui.lifecycle.settle import settle
 from gputrain_tui.lifecycle.start import adopt, start_supervisor

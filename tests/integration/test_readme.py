@@ -12,7 +12,7 @@ import pytest
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.runs import list_runs
-from gputrain_tui.recipe.model import build
+from gputrain_tui.recipe.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

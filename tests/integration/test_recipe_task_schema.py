@@ -52,7 +52,7 @@ def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_reading_a_recipe_imports_neither_torch_nor_a_toml_writer() -> None:
     code = (
-        "import sys; from gputrain_tui.recipe.model import load; load(sys.argv[1]); "
+        "import sys; from gputrain_tui.recipe.build import load; load(sys.argv[1]); "
         "print([name for name in ('torch', 'textual', 'tomlkit', 'psutil') if name in sys.modules])"
     )
     words = [sys.executable, "-c", code, str(ROOT / "recipes" / "four_nodes.toml")]

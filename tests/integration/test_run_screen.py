@@ -23,7 +23,9 @@ from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.history.runs import Run, last_steps, write_status
+from gputrain_tui.history.record_tail import last_steps
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at
 from trainer.contract.record import Doing, Step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import last_step
+from gputrain_tui.history.record_tail import last_step
 from trainer.contract.record import RunDir
 
 KEPT = ("--save-dir", "kept", "--run-dir", "record")

@@ -14,7 +14,7 @@ from test_loop import TASK as TINY, train
 from torch.utils.data import IterableDataset
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.data.stream import StreamBatches, StreamEvalBatches
+from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.distributed import all_gather_list, get_rank, get_world_size
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import synthetic
 from hypothesis import strategies as st
 
-from gputrain_tui.history.runs import Run, write_status
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import write_status
 from trainer.host.process_identity import identify
 
 FILES = (

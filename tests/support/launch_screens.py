@@ -19,8 +19,8 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import PreflightFacts, run_checks
 from gputrain_tui.preflight.facts import Folder, MissingInput, Port
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.draft import message_key
+from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.form_fields import message_key
 from trainer.contract.errors import RequestError
 
 TEXT = """# A recipe with a comment.
@@ -96,7 +96,7 @@ def validate_on_fixed_machine(
 ) -> ValidatedRecipe:
     """Plan on a machine that is the same for everybody."""
     try:
-        recipe = recipes.build(text, name=name, overrides=settings)
+        recipe = build(text, name=name, overrides=settings)
         planned = plan(recipe, {}, local=HERE)
     except RequestError as error:
         return ValidatedRecipe(settings=tuple(settings), problem=str(error), key=message_key(str(error)))

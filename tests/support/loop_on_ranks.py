@@ -53,12 +53,12 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     try:
         loop = Loop(RecordingTask(own), training, context)
         if training.finetune_from:
-            fitting, other = loop.fitting_weights(training.finetune_from, partial=training.finetune_partial)
-            loop.begin_with(fitting)
+            fitting, other = loop.state.fitting_weights(training.finetune_from, partial=training.finetune_partial)
+            loop.state.begin_with(fitting)
             narration.append(other)
         if training.resume:
             state = state_of(training.resume)
-            loop.load_state_dict(state, source=training.resume, again=again)
+            loop.state.load_state_dict(state, source=training.resume, again=again)
         loop.run()
     except (RequestError, TrainingError) as error:
         return {"error": str(error), "narration": narration}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, create, find, write_status
+from gputrain_tui.history.runs import Run, create, find
+from gputrain_tui.history.status_file import write_status
 from trainer.contract.record import RankState, RunDir, Step, encode_event
 
 NOON = 1_795_262_400.0

@@ -8,7 +8,7 @@ from typing import Any
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.plan.planner import Plan, plan
-from gputrain_tui.recipe.model import build
+from gputrain_tui.recipe.build import build
 
 HERE = LocalFacts(
     names=frozenset({"box", "10.0.0.1", "fe80::1"}), addresses=("10.0.0.1",), free_port=20123, python="/venv/python"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.recipe.model import Recipe, RecipeError, build
+from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.source import RecipeError
 
 CPUS = "cpu_ranks = 2"
 TRAIN = 'task = "lm"\nmax_updates = 2'

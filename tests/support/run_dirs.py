@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from gputrain_tui.history import runs
-from gputrain_tui.history.runs import Run, Status
+from gputrain_tui.history.runs import Run, create, open_run
+from gputrain_tui.history.status_file import ENDED, Status, write_status
 from trainer.contract.record import RunStarted, RunStatusName, Step, Validation, encode_event
+from trainer.host.process_identity import identify
 
 RECIPE = """name = "{name}"
 
@@ -37,9 +38,7 @@ def run_dir(
     message: str | None = None,
 ) -> Run:
     text = RECIPE.format(name=name, world_size=world_size, steps=steps, lr=lr)
-    run = runs.create(
-        name, world_size=world_size, recipe_toml=text, plan=lambda _: b"{}", root=root, now=lambda: started
-    )
+    run = create(name, world_size=world_size, recipe_toml=text, plan=lambda _: b"{}", root=root, now=lambda: started)
     loss = 0.0
     for rank in range(world_size):
         with run.dir.rank_events(rank).open("wb") as file:
@@ -52,21 +51,21 @@ def run_dir(
                 file.write(encode_event(Validation(time=time, step=steps, epoch=1, split="valid", loss=loss + 0.5)))
     begin = RunStarted(time=started, run=run.id, recipe=name, world_size=world_size, run_dir=str(run.dir.path))
     run.dir.run_events.write_bytes(encode_event(begin))
-    over = status in runs.ENDED
+    over = status in ENDED
     ended = started + steps * seconds_per_step if over else None
     kept = Status(
         run=run.id,
         recipe=name,
         world_size=world_size,
         status=status,
-        supervisor=None if over else runs.identify(),
+        supervisor=None if over else identify(),
         started=started,
         ended=ended,
         message=message,
         step=steps,
         loss=loss,
     )
-    runs.write_status(run.dir, kept)
-    found = runs.open_run(run.dir.path)
+    write_status(run.dir, kept)
+    found = open_run(run.dir.path)
     assert found is not None
     return found

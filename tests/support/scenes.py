@@ -28,7 +28,7 @@ from gputrain_tui.console.screens.launch import LaunchScreen
 from gputrain_tui.console.screens.run import RunScreen
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.runs import Run
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import build
 from trainer.contract.record import NodeSample, RankSample
 
 THEMES = {
@@ -207,7 +207,7 @@ async def cluster_without_gpus(pilot: Pilot[Any]) -> None:
 
 async def cluster_recipe(pilot: Pilot[Any]) -> None:
     assert isinstance(pilot.app, GputrainApp)
-    pilot.app.session.recipe = recipes.build(TWO_NODES, name="two_nodes.toml")
+    pilot.app.session.recipe = build(TWO_NODES, name="two_nodes.toml")
     screen = ClusterScreen(
         take=lambda: machine(note=NO_DRIVER), ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
     )

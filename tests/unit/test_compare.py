@@ -7,7 +7,7 @@ import pytest
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
 from gputrain_tui.history.compare import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.record import RunEnded, RunStarted, Step, Validation
 
@@ -15,7 +15,7 @@ BASE = 'name = "one"\n[train]\ntask = "lm"\nlr = 0.1\n[task]\ndata = "stdlib"\n'
 
 
 def recipe(text: str = BASE, *settings: str) -> Recipe:
-    return recipes.build(text, name="recipe.toml", overrides=settings)
+    return build(text, name="recipe.toml", overrides=settings)
 
 
 def test_equal_recipes_have_no_difference() -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.draft import Draft, Field, find_field, message_key, strip_location
+from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.draft import Draft
 from gputrain_tui.recipe.files import complete_path, recipe_files
+from gputrain_tui.recipe.form_fields import Field, find_field, message_key, strip_location
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
 
@@ -52,7 +53,7 @@ def test_a_change_is_saved_and_keeps_comments() -> None:
     one.set("train.lr", "0.5")
     one.set("task.dim", "64")
     assert field(one, "train.lr").changed
-    recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
+    recipe = build(one.text, name=one.name, overrides=one.settings)
     assert (recipe.train.lr, recipe.task_options["dim"]) == ((0.5,), 64)
     saved = dump_toml(recipe)
     assert "# What it is for." in saved
@@ -67,7 +68,7 @@ def test_setting_the_devices_of_a_node_clears_the_other_two_keys() -> None:
     one.set("cluster.nodes[0].gpus", "0, 1")
     assert field(one, "cluster.nodes[0].gpus").text == "0, 1"
     assert not field(one, "cluster.nodes[0].cpu_ranks").written
-    recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
+    recipe = build(one.text, name=one.name, overrides=one.settings)
     assert recipe.cluster.nodes[0].gpus == (0, 1)
     one.reset("cluster.nodes[0].gpus")
     assert field(one, "cluster.nodes[0].cpu_ranks").text == "2"
@@ -79,7 +80,7 @@ def test_nodes_can_be_added_and_removed_but_for_the_last() -> None:
     assert one.add_node() == 1
     one.set("cluster.nodes[1].host", "n1")
     one.set("cluster.nodes[0].host", "n0")
-    recipe = recipes.build(one.text, name=one.name, overrides=one.settings)
+    recipe = build(one.text, name=one.name, overrides=one.settings)
     assert [(node.host, node.cpu_ranks) for node in recipe.cluster.nodes] == [("n0", 2), ("n1", 2)]
     assert one.remove_node(0)
     assert not one.remove_node(0)
@@ -143,7 +144,7 @@ def test_the_last_key_of_slurm_goes_with_its_table_which_alone_would_submit_the_
     one = draft(TEXT + '\n[slurm]\npartition = "gpu"\n')
     assert field(one, "slurm.partition").text == "gpu"
     one.set("slurm.partition", "")
-    assert recipes.build(one.text, name=one.name, overrides=one.settings).slurm is None
+    assert build(one.text, name=one.name, overrides=one.settings).slurm is None
 
 
 @pytest.mark.parametrize(

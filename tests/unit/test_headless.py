@@ -8,22 +8,10 @@ from manual_clock import ManualClock
 
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
-from gputrain_tui.headless.progress import (
-    ProgressView,
-    clip,
-    closing_lines,
-    closing_table,
-    ending,
-    event_line,
-    failure_block,
-    finding_lines,
-    length,
-    number,
-    paint,
-    plain_line,
-    progress_line,
-    ranks_text,
-)
+from gputrain_tui.headless.closing_report import closing_lines, closing_table, ending, failure_block, finding_lines
+from gputrain_tui.headless.number_text import number, ranks_text
+from gputrain_tui.headless.progress import ProgressView, event_line, plain_line, progress_line
+from gputrain_tui.headless.styled_text import clip, length, paint
 from gputrain_tui.state import RunState
 from trainer.contract.record import (
     Checkpoint,

@@ -24,7 +24,7 @@ from gputrain_tui.preflight import CheckResult
 from gputrain_tui.preflight.collect_hosts import HostDialog, HostError, collect_hosts
 from gputrain_tui.preflight.host_checks import check_hosts
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory
@@ -54,7 +54,7 @@ NO_GPU = Inventory(host="h", time=0.0, cpus=Cpus(usable=8), memory=MEMORY, note=
 
 def recipe(*nodes: str, train: str = LM, cluster: str = "") -> Recipe:
     tables = "\n".join(f"[[cluster.nodes]]\n{node}" for node in nodes or CPUS)
-    return recipes.build(f"[cluster]\n{cluster}\n{tables}\n{train}\n", name="two hosts.toml")
+    return build(f"[cluster]\n{cluster}\n{tables}\n{train}\n", name="two hosts.toml")
 
 
 def host_answer(node: int, *, environment: Any = None, facts: Any = (), **more: Any) -> HostAnswer:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trainer.contract.errors import RequestError
-from trainer.data.batches import EpochBatches, Shares
+from trainer.data.batches import EpochBatches
+from trainer.data.shares import Shares
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gputrain_tui.history.export.masking import is_secret_variable
+from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.launch_command import LaunchCommand, read_launch_command, split_command
-from gputrain_tui.recipe.model import build
 from gputrain_tui.recipe.new_recipe import from_command
 from trainer.contract.errors import RequestError
 

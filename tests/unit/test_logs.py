@@ -10,7 +10,7 @@ from utc_home import utc_home  # noqa: F401 - a fixture
 
 from gputrain_tui.commands.logs import follow_logs, format_line, line_prefix, print_logs
 from gputrain_tui.commands.runs import report
-from gputrain_tui.history.runs import write_status
+from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import EventWriter, Step
 from trainer.host.process_identity import ProcessIdentity, identify

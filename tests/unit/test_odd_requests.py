@@ -12,9 +12,8 @@ from gputrain_tui import cli
 from gputrain_tui.hosts.hostfile import read_hostfile
 from gputrain_tui.lifecycle import start
 from gputrain_tui.preflight import NotReadyError
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import build, load
 from gputrain_tui.recipe.files import recipe_name
-from gputrain_tui.recipe.model import load
 from trainer.contract.errors import RequestError
 
 GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\n[task]\ndata = "{data}"\n'
@@ -37,7 +36,7 @@ GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\
 )
 def test_an_odd_recipe_is_refused_in_one_short_line(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as refused:
-        recipes.build(text, name="odd.toml")
+        build(text, name="odd.toml")
     assert len(str(refused.value).splitlines()) == 1
     assert len(str(refused.value)) < 120
 
@@ -54,7 +53,7 @@ def test_an_odd_recipe_is_refused_in_one_short_line(text: str, message: str) -> 
 )
 def test_an_odd_setting_is_refused_in_one_line(setting: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        recipes.build(GOOD.format(data="stdlib"), name="odd.toml", overrides=[setting])
+        build(GOOD.format(data="stdlib"), name="odd.toml", overrides=[setting])
 
 
 def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_deep_file_in_the_folder_hides_no_other_recipe(tmp_path: Path) -> None
 def test_a_name_that_no_file_system_takes_is_a_check_that_fails(key: str, setting: list[str]) -> None:
     long = "x" * 5000
     text = GOOD.format(data=long if key == "task.data" else "stdlib")
-    recipe = recipes.build(text, name="odd.toml", overrides=[each.format(long=long) for each in setting])
+    recipe = build(text, name="odd.toml", overrides=[each.format(long=long) for each in setting])
     with pytest.raises(NotReadyError) as refused:
         start.prepare(recipe)
     assert key in refused.value.errors[0].key
@@ -109,7 +108,7 @@ def test_a_name_that_no_file_system_takes_is_a_check_that_fails(key: str, settin
 def test_a_script_with_a_name_that_no_file_system_takes_is_a_check_that_fails() -> None:
     text = f'[[cluster.nodes]]\ncpu_ranks = 2\n[train]\nscript = "{"x" * 5000}"\n'
     with pytest.raises(NotReadyError, match="File name too long"):
-        start.prepare(recipes.build(text, name="odd.toml"))
+        start.prepare(build(text, name="odd.toml"))
 
 
 def test_quoted_text_has_no_control_characters_and_no_line_breaks(

@@ -19,7 +19,7 @@ from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.restart import next_plan
 from gputrain_tui.plan.batch_script import script
 from gputrain_tui.plan.planner import Plan, plan, task_flags, with_run_dir
-from gputrain_tui.recipe.model import build, load
+from gputrain_tui.recipe.build import build, load
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.contract.record import RunDir

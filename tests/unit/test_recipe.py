@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from recipe_texts import recipe_of, refusal
 
-from gputrain_tui.recipe import model as recipes
-from gputrain_tui.recipe.model import Cluster, Node, Recipe, RecipeError, build, load, parse_gpus, train_options
+from gputrain_tui.recipe.build import build, load
+from gputrain_tui.recipe.model import Cluster, ClusterOptions, Node, NodeOptions, Recipe, train_options
 from gputrain_tui.recipe.pytext import DEFAULTS
 from gputrain_tui.recipe.report_options import ReportOptions
-from gputrain_tui.recipe.source import key_lines, override
+from gputrain_tui.recipe.source import RecipeError, key_lines, override
 from gputrain_tui.recipe.task_schema import build_schema
 from gputrain_tui.recipe.toml_writer import dump_toml
+from gputrain_tui.recipe.values import parse_gpus
 from trainer.contract.schema import describe
 from trainer.contract.task_options import DocNNOptions, LmOptions, MaskedLmOptions, MnistOptions
 
@@ -589,7 +590,7 @@ def test_pytexts_defaults_are_options_that_exist() -> None:
 
 def test_every_option_of_train_has_help_for_the_form() -> None:
     assert [option.name for option in train_options() if not option.help] == []
-    for schema in (recipes.ClusterOptions, recipes.NodeOptions):
+    for schema in (ClusterOptions, NodeOptions):
         assert [option.name for option in describe(schema) if not option.help] == []
 
 

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 from made_runs import NOON, append_events, make_run, step
 
-from gputrain_tui.history import runs
 from gputrain_tui.history.follow import AppendedFile, Follower
-from gputrain_tui.history.runs import RunReader, Status, create, find, list_runs, run_id
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.runs import create, find, list_runs, run_id
+from gputrain_tui.history.status_file import ENDED, Status, read_status
 from trainer.contract.errors import RequestError
 from trainer.contract.record import EventWriter, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
@@ -132,7 +134,7 @@ def test_without_any_run_the_command_for_the_first_is_reported(tmp_path: Path) -
         find("last", tmp_path / "none")
 
 
-@pytest.mark.parametrize("status", runs.ENDED)
+@pytest.mark.parametrize("status", ENDED)
 def test_an_ended_run_needs_no_living_supervisor(tmp_path: Path, status: str) -> None:
     gone = ProcessIdentity(pid=2**22 + 1, start_ticks=1, boot_id="x", host="elsewhere")
     assert make_run(tmp_path, status=status, supervisor=gone).state == status
@@ -263,9 +265,9 @@ def test_a_folder_is_not_listed_again_while_nothing_was_made_in_it(tmp_path: Pat
 
 def test_the_last_step_is_read_from_the_end_of_a_rank_s_file(tmp_path: Path) -> None:
     run = make_run(tmp_path).dir
-    assert runs.last_step(run) is None
+    assert last_step(run) is None
     append_events(run, 0, *(step(0, number) for number in range(1, 1_000)), torn=b'{"type":"st')
-    assert runs.last_step(run, tail_bytes=1_000) == step(0, 999)
+    assert last_step(run, tail_bytes=1_000) == step(0, 999)
 
 
 # --- following -------------------------------------------------------------------------------------------------------
@@ -293,5 +295,5 @@ def test_a_reader_sees_what_the_ranks_writers_append_until_the_run_ends(tmp_path
 def test_a_status_written_by_a_later_version_can_still_be_read(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.dir.status.write_bytes(run.dir.status.read_bytes().replace(b"{", b'{"colour":"blue",', 1))
-    assert runs.read_status(run.dir) == run.status
+    assert read_status(run.dir) == run.status
     assert isinstance(run.status, Status)

@@ -13,7 +13,8 @@ from gputrain_tui.lifecycle.launchers.slurm import placed
 from gputrain_tui.lifecycle.slurm_jobs import explained, log_sizes
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
-from gputrain_tui.recipe.model import Recipe, SlurmOptions, build
+from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
 from trainer.contract.outcome import NodeOutcome

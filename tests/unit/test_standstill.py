@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.headless.progress import paint, plain_line, progress_line
+from gputrain_tui.headless.progress import plain_line, progress_line
+from gputrain_tui.headless.styled_text import paint
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.record import RankState, RunEnded, Step, TrainingPlan

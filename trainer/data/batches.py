@@ -9,173 +9,19 @@ a dummy batch that counts nothing. With ``--max-tokens`` a micro-step takes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer.contract.errors import RequestError
-from trainer.contract.options import DEFAULT_BATCH_SIZE
 from trainer.data.dataset import SizedDataset
 from trainer.data.epoch_order import OrderPlan, sizes_in_order
+from trainer.data.iterators import GroupedIterator
 from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
+from trainer.data.shares import MicroSteps, Shares
 from trainer.data.token_batches import TokenLimit, TokenShares
-
-T = TypeVar("T")
-
-
-class CountingIterator(Generic[T]):
-    """Iterates and knows how far it is."""
-
-    def __init__(self, source: Iterable[T], *, start: int = 0, total: int | None = None) -> None:
-        """Count from ``start`` to ``total``, by default ``start + len(source)``; what a longer source has is left."""
-        self._source = iter(source)
-        self.n = start
-        """Items taken, including the ``start`` ones before this iterator."""
-        self.total = start + len(source) if total is None else total  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        if not self.has_next():
-            raise StopIteration
-        try:
-            item = next(self._source)
-        except StopIteration:
-            raise IndexError(f"the source ended after {self.n} of {self.total} items") from None
-        self.n += 1
-        return item
-
-    def has_next(self) -> bool:
-        """Return whether there is another item."""
-        return self.n < self.total
-
-    def skip(self, count: int) -> None:
-        """Pass over the next items."""
-        for _ in islice(self, count):
-            pass
-
-    def take(self, total: int) -> None:
-        """End after ``total`` items at the latest."""
-        self.total = min(self.total, total)
-
-
-class ShardedIterator(CountingIterator[T]):
-    """Every ``shards``-th item from ``shard`` on; all shards are equally long, the missing items are ``fill``."""
-
-    def __init__(self, items: Sequence[T], shards: int, shard: int, *, fill: T) -> None:
-        if not 0 <= shard < shards:
-            raise ValueError(f"the shard must be from 0 to {shards - 1}, not {shard}")
-        length = -(-len(items) // shards)
-        super().__init__(
-            (items[i] if i < len(items) else fill for i in range(shard, length * shards, shards)), total=length
-        )
-
-
-class GroupedIterator(CountingIterator[list[T]]):
-    """Lists of ``size`` items; the last one is shorter, or left out with ``skip_remainder``."""
-
-    def __init__(self, items: Sequence[T], size: int, *, skip_remainder: bool = False) -> None:
-        length = len(items) // size if skip_remainder else -(-len(items) // size)
-        super().__init__((list(items[i * size : (i + 1) * size]) for i in range(length)), total=length)
-
-
-def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
-    """Return the batch size of each rank from ``--batch-size``: one value for all, or one value per rank."""
-    batch_size = batch_size or (DEFAULT_BATCH_SIZE,)
-    if len(batch_size) == 1:
-        return tuple(batch_size) * world_size
-    if len(batch_size) != world_size:
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        raise RequestError(
-            f"--batch-size has {len(batch_size)} values, but there are {ranks}; give one, or one per rank"
-        )
-    return tuple(batch_size)
-
-
-class MicroSteps(Protocol):
-    """The micro-steps of the rest of an epoch, each by its start in the order."""
-
-    @property
-    def starts(self) -> Sequence[int]:
-        """Where in the order each of them starts."""
-
-    def end(self, start: int) -> int:
-        """Return where in the order a micro-step ends."""
-
-    def bounds(self, start: int) -> tuple[int, int]:
-        """Return the ends of this rank's slice of the order."""
-
-
-@dataclass(frozen=True)
-class _SampleSteps:
-    """Micro-steps that each take the next ``shares.total`` samples."""
-
-    starts: Sequence[int]
-    end: Callable[[int], int]
-    bounds: Callable[[int], tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class Shares:
-    """How the ranks divide the samples of one micro-step."""
-
-    batch_sizes: tuple[int, ...]
-    """Samples per micro-step of each rank."""
-    rank: int
-    drop_last: bool = False
-    """Leave out the samples at the end that do not fill the batch of every rank."""
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.rank < len(self.batch_sizes), f"rank {self.rank} of {len(self.batch_sizes)}"
-        assert min(self.batch_sizes) >= 1, "a batch has at least one sample"
-
-    @property
-    def total(self) -> int:
-        """Samples of all ranks in one micro-step."""
-        return sum(self.batch_sizes)
-
-    @property
-    def needed(self) -> int:
-        """Samples from which on the last rank gets one too; with ``drop_last`` a whole batch."""
-        return self.total if self.drop_last else self.total - self.batch_sizes[-1] + 1
-
-    def starts(self, consumed: int, samples: int) -> range:
-        """Return where in the order each of the remaining micro-steps starts."""
-        return range(consumed, samples - self.total + 1 if self.drop_last else samples, self.total)
-
-    def micro_steps(self, consumed: int, samples: int) -> MicroSteps:
-        """Return the micro-steps that remain of an epoch."""
-        total = self.total
-        starts, bounds = self.starts(consumed, samples), self.bounds(samples)
-        return _SampleSteps(starts, lambda start: min(start + total, samples), bounds)
-
-    def smallest(self, samples: int) -> int:
-        """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies apart."""
-        whole, left = divmod(samples, self.total)
-        sizes = list(self.batch_sizes) if whole else []
-        if not self.drop_last:
-            for size in self.batch_sizes:
-                sizes.append(min(size, left))
-                left -= sizes[-1]
-        return min(size for size in sizes if size)
-
-    def bounds(self, samples: int) -> Callable[[int], tuple[int, int]]:
-        """Return a function from a micro-step's start to the ends of this rank's slice of the order."""
-        before, size = sum(self.batch_sizes[: self.rank]), self.batch_sizes[self.rank]
-
-        def slice_of(start: int) -> tuple[int, int]:
-            low = min(start + before, samples)
-            return low, min(low + size, samples)
-
-        return slice_of
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any, cast
 from trainer import distributed
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.data.batches import EpochBatches, EvalBatches, rank_batch_sizes
+from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
-from trainer.data.stream import StreamBatches, StreamEvalBatches
+from trainer.data.shares import rank_batch_sizes
+from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.data.token_batches import TokenLimit
 from trainer.engine import reports
 from trainer.engine.worker_context import WorkerContext

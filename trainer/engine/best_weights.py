@@ -7,8 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from trainer import distributed
 from trainer.checkpoint import BEST, CheckpointError, copy_to_cpu, load, peek, step_name, weights_of
+from trainer.contract.outcome import BEST_NOT_TESTED
+from trainer.engine import reports
 from trainer.engine.stopping import Best
+from trainer.engine.worker_context import WorkerContext
 
 
 class BestWeights:
@@ -53,7 +57,7 @@ class BestWeights:
         self._why_not = f"no checkpoint of it in {folder}, from which the training was resumed"
         return None
 
-    def find(self, best: Best) -> tuple[dict[str, Any] | None, str]:
+    def _find(self, best: Best) -> tuple[dict[str, Any] | None, str]:
         """Return the weights of the best validation, or None and in one line why they are not there."""
         if self._weights is not None or self._file is None:
             return self._weights, self._why_not
@@ -63,6 +67,24 @@ class BestWeights:
             return weights_of(load(self._file), source=str(self._file)), ""
         except CheckpointError as error:
             return None, str(error)
+
+    def load_into(self, model: nn.Module, best: Best, ctx: WorkerContext, *, last_step: int) -> bool:
+        """Give the model of every rank the best weights; return whether it has them. Every rank takes part.
+
+        Args:
+            model: of this rank.
+            best: the best validation.
+            ctx: where it is reported that they cannot be had.
+            last_step: optimizer steps of the weights that the model has.
+        """
+        ctx.waits()
+        weights, why_not = distributed.from_master(lambda: self._find(best))
+        if weights is None:
+            text = f"the last weights are tested, of step {last_step}, not the best, of step {best.step}: {why_not}"
+            reports.remark(ctx, BEST_NOT_TESTED, text, severity="warning")
+            return False
+        model.load_state_dict(weights)
+        return True
 
 
 def _is_of(path: Path, best: Best) -> bool:

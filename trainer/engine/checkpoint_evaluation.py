@@ -16,10 +16,9 @@ from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
 from trainer.engine.data_sample import DataSample, data_sample, require_same_data
 from trainer.engine.evaluation import evaluate
-from trainer.engine.loop import TrainingOutcome
 from trainer.engine.model import autocast
 from trainer.engine.resuming import require_weights
-from trainer.engine.stopping import Best
+from trainer.engine.stopping import Best, TrainingOutcome
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 

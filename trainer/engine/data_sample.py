@@ -129,6 +129,21 @@ def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> D
     return DataSample(cast(SizedDataset, dataset), collate, num_workers=num_workers)
 
 
+def samples_to_compare(
+    splits: Mapping[str, AnyDataset], collate: Collate, *, train: DataSample | NoDataSample, world_size: int
+) -> dict[str, DataSample]:
+    """Read the samples of every split by which the ranks compare their data; none in a world of one."""
+    if world_size == 1:
+        return {}
+    others = {split: data for split, data in splits.items() if split != "train"}
+    every = {split: data_sample(data, collate, num_workers=0) for split, data in others.items()}
+    every["train"] = train
+    samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
+    for sample in samples.values():
+        sample.state_dict()
+    return samples
+
+
 def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, str]) -> None:
     """Require that all ranks were asked for the same and read the same data; every rank takes part.
 

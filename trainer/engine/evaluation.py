@@ -14,7 +14,7 @@ from torch import nn
 from trainer import distributed
 from trainer.contract.errors import TrainingError
 from trainer.data.loader import MicroBatch
-from trainer.data.stream import StreamEvalBatches
+from trainer.data.stream_batches import StreamEvalBatches
 from trainer.engine.model import to_device
 from trainer.tasks.task import Task, summed_loss
 

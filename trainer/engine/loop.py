@@ -1,26 +1,22 @@
 """The training loop: step, accumulate, validate, save, stop.
 
 `Loop.run` is the whole story; `Loop._update` is one optimizer step. What surrounds them (batches, timing, schedule,
-checkpoints, collectives) lives in modules of its own.
+checkpoints, collectives) lives in modules of its own; what a checkpoint keeps, and how a training goes on from it, in
+`training_state.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from trainer import distributed
-from trainer.checkpoint import fit, load_weights
 from trainer.contract.errors import NotKeptError, RequestError, TrainingError
 from trainer.contract.options import Training, require_consistent, require_stop_condition
-from trainer.contract.outcome import BEST_NOT_TESTED, SEED_ON_RESUME, describe_stop
+from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
@@ -31,7 +27,7 @@ from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.batching import batch_sizes, evaluation_batches, training_batches
 from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import DataSample, data_sample, require_same_data
+from trainer.engine.data_sample import data_sample, require_same_data, samples_to_compare
 from trainer.engine.ema import WeightAverage
 from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.item_count import ItemCount, factor_for
@@ -53,27 +49,11 @@ from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
-from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
-from trainer.engine.stopping import Best, StepTimes, end_reached
+from trainer.engine.stopping import Best, StepTimes, TrainingOutcome, end_reached
+from trainer.engine.training_state import TrainingState
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 from trainer.telemetry.step_meter import StepMeter
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOutcome:
-    """How a training ended."""
-
-    updates: int
-    epoch: int
-    reason: str
-    best: Best
-    stopped: bool = False
-    """Whether somebody ended it before it had reached an end of its own."""
-    saved: Path | None = None
-    """The checkpoint of the update at which it was stopped; rank 0 only."""
-    not_kept: str = ""
-    """What could not be saved of a training that was stopped, in one line; rank 0 only."""
 
 
 class Loop:
@@ -95,13 +75,13 @@ class Loop:
         self.sizes = sizes = batch_sizes(options, ctx.world_size)
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)
         self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
-        self._data = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
+        train_sample = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
         seed_all(options.seed)  # the same initialisation on all ranks, whatever reading the data has drawn
         model = task.model()
         require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
         if options.activation_checkpointing:
             checkpoint_activations(task, model)
-        samples = self._samples()
+        samples = samples_to_compare(self.splits, task.collate, train=train_sample, world_size=ctx.world_size)
         ctx.waits()  # for the others' data, and for their models, which DDP compares
         require_same_data(samples, ctx.request)
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
@@ -139,7 +119,6 @@ class Loop:
         self._best_weights = BestWeights(wanted=self._tests and options.test_best and ctx.rank == 0)
         self._holds_best = False
         """Whether the model holds the best weights in place of the last ones, at the very end."""
-        self.updates = 0
         self.epoch = 1
         # One item per sample until a count is known; far less would overflow fp16's first gradient.
         self._items = ItemCount(
@@ -151,9 +130,28 @@ class Loop:
         self._flops = FlopCount(options, ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
-        self._validated_at = -1
+        self.state = TrainingState(
+            options=options,
+            ctx=ctx,
+            model=self.raw_model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            average=self.average,
+            scaler=self.scaler,
+            items=self._items,
+            train_batches=self.train_batches,
+            data_sample=train_sample,
+            best=self.best,
+            best_weights=self._best_weights,
+            saving=self._saving,
+        )
         self._start_time = time.monotonic()
         self._stopped = self._time_is_up = False
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps done."""
+        return self.state.updates
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -184,7 +182,7 @@ class Loop:
             first_update=self.updates,
         )
         step_times = StepTimes(self.ctx.step_took)
-        if self.updates and self._due(self.options.valid_every_updates) and self._validated_at != self.updates:
+        if self.updates and self._due(self.options.valid_every_updates) and self.state.validated_at != self.updates:
             self._validate()  # the stop came before it
         tried = self.updates  # and not every one is taken in fp16
         while not (self._stopped or (reason := self._end())):
@@ -272,7 +270,7 @@ class Loop:
             self._left_out()
             return False
         self.average.update()
-        self.updates += 1
+        self.state.updates += 1
         lr = self.schedule.lr
         self.schedule.step(self.updates)
         meter.lap("optimizer")
@@ -312,7 +310,7 @@ class Loop:
     @property
     def validation_missing(self) -> bool:
         """Whether the last update has not been validated, which every training does before it is finished."""
-        return "valid" in self.splits and self._validated_at != self.updates
+        return "valid" in self.splits and self.state.validated_at != self.updates
 
     def _end(self) -> str:
         if self._time_is_up:
@@ -375,7 +373,7 @@ class Loop:
         """
         self._desync.finish()
         self.meter.close()
-        if "valid" in self.splits and self._validated_at != self.updates and self.updates:
+        if "valid" in self.splits and self.state.validated_at != self.updates and self.updates:
             self._validate()
         if self._stopped:
             return
@@ -387,11 +385,14 @@ class Loop:
             if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
                 reports.report_sample(self.ctx, text, step=self.updates)
         if self._tests:
-            weights_step = self._load_best()
+            best = self.best
+            if self.options.test_best and best.value is not None and best.step != self.updates:
+                self._holds_best = self._best_weights.load_into(self.raw_model, best, self.ctx, last_step=self.updates)
             with nullcontext() if self._holds_best else self.average.in_place():
                 result = self._evaluation("test")
             if result is None:
                 return
+            weights_step = best.step if self._holds_best else self.updates
             reports.report_validation(
                 self.ctx, "test", result, step=self.updates, epoch=self.epoch, weights_step=weights_step
             )
@@ -405,7 +406,7 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ validation
 
     def _validate(self, *, ended: int | None = None) -> None:
-        if "valid" not in self.splits or self._validated_at == self.updates:
+        if "valid" not in self.splits or self.state.validated_at == self.updates:
             return  # an epoch may end where an evaluation was due by updates
         self.meter.pause()
         self._make_whole()
@@ -416,27 +417,12 @@ class Loop:
             if is_best:
                 self._best_weights.keep(self.raw_model)
         if result is not None:
-            self._validated_at = self.updates
+            self.state.validated_at = self.updates
             reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
             if is_best and self._saving.enabled:
                 self._save(best=True, ended=ended)
         self.ctx.set_state("training")
         self.meter.start()
-
-    def _load_best(self) -> int:
-        """Give the model of every rank the weights that are to be tested; return after how many updates they were."""
-        best = self.best
-        if not self.options.test_best or best.value is None or best.step == self.updates:
-            return self.updates
-        self.ctx.waits()
-        weights, why_not = distributed.from_master(lambda: self._best_weights.find(best))
-        if weights is None:
-            text = f"the last weights are tested, of step {self.updates}, not the best, of step {best.step}: {why_not}"
-            reports.remark(self.ctx, BEST_NOT_TESTED, text, severity="warning")
-            return self.updates
-        self._holds_best = True
-        self.raw_model.load_state_dict(weights)
-        return best.step
 
     def _evaluation(self, split: str) -> Evaluation | None:
         """Evaluate a split; a rank that is asked to stop meanwhile breaks it off on all ranks."""
@@ -472,7 +458,7 @@ class Loop:
         self._make_whole()
         if self._saving.enabled:
             with self.average.in_place():
-                self._saving.save(self.state_dict, step=self.updates, best=best, epoch=ended)
+                self._saving.save(self.state.state_dict, step=self.updates, best=best, epoch=ended)
         self.meter.start()
 
     def _make_whole(self) -> None:
@@ -485,128 +471,7 @@ class Loop:
         self._finite.require_all(step=self.updates)
         share_buffers(self.raw_model)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, besides the random numbers of the ranks; asked with the average in place."""
-        return {
-            "task": self.options.task,
-            "updates": self.updates,
-            "count_estimate": float(self._items.estimate),
-            "model": self.raw_model.state_dict(),
-            **({"plain": self.average.plain_weights()} if self.average.enabled else {}),
-            "parameters": parameter_names(self.raw_model, self.optimizer),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "position": self.train_batches.state_dict(),
-            "best": self.best.state_dict(),
-            "validated_at": self._validated_at,
-            "data": self._data.state_dict(),
-        }
-
-    def require_fit(self, state: Mapping[str, Any], *, source: str) -> Kept:
-        """Refuse a checkpoint from which this training could not go on exactly; change nothing.
-
-        Raises:
-            RequestError: one line that names the file, and the entry that is wrong or does not fit.
-        """
-        fresh_state = self.options.reset_optimizer
-        kept = require_fit(
-            state, self.raw_model, None if fresh_state else self.optimizer, task=self.options.task, source=source
-        )
-        if self.options.reset_dataloader:
-            return kept
-        try:
-            self.train_batches.require_fit(state["position"])
-        except RequestError as error:
-            raise RequestError(f"{source}: entry position: {error}") from None
-        return kept
-
-    def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
-        """Read the weights with which this model may begin; change nothing.
-
-        Returns:
-            Those that it has by name and shape, and in words what else differs; that is empty unless ``partial``.
-
-        Raises:
-            RequestError: the file cannot be read, or does not fit; one line that names what does not.
-        """
-        weights, other = fit(load_weights(file), self.raw_model.state_dict())
-        if other and not (partial and weights):
-            hint = "; --finetune-partial takes those that fit" if weights else ""
-            raise RequestError(f"{file} does not fit this model, {other}{hint}")
-        return weights, other
-
-    def begin_with(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the model to weights of another training; everything else begins fresh."""
-        self.raw_model.load_state_dict(weights, strict=False)
-        self.average.begin()
-
-    def load_state_dict(self, state: Mapping[str, Any], *, source: str, again: bool = False) -> None:
-        """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
-
-        Args:
-            state: the checkpoint.
-            source: its path, for messages.
-            again: whether this run wrote it, so that what the options reset has been reset before.
-
-        Raises:
-            RequestError: the checkpoint is damaged or belongs to another task or model.
-        """
-        ctx, options = self.ctx, self.options
-        kept = self.require_fit(state, source=source)
-        fresh_state, fresh_data, fresh_best = (
-            not again and reset for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
-        )
-        compare = ctx.rank == 0 and not fresh_data
-        altered = self._data.altered(kept.data.samples, kept.data.known) if compare else ""
-        resume_model(kept, self.raw_model, None if fresh_state else self.optimizer, source=source)
-        self.average.load(kept.plain, self.raw_model)
-        if self.average.enabled != (kept.plain is not None):
-            begins = "begins with these weights" if self.average.enabled else "ends, and the weights beside it go on"
-            reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
-        self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(kept.scaler)
-        if not fresh_data:
-            self.train_batches.load_state_dict(state["position"])
-        self.schedule.begin_epoch(self.train_batches.position.epoch)
-        if not fresh_best:
-            self.best.load_state_dict(state["best"])
-        self.updates = self._saving.last_update = kept.updates
-        self._validated_at = kept.validated_at
-        self._items.estimate = kept.count_estimate
-        best_file = self._best_weights.resumed(source, self.best) if ctx.rank == 0 and not fresh_best else None
-        if best_file is not None:
-            self._saving.inherit_best(best_file, step=self.best.step)
-        resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
-        position = self.train_batches.position
-        fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
-        where = f"sample {position.consumed} of epoch {position.epoch}"
-        ctx.say(f"resumed at {where}, after {self.updates} updates{fresh}")
-        same_ranks = len(kept.rng) == ctx.world_size
-        effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
-        reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
-        if altered:
-            reports.remark(
-                ctx,
-                "data_changed",
-                f"the training data is not that of {source}: {altered}",
-                severity="warning",
-                advice="to continue that training exactly, stop and give it its data back",
-            )
-
     # ------------------------------------------------------------------------------------------------ small parts
-
-    def _samples(self) -> dict[str, DataSample]:
-        """Read the samples by which the ranks compare their data; none in a world of one."""
-        if self.ctx.world_size == 1:
-            return {}
-        others = {split: data for split, data in self.splits.items() if split != "train"}
-        every = {split: data_sample(data, self.task.collate, num_workers=0) for split, data in others.items()}
-        every["train"] = self._data
-        samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
-        for sample in samples.values():
-            sample.state_dict()
-        return samples
 
     def _update_freq(self, epoch: int) -> int:
         return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]

@@ -1,4 +1,4 @@
-"""Pure rules for when training ends and which validation was the best; equal on all ranks."""
+"""When training ends, how it ended, and which validation was the best; equal on all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.options import Training
@@ -104,3 +105,19 @@ class Best:
         kept = math.nan if value is None else float(str(value))
         self.value = kept if math.isfinite(kept) else None
         self.step, self.since = step, since
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOutcome:
+    """How a training ended."""
+
+    updates: int
+    epoch: int
+    reason: str
+    best: Best
+    stopped: bool = False
+    """Whether somebody ended it before it had reached an end of its own."""
+    saved: Path | None = None
+    """The checkpoint of the update at which it was stopped; rank 0 only."""
+    not_kept: str = ""
+    """What could not be saved of a training that was stopped, in one line; rank 0 only."""

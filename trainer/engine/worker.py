@@ -29,10 +29,11 @@ from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
-from trainer.engine.loop import Loop, TrainingOutcome
+from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.request import task_request, training_request
+from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.allocator import keep_freed_memory
 from trainer.host.cores import usable_cores
@@ -203,8 +204,10 @@ class _Rank:
             reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
         # Rank 0 sends what it has read: nobody else needs the file, or could have another one.
-        weights, other = distributed.from_master(lambda: loop.fitting_weights(file, partial=options.finetune_partial))
-        loop.begin_with(weights)
+        weights, other = distributed.from_master(
+            lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
+        )
+        loop.state.begin_with(weights)
         took = f"the model begins with {len(weights)} weights of {file}"
         reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {other}" if other else took)
 
@@ -224,7 +227,7 @@ class _Rank:
         # Rank 0 sends what it has read: nobody else needs the file, or could choose another one.
         source, state, passed_over = distributed.from_master(lambda: _choose(loop, path))
         # A run that goes on after its own last checkpoint has begun afresh already.
-        loop.load_state_dict(state, source=source, again=distributed.from_master(lambda: self._is_own(source)))
+        loop.state.load_state_dict(state, source=source, again=distributed.from_master(lambda: self._is_own(source)))
         reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
         if not (reason := loop.at_its_end()):
             return
@@ -332,7 +335,7 @@ def _choose(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
     source = path
     try:
         source, state, passed_over = open_checkpoint(path, asked="--resume")
-        loop.require_fit(state, source=str(source))
+        loop.state.require_fit(state, source=str(source))
     except RequestError as error:
         raise RequestError(f"{error}{_offer(loop, source)}") from None
     return str(source), state, passed_over
@@ -346,7 +349,7 @@ def _offer(loop: Loop, source: Path) -> str:
         if source.exists() and path.samefile(source):
             continue
         try:
-            loop.require_fit(state, source=str(path))
+            loop.state.require_fit(state, source=str(path))
         except RequestError:
             continue
         return f"; {path} is good: --resume {path} (in a recipe train.resume) goes on from update {state['updates']}"

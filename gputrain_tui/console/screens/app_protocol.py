@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from textual.screen import Screen
+from textual.worker import WorkType
 
 if TYPE_CHECKING:
     from gputrain_tui.console.launch_session import LaunchSession
     from gputrain_tui.console.live import LiveRun
     from gputrain_tui.history.runs import Run
-    from gputrain_tui.lifecycle.start import Prepared
     from gputrain_tui.lifecycle.warm_pool import WarmPool
 
 
@@ -24,6 +25,8 @@ class AppProtocol(Protocol):
     """The run that was opened last."""
     warm: WarmPool | None
     """Processes that have torch loaded; None: without them."""
+    supervisors: list[subprocess.Popen[bytes]]
+    """Of the runs launched here; asked now and then whether they have ended, so that none stays a zombie."""
     quiet_s: float
     """Seconds between the last two keys."""
 
@@ -42,23 +45,14 @@ class AppProtocol(Protocol):
     async def open_run(self, run: Run) -> None:
         """Show a run from its beginning on."""
 
-    async def launch(self, prepared: Prepared) -> None:
-        """Start a prepared run, detached, and show it."""
+    def run_worker(self, work: WorkType[Any], *, group: str, exclusive: bool = False) -> object:
+        """Run a coroutine beside the app; an exclusive one ends the others of its group."""
 
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
         """Act once the person has confirmed it."""
 
-    def ask_to_resume(self, run: Run) -> None:
-        """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
-
-    async def relaunch(self, run: Run) -> None:
-        """Open a run's recipe on the launch screen."""
-
     def compare_with_last(self, run: Run) -> None:
         """Compare a run with the one before it of the same recipe."""
-
-    def ask_to_stop(self, run: Run) -> None:
-        """Stop a run everywhere, once the person has confirmed it."""
 
 
 def app_of(screen: Screen[Any]) -> AppProtocol:

@@ -15,6 +15,7 @@ from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.live import POLL_BUDGET_S
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
+from gputrain_tui.console.screens.start_and_stop import ask_to_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
 from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
@@ -251,4 +252,4 @@ class ChartScreen(ConsoleScreen):
         if self.live.over:
             app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
         else:
-            app_of(self).ask_to_stop(self.live.run)
+            ask_to_stop(app_of(self), self.live.run)

@@ -20,7 +20,7 @@ from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.history.compare import MEASURES, RecipeDifference, differences
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import start
-from gputrain_tui.recipe import model as recipes
+from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
@@ -150,6 +150,6 @@ class CompareScreen(Page):
 def _recipe_of(run: Run) -> Recipe:
     """Read a run's recipe; a user's own task may have to be asked for its options."""
     try:
-        return recipes.load(start.recipe_of(run))
+        return load(start.recipe_of(run))
     except RequestError as error:
         raise RequestError(f"the recipe of {run.id} cannot be read: {error}") from None

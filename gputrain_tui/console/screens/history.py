@@ -19,13 +19,15 @@ from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.start_and_stop import ask_to_resume, ask_to_stop, relaunch
 from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
 from gputrain_tui.history.run_columns import run_filter
-from gputrain_tui.history.runs import ENDED, Run, list_all
+from gputrain_tui.history.runs import Run, list_all
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
@@ -258,13 +260,13 @@ class HistoryScreen(Page):
         """Go on from the run's last checkpoint, as a new run, once the person has confirmed it."""
         run = self.run_here
         if run is not None:
-            self.console.ask_to_resume(run)
+            ask_to_resume(self.console, run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
         run = self.run_here
         if run is not None:
-            await self.console.relaunch(run)
+            await relaunch(self.console, run)
 
     def action_stop_marked(self) -> None:
         """Stop the run."""
@@ -274,7 +276,7 @@ class HistoryScreen(Page):
         if run.state in ENDED:
             self.console.report(f"{run.id} has ended: {run.state}")
         else:
-            self.console.ask_to_stop(run)
+            ask_to_stop(self.console, run)
 
     def action_delete(self) -> None:
         """Delete the run, once the person has confirmed it."""

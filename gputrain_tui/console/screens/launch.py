@@ -14,15 +14,17 @@ from textual.widgets import Input
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.recipe_page import RecipePage
+from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
-from gputrain_tui.recipe.draft import NODE_KEY, Field, value_text
 from gputrain_tui.recipe.files import complete_path, recipe_files
+from gputrain_tui.recipe.form_fields import NODE_KEY, Field
 from gputrain_tui.recipe.toml_writer import dump_toml
+from gputrain_tui.recipe.values import value_text
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
 
@@ -293,7 +295,7 @@ class LaunchScreen(RecipePage):
         found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
         self._launching = False
         if found.prepared is not None:
-            await self.console.launch(found.prepared)
+            await launch(self.console, found.prepared)
         else:
             refused = errors(found.results)
             self.console.report(refused[0].line if refused else found.problem, alarm=True)

@@ -24,8 +24,9 @@ from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.preflight import errors
-from gputrain_tui.recipe.draft import Draft, Field, FieldMessage, find_field, strip_location
+from gputrain_tui.recipe.draft import Draft
 from gputrain_tui.recipe.files import recipe_files
+from gputrain_tui.recipe.form_fields import Field, FieldMessage, find_field, strip_location
 from trainer.contract.errors import RequestError
 from trainer.host.addresses import is_loopback
 

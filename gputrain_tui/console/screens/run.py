@@ -16,6 +16,7 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts import ChartScreen
+from gputrain_tui.console.screens.start_and_stop import ask_to_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.hardware_lines import HardwareLines
@@ -305,11 +306,11 @@ class RunScreen(ChartScreen):
     def action_resume(self) -> None:
         """Go on from the run's last checkpoint, after a question."""
         if self._ended():
-            app_of(self).ask_to_resume(self.live.run)
+            ask_to_resume(app_of(self), self.live.run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
-        await app_of(self).relaunch(self.live.run)
+        await relaunch(app_of(self), self.live.run)
 
     def action_compare(self) -> None:
         """Compare with the run before it of the same recipe."""

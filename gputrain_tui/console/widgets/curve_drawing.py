@@ -20,7 +20,7 @@ from gputrain_tui.console.widgets.drawing import (
     nice_step,
     title_row,
 )
-from gputrain_tui.headless.progress import loss_text
+from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.series import Window
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row, wrap_text
-from gputrain_tui.recipe.draft import ENV, Field, FieldMessage, value_text
+from gputrain_tui.recipe.form_fields import ENV, Field, FieldMessage
+from gputrain_tui.recipe.values import value_text
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.console.widgets.rank_columns import PHASES
-from gputrain_tui.headless.progress import loss_text, percent
+from gputrain_tui.headless.number_text import loss_text, percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import duration, printable, size
 

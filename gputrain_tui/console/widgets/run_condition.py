@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.diagnosis.roll_up import roll_up
-from gputrain_tui.history.runs import ENDED
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import printable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, row_cells
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.console.widgets.run_condition import run_condition
-from gputrain_tui.headless.progress import loss_text
-from gputrain_tui.history.runs import ENDED
+from gputrain_tui.headless.number_text import loss_text
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.state.figures import RunFigures
 from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import duration, evaluation, of_weights, printable

@@ -18,7 +18,8 @@ from tomlkit.exceptions import TOMLKitError
 
 from gputrain_tui.history.archive_layout import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
 from gputrain_tui.history.export.masking import SecretMask
-from gputrain_tui.history.runs import Run, Status
+from gputrain_tui.history.runs import Run
+from gputrain_tui.history.status_file import Status
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.tables import size
 from trainer.contract.errors import RecordError, RequestError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gputrain_tui.history.runs import Run, last_step
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.runs import Run
 
 GOING = ("queued", "starting", "running", "stopping")
 """States of a run in which its last lines may be half written at the moment."""

@@ -9,7 +9,8 @@ import run_dirs
 
 from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_list import RunCard
-from gputrain_tui.history.runs import Run, open_run, write_status
+from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import Validation
 

@@ -36,9 +36,8 @@ from trainer.contract.record.events import (
     Step as Step,
     TrainingPlan as TrainingPlan,
     Validation as Validation,
-    decode_events as decode_events,
-    encode_event as encode_event,
-    single_steps as single_steps,
 )
+from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
 from trainer.contract.record.run_dir import RunDir as RunDir, write_atomically as write_atomically
+from trainer.contract.record.step_expansion import single_steps as single_steps
 from trainer.contract.record.writer import EventWriter as EventWriter

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trainer.contract.record.events import Checkpoint, decode_events
+from trainer.contract.record.events import Checkpoint
+from trainer.contract.record.json_lines import decode_events
 from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 

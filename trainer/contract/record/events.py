@@ -6,13 +6,10 @@ bounds, checked on reading: one number beyond them, from a damaged line, could e
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-T = TypeVar("T")
 
 STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
 """The states of a rank, in the order in which a healthy run passes through them."""
@@ -179,65 +176,6 @@ class Step(Event, kw_only=True, tag="step"):
 
 SINGLE_VALUES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
 """Fields of which an event that covers several steps has each step's own value, and the fields with those."""
-MEAN_FIELDS = tuple(
-    name for name in Step.__struct_fields__
-    if name not in (
-        *SINGLE_VALUES, *SINGLE_VALUES.values(), "time", "rank", "step", "epoch", "steps", "samples", "tokens", "lr",
-        "bucket_ms",
-    )
-)  # fmt: skip
-"""Fields that such an event has as a mean, or of its last step."""
-
-
-def single_steps(event: Step, *, means: bool = False) -> list[Step]:
-    """Return one event per covered step, with its single values; ``[event]`` where it has none.
-
-    Samples and tokens are divided evenly. Fields that the record has as a mean only are absent.
-
-    Args:
-        event: One or several steps.
-        means: Repeat such means in each step instead, also where the event has no single values at all; the times of
-            the buckets are then those of the last step.
-    """
-    count, lengths_ms = event.steps, event.step_ms_each
-    if count == 1 or (not means and (lengths_ms is None or len(lengths_ms) != count)):
-        return [event]
-    each = {name: _each(event, name, means) for name in SINGLE_VALUES}
-    repeated = {name: getattr(event, name) for name in MEAN_FIELDS} if means else {}
-    ends = [event.time] * count
-    for index in range(count - 1, 0, -1):
-        ends[index - 1] = ends[index] - (each["step_ms"][index] or 0.0) / 1e3
-    singles = [
-        Step(
-            time=time,
-            rank=event.rank,
-            step=event.step - count + 1 + index,
-            epoch=event.epoch,
-            steps=1,
-            samples=_part(event.samples, index, count),
-            tokens=None if event.tokens is None else _part(event.tokens, index, count),
-            lr=event.lr,
-            loss=loss,
-            step_ms=step_ms,
-            sync_exposed_ms=waited_ms,
-            **repeated,
-        )
-        for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, *each.values(), strict=True))
-    ]
-    if means:
-        singles[-1].bucket_ms = event.bucket_ms
-    return singles
-
-
-def _each(event: Step, name: str, means: bool) -> list[float | None]:
-    values = getattr(event, SINGLE_VALUES[name])
-    if values is not None and len(values) == event.steps:
-        return list(values)
-    return [getattr(event, name) if means else None] * event.steps
-
-
-def _part(total: int, index: int, count: int) -> int:
-    return total * (index + 1) // count - total * index // count
 
 
 class Doing(Event, kw_only=True, tag="doing"):
@@ -431,66 +369,3 @@ AnyEvent = (
     | Lost
     | RunEnded
 )
-
-_encode = msgspec.json.Encoder()
-_decode = msgspec.json.Decoder(AnyEvent)
-DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of decoding bytes that are no event; too deep a nesting raises ``RecursionError``."""
-
-
-def encode_event(event: Event) -> bytes:
-    """Return the event as one JSON line with its newline. Non-finite numbers become null."""
-    try:
-        return _encode.encode(event) + b"\n"
-    except UnicodeEncodeError:  # Such as a message with a file name that is not UTF-8.
-        return _encode.encode(_encodable(msgspec.to_builtins(event))) + b"\n"
-
-
-def _encodable(value: Any) -> Any:
-    """Replace characters that UTF-8 cannot encode by question marks."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    return value
-
-
-def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
-    """Return the events of complete lines; skip lines that are torn, of an unknown type or of other ranks."""
-    events = decode_lines(_decode, lines)
-    if world_size >= MAX_RANKS:  # the bound of the schema itself
-        return events
-    return [
-        event
-        for event in events
-        if (event.rank < world_size if type(event) is Step else is_within_world(event, world_size))
-    ]
-
-
-def decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
-    """Decode lines of JSON; skip those that are torn or of another type."""
-    try:
-        return decoder.decode_lines(lines)
-    except DECODE_ERRORS:
-        found: list[T] = []
-        for line in lines.splitlines():
-            with suppress(*DECODE_ERRORS):
-                found.append(decoder.decode(line))
-        return found
-
-
-def is_within_world(event: AnyEvent, world_size: int) -> bool:
-    """Return whether all ranks and nodes of an event are below the world size."""
-    match event:
-        case RunStarted() | TrainingPlan():
-            return event.world_size <= world_size
-        case Joining():
-            return max((*event.joined, *event.missing), default=0) < world_size
-        case NodeSample():
-            named = [event.node, *(each.rank for each in event.ranks), *(gpu.rank or 0 for gpu in event.gpus)]
-            return max(named) < world_size
-        case RankState():
-            return max(event.rank, event.node or 0) < world_size
-    return (getattr(event, "rank", None) or 0) < world_size

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record.downsampled import Downsampler
-from trainer.contract.record.events import Event, Lost, encode_event
+from trainer.contract.record.events import Event, Lost
+from trainer.contract.record.json_lines import encode_event
 
 
 class EventWriter:

@@ -8,210 +8,18 @@ run out gives dummy batches until all have.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
-
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.data.batches import Position, Shares, Update
+from trainer.data.batches import Position, Update
 from trainer.data.dataset import StreamDataset, length_of
-from trainer.data.loader import CarriedError, Collate, MicroBatch, as_it_is, mix_seed, pinned, start_worker
-from trainer.data.seeds import RandomNumbers
-from trainer.data.worker_start import start_method
-from trainer.distributed.encoding import encode
-from trainer.host.stop_request import save_signals_blocked
+from trainer.data.loader import Collate, MicroBatch
+from trainer.data.stream_reader import StreamBlock, StreamReader
 
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them has given, in rank order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """The samples of one micro-step, as one rank reads them."""
-
-    batch: Any
-    """This rank's batch; where it has no sample, the last one of the stream twice, and None before any."""
-    samples: int
-    """Of this rank."""
-    total: int
-    """Of the whole stream that was read; 0 after its end."""
-    head: str
-    """Digest of the stream's first sample; empty where it has no bytes of its own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """One pass over a stream by one process."""
-
-    dataset: StreamDataset
-    collate: Collate
-    shares: Shares
-    rank: int
-    epoch: int
-    skip: int
-    """Samples at the start that have been seen."""
-    may_be_short: bool
-    """Whether there may be fewer than that: another rank's part is longer."""
-    seed: int
-    worker: int = 0
-    workers: int = 1
-    """Reading processes of the rank; each gives every so many-th block."""
-
-    def __iter__(self) -> Iterator[_Block]:
-        """Yield the blocks of this process, and after the last one that of the end."""
-        numbers = RandomNumbers(mix_seed(self.seed, self.epoch))
-        low, high = self.shares.bounds(self.shares.total)(0)
-        place, index, head, last = 0, 0, "", None
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(self.epoch)
-        with numbers():
-            source = iter(self.dataset)
-        while True:
-            own: list[Any] = []
-            total = 0
-            mine = index % self.workers == self.worker
-            with numbers():
-                for sample in source:
-                    last = sample
-                    place += 1
-                    if place == 1:
-                        head = self._digest(sample, numbers)
-                    if place <= self.skip:
-                        continue
-                    if mine and low <= total < high:
-                        own.append(sample)
-                    total += 1
-                    if total == self.shares.total:
-                        break
-            if place < self.skip and not self.may_be_short:
-                raise RequestError(
-                    f"the checkpoint is at sample {self.skip} of epoch {self.epoch}, but the stream ended after "
-                    f"{place}; resume with the same data"
-                )
-            if total < self.shares.total and self.shares.drop_last:
-                total, own = 0, []
-            if mine or not total:
-                if not total:
-                    own = []
-                given = own or ([] if last is None else [last, last])
-                with numbers.seeded(mix_seed(self.seed, self.epoch, place, self.rank)):
-                    batch = self.collate(given) if given else None
-                yield _Block(batch=batch, samples=len(own), total=total, head=head)
-            if not total:
-                return
-            if total < self.shares.total:
-                source = iter(())  # what has ended is not asked again
-            index += 1
-
-    def _digest(self, sample: Any, numbers: RandomNumbers) -> str:
-        try:
-            with numbers.seeded(0):
-                content = encode(self.collate([sample]))
-        except Exception:  # noqa: BLE001 - one sample may be no batch; training meets an error itself, in its place
-            return ""
-        buffer = bytearray(content.numel())
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
-        return hashlib.blake2b(buffer, digest_size=16).hexdigest()
-
-
-class _InWorker(IterableDataset[Any]):
-    """A pass in the reading processes, which share its blocks out."""
-
-    def __init__(self, reading: _Reading) -> None:
-        self._reading = reading
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        reading = replace(self._reading, worker=info.id, workers=info.num_workers)
-        # A dataset that shares its samples out by get_worker_info gives all of them: they are shared out here.
-        torch_worker._worker_info = None
-        try:
-            yield from reading
-        except (RequestError, TrainingError) as error:
-            yield CarriedError(error)
-
-
-class StreamReader:
-    """Reads a stream for one rank, in this process or ahead of it in others."""
-
-    def __init__(
-        self,
-        dataset: StreamDataset,
-        *,
-        collate: Collate,
-        batch_sizes: Sequence[int],
-        rank: int,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-    ) -> None:
-        """Read nothing yet; see ``EpochBatches`` for the arguments."""
-        self.shards = 0
-        """Parts of the dataset of which this rank reads one; 0 where all ranks read all of it."""
-        shares = Shares(tuple(batch_sizes), rank, drop_last)
-        if callable(shard := getattr(dataset, "shard", None)):
-            self.shards = len(batch_sizes)
-            dataset = shard(self.shards, rank)
-            shares = Shares((batch_sizes[rank],), 0, drop_last)
-        self._reading = _Reading(
-            dataset=dataset,
-            collate=collate,
-            shares=shares,
-            rank=rank,
-            epoch=1,
-            skip=0,
-            seed=0,
-            may_be_short=self.shards > 0,
-        )
-        self._num_workers = num_workers
-        self._pin = pinned if pin_memory else None
-
-    def read(self, *, epoch: int, skip: int, seed: int) -> Iterator[_Block]:
-        """Yield the blocks of an epoch after the first ``skip`` samples, the last one with a total of 0.
-
-        Raises:
-            RequestError: the stream has fewer samples than are to be skipped.
-        """
-        reading = replace(self._reading, epoch=epoch, skip=skip, seed=seed)
-        read = self._read_ahead(reading) if self._num_workers else iter(reading)
-        return read if self._pin is None else (replace(block, batch=self._pin(block.batch)) for block in read)
-
-    def _read_ahead(self, reading: _Reading) -> Iterator[_Block]:
-        method = start_method(reading, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        loader = DataLoader(
-            _InWorker(reading),
-            batch_size=None,
-            num_workers=self._num_workers,
-            collate_fn=as_it_is,
-            worker_init_fn=partial(start_worker, os.getpid(), method),
-            generator=torch.Generator(),
-            multiprocessing_context=method,
-        )
-        # A scheduler may signal every process of a job, also a worker that has not yet set what it ignores.
-        with save_signals_blocked():
-            blocks = iter(loader)
-        head = ""
-        for block in blocks:  # of the workers in turn
-            if isinstance(block, CarriedError):
-                raise block.error
-            head = head or block.head
-            if block.head != head:
-                raise RequestError(
-                    "the reading processes of one rank read different streams: __iter__ must give the same samples in "
-                    "each of them"
-                )
-            yield block
-            if not block.total:
-                return
 
 
 class StreamBatches:
@@ -373,7 +181,7 @@ class StreamBatches:
             assert self._position == after, "the previous update was not read to its end"
         self._end = self._position
 
-    def _next(self, read: Iterator[_Block], update_freq: int, before: Position) -> tuple[Update, Position] | None:
+    def _next(self, read: Iterator[StreamBlock], update_freq: int, before: Position) -> tuple[Update, Position] | None:
         """Read the next update; None on all ranks once none of them has a sample left."""
         blocks = list(islice(read, update_freq))
         if blocks and not blocks[-1].total:
@@ -390,7 +198,7 @@ class StreamBatches:
             raise RequestError(f"rank {without[0]} gets no sample of the training data: use fewer ranks")
         self._head = head
         if len(blocks) < micro_steps:
-            filler = _Block(batch=self._dummy, samples=0, total=0, head=head)
+            filler = StreamBlock(batch=self._dummy, samples=0, total=0, head=head)
             blocks += [filler] * (micro_steps - len(blocks))
         read_now = self._total * micro_steps if self._reader.shards else sum(total for _, total in mine)
         after = Position(before.epoch, before.consumed + read_now)
@@ -425,7 +233,7 @@ class StreamBatches:
                     f"has {sum(totals[0])} more samples in this update, rank {rank} {sum(each)}"
                 )
 
-    def _micro_batches(self, blocks: list[_Block], after: Position) -> Iterator[MicroBatch]:
+    def _micro_batches(self, blocks: list[StreamBlock], after: Position) -> Iterator[MicroBatch]:
         for index, block in enumerate(blocks):
             if index == len(blocks) - 1:
                 self._position = after

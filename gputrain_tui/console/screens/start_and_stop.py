@@ -1,0 +1,123 @@
+"""Starts, resumes and stops runs for the app and its screens, by the functions of the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainer.contract.errors import RequestError
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.screens.app_protocol import AppProtocol
+    from gputrain_tui.history.runs import Run
+    from gputrain_tui.lifecycle.start import Prepared
+
+
+async def launch(console: AppProtocol, prepared: Prepared) -> None:
+    """Start a prepared run, detached, and show it.
+
+    It is started here and not by a worker: the signal of a parent's death comes when the thread that
+    started the process ends.
+    """
+    from gputrain_tui.lifecycle import start
+
+    try:
+        run, supervisor = start.launch(prepared, leased=False, warm=console.warm)
+    except RequestError as error:
+        console.report(str(error), alarm=True)
+        return
+    console.supervisors = [started for started in console.supervisors if started.poll() is None]
+    console.supervisors.append(supervisor)
+    console.run_worker(partial(_await_supervisor, console, run, supervisor), group="supervisor")
+    await console.open_run(run)
+
+
+async def _await_supervisor(console: AppProtocol, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
+    from gputrain_tui.lifecycle import start
+
+    try:
+        await asyncio.to_thread(start.await_supervisor, run, supervisor, was=run.status.supervisor)
+    except RequestError as error:
+        console.report(str(error), alarm=True)
+
+
+def start_demo(console: AppProtocol) -> None:
+    """Launch the demo."""
+    console.run_worker(partial(_start_demo, console), group="launch", exclusive=True)
+
+
+async def _start_demo(console: AppProtocol) -> None:
+    console.report("preparing the demo")
+    try:
+        prepared = await asyncio.to_thread(_prepared_demo)
+    except RequestError as error:
+        console.report(str(error), alarm=True)
+    else:
+        await launch(console, prepared)
+
+
+def _prepared_demo() -> Prepared:
+    from gputrain_tui.lifecycle import start
+    from gputrain_tui.recipe import demo
+
+    return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+
+
+def ask_to_resume(console: AppProtocol, run: Run) -> None:
+    """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
+    steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
+    where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
+    ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
+    what = f"{run.status.recipe} goes on from {where}, with {ranks}, as a new run."
+    resume = partial(console.run_worker, partial(_resume, console, run), group="launch", exclusive=True)
+    console.confirm(f"Resume {run.id}?", what, yes="Resume it", act=resume)
+
+
+async def _resume(console: AppProtocol, run: Run) -> None:
+    console.report(f"preparing to resume {run.id}")
+    try:
+        prepared = await asyncio.to_thread(_prepared_resume, run)
+    except RequestError as error:
+        console.report(str(error).removeprefix(f"--resume {run.id}: "), alarm=True)
+    else:
+        await launch(console, prepared)
+
+
+def _prepared_resume(run: Run) -> Prepared:
+    from gputrain_tui.lifecycle import start
+
+    return start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))
+
+
+async def relaunch(console: AppProtocol, run: Run) -> None:
+    """Open a run's recipe on the launch screen."""
+    from gputrain_tui.lifecycle import start
+
+    try:
+        console.session.source = start.recipe_of(run)
+    except RequestError as error:
+        console.report(str(error), alarm=True)
+    else:
+        await console.action_go("launch")
+
+
+def ask_to_stop(console: AppProtocol, run: Run) -> None:
+    """Stop a run everywhere, once the person has confirmed it."""
+    ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
+    what = f"Its {ranks} end on every machine. Checkpoints are kept."
+    stop = partial(console.run_worker, partial(_stop, console, run), group="stop")
+    console.confirm(f"Stop {run.id}?", what, yes="Stop it", act=stop)
+
+
+async def _stop(console: AppProtocol, run: Run) -> None:
+    from gputrain_tui.lifecycle.stop import stop_by_name
+
+    console.report(f"stopping {run.id}")
+    try:
+        report, left = await asyncio.to_thread(stop_by_name, run.id)
+    except RequestError as error:
+        console.report(str(error), alarm=True)
+    else:
+        console.report(report, alarm=bool(left))

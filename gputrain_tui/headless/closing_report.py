@@ -1,0 +1,132 @@
+"""Renders the end of a run: the table of its ranks, its results and findings, and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
+from gputrain_tui.headless.progress import event_line
+from gputrain_tui.headless.styled_text import Piece, paint
+from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.figures import run_throughput
+from gputrain_tui.tables import TableColumn, duration, table, width as cells
+from trainer.contract.record import Failure
+
+MAX_TABLE_RANKS = 32
+"""More would scroll the run's result away; those that the others waited for most are listed."""
+LOG_LINES = 12
+"""Last lines shown of the failed rank's output: the end of most tracebacks."""
+MAX_FINDINGS = 10
+"""More would scroll the run's result away."""
+COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
+    (TableColumn("rank", right=True), 0, lambda view: str(view.rank)),
+    (TableColumn("host"), 2, lambda view: view.host or ""),
+    (TableColumn("device"), 3, lambda view: view.device or ""),
+    (TableColumn("steps", right=True), 0, lambda view: number(view.totals.steps, 0)),
+    (TableColumn("loss", right=True), 0, lambda view: loss_text(view.loss)),
+    (TableColumn("samples/s", right=True), 0, lambda view: number(view.totals.samples_per_s)),
+    (TableColumn("step ms", right=True), 4, lambda view: number(view.totals.mean_step_ms)),
+    (TableColumn("data", right=True), 0, lambda view: percent(view.totals.data_share)),
+    (TableColumn("compute", right=True), 0, lambda view: percent(view.totals.compute_share)),
+    (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
+    (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
+)
+"""Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
+
+The loss is that of the rank's last step, all else is over the whole run.
+"""
+
+
+def closing_table(state: RunState, width: int) -> list[list[Piece]]:
+    """Return a title and a row per rank; of very many ranks those that the others waited for most."""
+    views = list(state.ranks.values())
+    hidden = len(views) - MAX_TABLE_RANKS
+    if hidden > 0:
+        late = state.lateness()
+        views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
+    for dropped in range(5, 0, -1):
+        shown = [column for column in COLUMNS if column[1] < dropped]
+        text = table([title for title, _, _ in shown], [[cell(view) for _, _, cell in shown] for view in views])
+        title, *rows = text.splitlines()
+        if max(map(cells, (title, *rows))) <= width:
+            break
+    lines: list[list[Piece]] = [[(title, "dim")], *([(row, "")] for row in rows)]
+    if hidden > 0:
+        lines.append([(f"… and {hidden} ranks that were waited for less", "dim")])
+    return lines
+
+
+def closing_lines(
+    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True, place: str = ""
+) -> list[list[Piece]]:
+    """Return the closing lines of a run: table and rates where it trained, evaluations, findings, checkpoint, sample.
+
+    Args:
+        state: of the run.
+        width: columns of the terminal.
+        is_there: whether a checkpoint still exists.
+        place: stands before its path: the host that has it, where that is not this machine.
+    """
+    lines = closing_table(state, width) if state.step else []
+    rates = run_throughput(state.ranks.values())
+    if further := further_rates(rates):
+        text = f"{number(rates.samples_per_s)} samples/s  {further}"
+        lines.append([(f"{'all ranks':<11}", "dim"), (text, "")])
+    for split in ("valid", "test"):
+        validation = state.last_validation(split)
+        if validation is not None:
+            text = paint((event_line(validation) or [])[1:], colour=False)
+            lines.append([(f"{split:<11}", "dim"), (text, "")])
+    if (agree := state.desync.equal) is not None and state.world_size > 1:
+        text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
+        lines.append([("parameters ", "dim"), (text, style)])
+    lines += finding_lines(state)
+    kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
+    if kept is not None:
+        lines.append([("checkpoint ", "dim"), (f"{place}{kept}", "")])
+    if state.sample is not None:
+        lines.append([("sample", "dim")])
+        lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
+    return lines
+
+
+def finding_lines(state: RunState) -> list[list[Piece]]:
+    """Return a line per finding, those that are not cleared first."""
+    lines: list[list[Piece]] = []
+    for finding, stands in newest_findings(state):
+        if finding.severity == "info":
+            continue
+        since = f" since step {finding.step}" if finding.step is not None else ""
+        what = finding.message or finding.kind.replace("_", " ")
+        title = (f"{'finding' if stands else 'was found':<11}", "dim")
+        lines.append([title, (what + (since if stands else ", no longer"), "alarm" if stands else "dim")])
+    hidden = len(lines) - MAX_FINDINGS
+    return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
+
+
+def ending(state: RunState) -> list[Piece]:
+    """Return the last line: status, duration, steps and samples."""
+    took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
+    samples = sum(view.totals.samples for view in state.ranks.values())
+    status = state.status
+    style = "alarm" if status == "failed" else "bold"
+    steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
+    only_evaluated = not state.step and state.validations
+    return [(status, style), (took if only_evaluated else took + steps, "")]
+
+
+def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
+    """Return the rank that failed, the reason, and the end of its output."""
+    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    where = f" on {failure.host}" if failure.host else ""
+    when = f" at step {failure.step}" if failure.step is not None else ""
+    kind = failure.kind.replace("_", " ")
+    lines: list[list[Piece]] = [
+        [(f"{who} failed{where}{when}: {kind}", "alarm")],
+        [("  " + failure.message, "bold")],
+    ]
+    if log:
+        lines.append([(f"  its last output, of {path}:", "dim")])
+        lines += [[("  │ " + line, "dim")] for line in log]
+    return lines

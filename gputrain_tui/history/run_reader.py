@@ -1,0 +1,58 @@
+"""Follows the events of all ranks and nodes of a run, in the order of their times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+
+from gputrain_tui.history.follow import Follower
+from gputrain_tui.history.plan_file import planned_world_size
+from trainer.contract.record import AnyEvent, RunDir, RunEnded, decode_events
+
+
+class RunReader:
+    """Follows the events of a run, of all ranks and nodes.
+
+    The events of one poll are sorted by time. ``run_ended`` comes last of all: it is held back while other files have a
+    backlog.
+    """
+
+    budget_bytes = 8 << 20
+    """Maximum of one poll, about 20 ms of work; exceeded when very many files have a backlog."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        begin: Mapping[str, int] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
+        self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
+        self._world_size = planned_world_size(run)
+        self._ended: RunEnded | None = None
+
+    def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
+        """Return the events appended since the last poll."""
+        events: list[AnyEvent] = []
+        for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
+            found = decode_events(lines, self._world_size)
+            if name == "run" and found and isinstance(last := found[-1], RunEnded):
+                self._ended = last
+                found.pop()
+            events += found
+        events.sort(key=attrgetter("time"))
+        if self._ended is not None and not self._follower.backlog_bytes:
+            events.append(self._ended)
+            self._ended = None
+        return events
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that the last poll left for the next."""
+        return self._follower.backlog_bytes
+
+    def close(self) -> None:
+        """Close the files."""
+        self._follower.close()

@@ -1,0 +1,153 @@
+"""Reads and writes ``status.json`` of a run directory.
+
+The state of a run is that of its status, unless its supervisor is dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Literal
+
+import msgspec
+
+from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.record_tail import newest_loss_of
+from trainer.contract.errors import ExitCode, RecordError
+from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
+from trainer.contract.record import RunDir, RunStatusName, Validation, write_atomically
+from trainer.contract.record.events import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
+from trainer.contract.record.regular_file import open_regular, read_json
+from trainer.host.process_identity import ProcessIdentity, is_alive
+
+RunStateName = RunStatusName | Literal["lost"]
+"""``lost``: by its status it runs, but its supervisor is dead."""
+
+ENDED = ("finished", "failed", "stopped")
+
+
+class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Contents of ``status.json``: replaced atomically, by the supervisor alone once it has taken over.
+
+    An ended status is written after the ``run_ended`` event: a reader that sees it can read the whole record.
+    """
+
+    run: str
+    """Run id."""
+    recipe: str
+    """Name of the recipe."""
+    world_size: WorldSize
+    status: RunStatusName = "starting"
+    by_hand: bool = False
+    """Whether its commands were typed by a person: nobody writes its end, which is read from its record."""
+    supervisor: ProcessIdentity | None = None
+    """Process responsible for the run: its creator until the supervisor has taken over."""
+    started: UnixSeconds = 0.0
+    """Unix seconds."""
+    ended: UnixSeconds | None = None
+    """Unix seconds."""
+    exit_code: ExitStatus | None = None
+    restarts: Count = 0
+    """Attempts that failed and were followed by another."""
+    message: str | None = None
+    """One line: why it failed, or which processes were left when it stopped."""
+    step: Count | None = None
+    """Optimizer steps done when this was written."""
+    loss: FiniteFloat | None = None
+    """Mean over the ranks at that step, in nats."""
+    valid: FiniteFloat | None = None
+    """The newest validation loss, in nats."""
+    lr: FiniteFloat | None = None
+    """Learning rate of the last step; written at the end."""
+    tokens: Count | None = None
+    """Tokens that all ranks read; None where the task counts none; written at the end."""
+    samples_per_s: FiniteFloat | None = None
+    """Of all ranks together over the whole run; written at the end."""
+    tokens_per_s: FiniteFloat | None = None
+    """Likewise; None where the task counts none."""
+    mfu: FiniteFloat | None = None
+    """Model FLOPs utilization since the ranks were last started, 0 to 1; None where it is not known."""
+    tested: Validation | None = None
+    """The last test, or what an evaluation found; written at the end."""
+    archived: UnixSeconds | None = None
+    """When this copy of the run was made for an archive, Unix seconds; nothing goes on in it."""
+
+
+_encode = msgspec.json.Encoder()
+_status = msgspec.json.Decoder(Status)
+
+
+def write_status(run: RunDir, status: Status) -> None:
+    """Replace ``status.json`` atomically; on a full disk overwrite it, which needs no more space.
+
+    Raises:
+        OSError: it cannot be written at all.
+    """
+    data = _encode.encode(status) + b"\n"
+    try:
+        write_atomically(run.status, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with os.fdopen(open_regular(run.status, os.O_RDWR), "r+b", buffering=0) as file:
+            file.write(data)
+            file.truncate()
+
+
+def read_status(run: RunDir) -> Status | None:
+    """Read ``status.json``; None when it is missing or damaged."""
+    try:
+        return require_status(run)
+    except RecordError:
+        return None
+
+
+def require_status(run: RunDir) -> Status:
+    """Read ``status.json``.
+
+    Raises:
+        RecordError: it is missing or damaged.
+    """
+    status = read_json(run.status, _status)
+    return as_recorded(run, status) if status.by_hand else status
+
+
+def as_recorded(run: RunDir, status: Status) -> Status:
+    """Return the status of a run without a supervisor as its nodes have recorded their ends."""
+    numbers = [int(path.stem) for path in run.nodes.glob("*.json") if path.stem.isdecimal()]
+    try:
+        count = len(read_plan(run).nodes)
+    except RecordError:
+        count = len(numbers)
+    ends = [end for number in sorted(numbers) if (end := node_outcome(run, number)) is not None]
+    if not ends or len(ends) < count:
+        began = any(run.events.glob("[0-9]*.ndjson"))
+        return msgspec.structs.replace(status, status="running" if began else "starting")
+    failure = root_cause((int(end.failure.time * 1e9), end.failure) for end in ends if end.failure is not None)
+    code = exit_code_of(failure) if failure is not None else max(end.exit_code for end in ends)
+    step, loss = newest_loss_of(run, status.world_size)
+    how: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
+    return msgspec.structs.replace(
+        status,
+        status=how,
+        exit_code=int(code),
+        ended=max(run.node_result(end.node).stat().st_mtime for end in ends),
+        message=None if failure is None else failure.message,
+        step=step,
+        loss=loss,
+    )
+
+
+def state_of(status: Status) -> RunStateName:
+    """Return the state by a run's status; ``lost`` where it runs without a supervisor, as in an archive of before."""
+    if status.archived is not None and status.status not in ENDED:
+        return "lost"
+    if status.status in ENDED or status.supervisor is None or is_alive(status.supervisor) is not False:
+        return status.status
+    return "lost"
+
+
+def is_over(run: RunDir) -> bool:
+    """Whether the run's record is complete: it has ended, or its supervisor is dead."""
+    status = read_status(run)
+    return status is not None and (status.status in ENDED or state_of(status) == "lost")

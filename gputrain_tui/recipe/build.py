@@ -1,0 +1,325 @@
+"""Reads a recipe, and checks it into the model; what is wrong is one line with file, line and key."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import IO, Any, TypeVar
+
+import msgspec
+
+from gputrain_tui.recipe.model import (
+    CLUSTER_KEYS,
+    LAUNCH_OPTIONS,
+    MAX_NAME_CHARS,
+    RANK_KEYS,
+    Cluster,
+    ClusterOptions,
+    Node,
+    NodeOptions,
+    Recipe,
+    SlurmOptions,
+    train_options,
+)
+from gputrain_tui.recipe.pytext import is_pytext, translate
+from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
+from gputrain_tui.recipe.values import check_env, parse_gpus
+from trainer.contract.errors import RequestError, nearest, quoted
+from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.rendezvous_url import parse_rendezvous_url
+from trainer.contract.schema import check, describe
+from trainer.contract.seed_flags import NO_EFFECT, REFUSED
+
+COMPUTED_FLAGS = {
+    "distributed_init_method": "set cluster.init_method",
+    "distributed_backend": "set cluster.backend",
+    "distributed_port": "set cluster.port",
+    "distributed_gpus": "set gpus of a node in [[cluster.nodes]]",
+    "device_id": "list the device ids in gpus of a node in [[cluster.nodes]]",
+    "cpu": "set cpu_ranks of a node in [[cluster.nodes]]",
+}
+"""Flags that the plan computes, and the key of a recipe that stands for each."""
+
+S = TypeVar("S")
+
+
+def load(source: str, *, overrides: Sequence[str] = (), stdin: IO[str] | None = None) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        source: a TOML or JSON file, or ``-`` for standard input.
+        overrides: ``KEY=VALUE`` settings, applied in order.
+        stdin: what ``-`` reads.
+
+    Raises:
+        RecipeError: the recipe cannot be read or says something impossible.
+    """
+    return _build(read(source, stdin=stdin), overrides)
+
+
+def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Check the text of a recipe; messages call it ``name``.
+
+    Raises:
+        RecipeError: the recipe says something impossible.
+    """
+    return _build(parse(text, name=name), overrides)
+
+
+def _build(source: Source, overrides: Sequence[str]) -> Recipe:
+    notes: tuple[str, ...] = ()
+    if is_pytext(source.data):
+        inside = [setting for setting in overrides if setting.strip().startswith("config.")]
+        data, keys = override(source.data, inside)
+        source, notes = translate(replace(source, data=data, overridden=keys))
+        overrides = [setting for setting in overrides if setting not in inside]
+    data, keys = override(source.data, overrides)
+    source = replace(source, data=data, overridden=source.overridden | keys)
+    for key in data:
+        if key not in TOP_LEVEL_KEYS:
+            raise RecipeError(f"{source.where((key,))} is not known{_table_hint(key)}")
+    _refuse_unusable(source, data, ())
+    train, launch, script = _train(source)
+    slurm = _slurm(source)
+    return Recipe(
+        name=_name(source),
+        cluster=_on_alike_nodes(_cluster(source), slurm, source),
+        slurm=slurm,
+        train=train,
+        launch=launch,
+        script=script,
+        task_options=_task_options(source, train.task),
+        report=_check(ReportOptions, _table(source, "report"), source, "report"),
+        source=source.name,
+        text=source.text,
+        notes=notes,
+        origin=source,
+    )
+
+
+def _table_hint(key: str) -> str:
+    """Return the table that an unknown key belongs to, or the known key that it resembles, as the end of a message."""
+    if key in {option.name for option in train_options()}:
+        return "; it belongs in [train]"
+    if key in CLUSTER_KEYS:
+        return "; it belongs in [cluster]"
+    return nearest(key, TOP_LEVEL_KEYS) or f"; known are {', '.join(TOP_LEVEL_KEYS)}"
+
+
+def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
+    """Raise for values that no option takes or no command line can carry: infinities, NUL and surrogate characters."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
+    if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be text in UTF-8 without a zero character")
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for part, item in items:
+            _refuse_unusable(source, item, (*key, part))
+
+
+def _name(source: Source) -> str:
+    name = source.data.get("name", source.default_name[:MAX_NAME_CHARS])
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
+    if len(name) > MAX_NAME_CHARS:
+        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {MAX_NAME_CHARS} fit a list")
+    return name.strip()
+
+
+def _table(source: Source, *key: str) -> dict[str, Any]:
+    value: Any = source.data
+    for part in key:
+        value = value.get(part, {})
+    if not isinstance(value, dict):
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be a table")
+    return value
+
+
+def _check(schema: type[S], values: Mapping[str, Any], source: Source, *table: str | int) -> S:
+    try:
+        return check(schema, values, where=lambda name: source.where((*table, name)))
+    except RequestError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _cluster(source: Source) -> Cluster:
+    table = _table(source, "cluster")
+    for key in table:
+        if key not in CLUSTER_KEYS:
+            raise RecipeError(f"{source.where(('cluster', key))} is not known{nearest(key, CLUSTER_KEYS)}")
+    given = {key: table[key] for key in table if key not in ("env", "nodes")}
+    options = _check(ClusterOptions, given, source, "cluster")
+    _check_init_method(options, source)
+    _check_place(options, source, "cluster")
+    scalars: dict[str, Any] = {key: getattr(options, key) for key in ClusterOptions.__struct_fields__}
+    scalars["env"] = _env(source, table.get("env", {}), "cluster")
+    if "nodes" not in table:
+        return Cluster(**scalars)
+    where, nodes = source.where(("cluster", "nodes")), table["nodes"]
+    if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
+        raise RecipeError(f"{where} must be a list of tables: write [[cluster.nodes]] before each node")
+    if not nodes:
+        raise RecipeError(f"{where} is empty: name at least one node, or leave it out to use this machine")
+    return Cluster(**scalars, nodes=tuple(_node(source, index, node) for index, node in enumerate(nodes)))
+
+
+def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
+    rest = {key: value for key, value in values.items() if key != "env" and (key != "gpus" or value is None)}
+    options = _check(NodeOptions, rest, source, "cluster", "nodes", index)
+    _check_place(options, source, "cluster", "nodes", index)
+    env = _env(source, values.get("env", {}), "cluster", "nodes", index)
+    node = Node(**msgspec.structs.asdict(options), env=env)
+    if values.get("gpus") is not None:
+        node = msgspec.structs.replace(
+            node, gpus=parse_gpus(values["gpus"], where=source.where(("cluster", "nodes", index, "gpus")))
+        )
+    # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
+    if node.host is not None and not re.fullmatch(r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", node.host):
+        where = source.where(("cluster", "nodes", index, "host"))
+        raise RecipeError(
+            f"{where} is {quoted(node.host)}, but must be a host name or an address, user@host or ssh://host:port"
+        )
+    given = [key for key in RANK_KEYS if getattr(node, key) is not None]
+    if len(given) != 1:
+        what = f"has {' and '.join(given)}" if given else "does not say what it runs"
+        raise RecipeError(f"{source.where(('cluster', 'nodes', index))} {what}; give one of {', '.join(RANK_KEYS)}")
+    return node
+
+
+def _on_alike_nodes(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> Cluster:
+    """Return a cluster with as many nodes as ``slurm.nodes`` says; one entry stands for all of them."""
+    if slurm is None or slurm.nodes in (None, len(cluster.nodes)):
+        return cluster
+    where = source.where(("slurm", "nodes"))
+    if len(cluster.nodes) > 1:
+        raise RecipeError(f"{where} is {slurm.nodes}, but there are {len(cluster.nodes)} [[cluster.nodes]]; keep one")
+    if cluster.nodes[0].host is not None:
+        raise RecipeError(f"{where} is {slurm.nodes}, but cluster.nodes[0] names its host: leave the host to Slurm")
+    return msgspec.structs.replace(cluster, nodes=cluster.nodes * int(slurm.nodes or 1))
+
+
+def _check_init_method(options: ClusterOptions, source: Source) -> None:
+    method, where = options.init_method, source.where(("cluster", "init_method"))
+    if method in ("auto", "env://"):
+        return
+    url = parse_rendezvous_url(method)
+    if url is None or url.scheme == "env":
+        raise RecipeError(
+            f"{where} is {quoted(method)}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
+        )
+    if url.scheme == "file":
+        return
+    if not url.has_port:
+        raise RecipeError(f"{where} names port {url.port}, but a port is 1 to 65535")
+    if options.port not in (None, url.port):
+        raise RecipeError(
+            f"{source.where(('cluster', 'port'))} is {options.port}, but init_method names port {url.port}; keep one"
+        )
+
+
+def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: str | int) -> None:
+    """Raise for a folder, an interpreter or a line of shell that cannot be one on a host."""
+    workdir, python, setup = options.workdir, options.python, options.setup
+    if workdir is not None and not workdir.startswith(("/", "~/")) and workdir != "~":
+        where = source.where((*table, "workdir"))
+        raise RecipeError(f"{where} is {quoted(workdir)}, but must be an absolute path, or one from ~/ on the host")
+    if python is not None and not re.fullmatch(r"[^-\s].*", python):
+        where = source.where((*table, "python"))
+        raise RecipeError(f"{where} is {quoted(python)}, but must be the path or the name of an interpreter")
+    if setup is not None and (not setup.strip() or len(setup.splitlines()) > 1):
+        where = source.where((*table, "setup"))
+        raise RecipeError(f"{where} is {quoted(setup)}, but must be one line of shell; join several by &&")
+
+
+def _env(source: Source, values: Any, *table: str | int) -> dict[str, str]:
+    return check_env(values, where=lambda *key: source.where((*table, *key)))
+
+
+def _slurm(source: Source) -> SlurmOptions | None:
+    return _check(SlurmOptions, _table(source, "slurm"), source, "slurm") if "slurm" in source.data else None
+
+
+def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
+    table = _table(source, "train")
+    known = {option.name for option in train_options()}
+    script_names = {option.name for option in describe(Script)}
+    for key in table:
+        where = source.where(("train", key))
+        if key in known:
+            continue
+        if key in COMPUTED_FLAGS:
+            raise RecipeError(f"{where} is computed; {COMPUTED_FLAGS[key]}")
+        if key in Distributed.__struct_fields__:
+            raise RecipeError(f"{where} is computed for every node; remove it")
+        raise RecipeError(
+            f"{where} is not known{_task_table_hint(source, key) or _seed_hint(key) or nearest(key, known)}"
+        )
+    task_names = known - script_names - set(LAUNCH_OPTIONS)
+    train = _check(Training, {key: table[key] for key in table if key in task_names}, source, "train")
+    launch = _check(Distributed, {key: table[key] for key in table if key in LAUNCH_OPTIONS}, source, "train")
+    script: Script | None = None
+    if script_names & set(table):
+        script = _check(Script, {key: table[key] for key in table if key in script_names}, source, "train")
+    if script is not None and train.task:
+        raise RecipeError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
+    if script is not None:
+        _refuse_task_options(source, task_names)
+    if script is None and not train.task:
+        from trainer.contract.builtin_tasks import BUILT_IN
+
+        missing = source.where(("train", "task"))
+        raise RecipeError(f"{missing} is missing: {', '.join(BUILT_IN)}, or your own as module:Class or path.py:Class")
+    return train, launch, script
+
+
+def _refuse_task_options(source: Source, task_names: set[str]) -> None:
+    """Raise for options of the training loop: a script brings its own loop and would never see them."""
+    for key in source.data["train"]:
+        if key == "resume":
+            raise RecipeError(f"{source.where(('train', key))} is for tasks: a script resumes by its own train.args")
+        if key in task_names and key != "task":
+            raise RecipeError(
+                f"{source.where(('train', key))} is for tasks, but train.script runs a script; use train.args"
+            )
+
+
+def _task_table_hint(source: Source, key: str) -> str:
+    """Return the hint to use ``[task]`` when a key of ``[train]`` is an option of the built-in task."""
+    from trainer.contract.builtin_tasks import BUILT_IN, options_schema
+
+    task = source.data["train"].get("task")
+    schema = options_schema(task) if isinstance(task, str) and task in BUILT_IN else None
+    known = {option.name for option in describe(schema)} if schema is not None else set()
+    return "; it belongs in [task]" if key in known else ""
+
+
+def _seed_hint(key: str) -> str:
+    """Return what to use instead of a key that is a flag of fairseq or HetSeq."""
+    flag = "--" + key.replace("_", "-")
+    if flag in NO_EFFECT:
+        return f": remove it, {NO_EFFECT[flag].why}"
+    return f": {REFUSED[flag]}" if flag in REFUSED else ""
+
+
+def _task_options(source: Source, task: str) -> dict[str, Any]:
+    values = _table(source, "task")
+    if not task:
+        if values:
+            raise RecipeError(
+                f"{source.where(('task',))} is for a task, but train.script runs a script; use train.args"
+            )
+        return {}
+    from gputrain_tui.recipe.task_schema import task_schema
+
+    try:
+        schema = task_schema(task)
+    except RequestError as error:
+        raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
+    options = _check(schema, values, source, "task")
+    typed = {name: getattr(options, name) for name in values}
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(typed))
+    return plain

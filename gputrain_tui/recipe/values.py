@@ -1,0 +1,141 @@
+"""Single values of a recipe: parsed from text, checked, and written as text; for files, hostfiles and forms."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from gputrain_tui.recipe.model import MAX_RANKS_PER_NODE, RANK_KEYS, Gpus
+from gputrain_tui.recipe.source import RecipeError
+from trainer.contract.errors import nearest, quoted
+
+COMPUTED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "set gpus of a node in [[cluster.nodes]]",
+    "CUDA_DEVICE_ORDER": "gputrain numbers GPUs as nvidia-smi does",
+    "MASTER_ADDR": "set cluster.init_method",
+    "MASTER_PORT": "set cluster.port",
+}
+"""Environment variables that the plan computes, and what stands for each in a recipe."""
+
+UUID_PREFIXES = ("GPU-", "MIG-")
+"""Of the driver's UUIDs, for a whole GPU and for a MIG instance."""
+UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
+"""A UUID or its beginning, also of an instance as older drivers name it: ``MIG-GPU-…/1/0``."""
+
+
+def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
+    """Check a table ``env``: names of environment variables, each with text or a number.
+
+    Raises:
+        RecipeError: anything else; ``where`` names a key of the table, such as ``env`` or ``env``, ``NAME``.
+    """
+    if not isinstance(values, dict):
+        raise RecipeError(f'{where("env")} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
+    for name, value in values.items():
+        place = where("env", name)
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise RecipeError(f"{place} is no name of an environment variable: letters, digits and _")
+        if name in COMPUTED_VARIABLES:
+            raise RecipeError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise RecipeError(f"{place} is {quoted(value)}, but must be text or a number")
+    return {name: str(value) for name, value in values.items()}
+
+
+def parse_gpus(value: Any, *, where: str) -> Gpus:
+    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``, also as text from a form.
+
+    Raises:
+        RecipeError: anything else.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text in ("all", "free"):
+            return "all" if text == "all" else "free"
+        if (count := whole_number(text)) is not None:
+            value = count
+        elif "," in text or text.startswith("[") or text.startswith(UUID_PREFIXES):
+            words = (word.strip(" \"'") for word in text.strip("[]").split(","))
+            ids = ((word, whole_number(word)) for word in words if word)
+            value = [word if index is None else index for word, index in ids]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if value > MAX_RANKS_PER_NODE:
+            raise RecipeError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
+        return value
+    if isinstance(value, list) and value and all(_is_device(item) for item in value):
+        return tuple(value)
+    guess = nearest(value, ("all", "free")) if isinstance(value, str) else ""
+    if value == 0:
+        guess = "; a node without GPUs has cpu_ranks"
+    raise RecipeError(
+        f'{where} is {quoted(value)}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}'
+    )
+
+
+def whole_number(text: str) -> int | None:
+    """Parse a count, an index or a port of at most nine digits; None for any other text."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
+def _is_device(item: Any) -> bool:
+    if isinstance(item, str):
+        return UUID.fullmatch(item) is not None
+    return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+
+def parse_env(text: str) -> dict[str, str] | str:
+    """Parse ``NAME=VALUE NAME="VALUE"`` as a shell does; return other text as it is."""
+    try:
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    except ValueError:  # a quotation mark has no second one
+        return text
+    return {name: value for name, _, value in pairs} if all(equals for _, equals, _ in pairs) else text
+
+
+def parse_node_value(name: str, text: str) -> Any:
+    """Parse the text of a node's field: a number or a list where it looks like one."""
+    text = text.strip()
+    if name == "env":
+        return parse_env(text)
+    if name not in RANK_KEYS:
+        return text
+    number = whole_number(text)
+    if number is not None:
+        return number
+    if name == "gpus" and ("," in text or text.startswith("[")):
+        words = [word.strip(" \"'") for word in text.strip("[]").split(",")]
+        ids = ((word, whole_number(word)) for word in words if word)
+        return [word if index is None else index for word, index in ids]
+    return text
+
+
+def value_text(value: Any) -> str:
+    """Return a value as text that ``--set`` or a form parses back; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return " ".join(f"{name}={shlex.quote(str(item))}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        if any(isinstance(item, str) and set(item) & set(', []"') for item in value):
+            return json.dumps(list(value))
+        return ", ".join(map(value_text, value))
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def inline_toml(value: Any) -> str:
+    """Write a value as TOML on one line."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=True)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline_toml, value)) + "]"
+    if isinstance(value, dict):
+        items = (f"{inline_toml(str(key))} = {inline_toml(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    return str(value)

@@ -1,0 +1,86 @@
+"""Encode events as lines of JSON, and decode those of a record, which may be damaged."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from trainer.contract.record.events import (
+    MAX_RANKS,
+    AnyEvent,
+    Event,
+    Joining,
+    NodeSample,
+    RankState,
+    RunStarted,
+    Step,
+    TrainingPlan,
+)
+
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder()
+# Made on import: msgspec crashes where several threads decode a type for the first time.
+_decode = msgspec.json.Decoder(AnyEvent)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of decoding bytes that are no event; too deep a nesting raises ``RecursionError``."""
+
+
+def encode_event(event: Event) -> bytes:
+    """Return the event as one JSON line with its newline. Non-finite numbers become null."""
+    try:
+        return _encode.encode(event) + b"\n"
+    except UnicodeEncodeError:  # Such as a message with a file name that is not UTF-8.
+        return _encode.encode(_encodable(msgspec.to_builtins(event))) + b"\n"
+
+
+def _encodable(value: Any) -> Any:
+    """Replace characters that UTF-8 cannot encode by question marks."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    return value
+
+
+def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
+    """Return the events of complete lines; skip lines that are torn, of an unknown type or of other ranks."""
+    events = decode_lines(_decode, lines)
+    if world_size >= MAX_RANKS:  # the bound of the schema itself
+        return events
+    return [
+        event
+        for event in events
+        if (event.rank < world_size if type(event) is Step else is_within_world(event, world_size))
+    ]
+
+
+def decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
+    """Decode lines of JSON; skip those that are torn or of another type."""
+    try:
+        return decoder.decode_lines(lines)
+    except DECODE_ERRORS:
+        found: list[T] = []
+        for line in lines.splitlines():
+            with suppress(*DECODE_ERRORS):
+                found.append(decoder.decode(line))
+        return found
+
+
+def is_within_world(event: AnyEvent, world_size: int) -> bool:
+    """Return whether all ranks and nodes of an event are below the world size."""
+    match event:
+        case RunStarted() | TrainingPlan():
+            return event.world_size <= world_size
+        case Joining():
+            return max((*event.joined, *event.missing), default=0) < world_size
+        case NodeSample():
+            named = [event.node, *(each.rank for each in event.ranks), *(gpu.rank or 0 for gpu in event.gpus)]
+            return max(named) < world_size
+        case RankState():
+            return max(event.rank, event.node or 0) < world_size
+    return (getattr(event, "rank", None) or 0) < world_size

@@ -1,0 +1,65 @@
+"""Expand a step event that covers several optimizer steps into one event per step."""
+
+from __future__ import annotations
+
+from trainer.contract.record.events import SINGLE_VALUES, Step
+
+MEAN_FIELDS = tuple(
+    name for name in Step.__struct_fields__
+    if name not in (
+        *SINGLE_VALUES, *SINGLE_VALUES.values(), "time", "rank", "step", "epoch", "steps", "samples", "tokens", "lr",
+        "bucket_ms",
+    )
+)  # fmt: skip
+"""Fields that an event of several steps has as a mean, or of its last step."""
+
+
+def single_steps(event: Step, *, means: bool = False) -> list[Step]:
+    """Return one event per covered step, with its single values; ``[event]`` where it has none.
+
+    Samples and tokens are divided evenly. Fields that the record has as a mean only are absent.
+
+    Args:
+        event: One or several steps.
+        means: Repeat such means in each step instead, also where the event has no single values at all; the times of
+            the buckets are then those of the last step.
+    """
+    count, lengths_ms = event.steps, event.step_ms_each
+    if count == 1 or (not means and (lengths_ms is None or len(lengths_ms) != count)):
+        return [event]
+    each = {name: _each(event, name, means) for name in SINGLE_VALUES}
+    repeated = {name: getattr(event, name) for name in MEAN_FIELDS} if means else {}
+    ends = [event.time] * count
+    for index in range(count - 1, 0, -1):
+        ends[index - 1] = ends[index] - (each["step_ms"][index] or 0.0) / 1e3
+    singles = [
+        Step(
+            time=time,
+            rank=event.rank,
+            step=event.step - count + 1 + index,
+            epoch=event.epoch,
+            steps=1,
+            samples=_part(event.samples, index, count),
+            tokens=None if event.tokens is None else _part(event.tokens, index, count),
+            lr=event.lr,
+            loss=loss,
+            step_ms=step_ms,
+            sync_exposed_ms=waited_ms,
+            **repeated,
+        )
+        for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, *each.values(), strict=True))
+    ]
+    if means:
+        singles[-1].bucket_ms = event.bucket_ms
+    return singles
+
+
+def _each(event: Step, name: str, means: bool) -> list[float | None]:
+    values = getattr(event, SINGLE_VALUES[name])
+    if values is not None and len(values) == event.steps:
+        return list(values)
+    return [getattr(event, name) if means else None] * event.steps
+
+
+def _part(total: int, index: int, count: int) -> int:
+    return total * (index + 1) // count - total * index // count

@@ -1,0 +1,101 @@
+"""How the ranks divide each micro-step: the batch size of every rank, and the slice of the order that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import DEFAULT_BATCH_SIZE
+
+
+def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    """Return the batch size of each rank from ``--batch-size``: one value for all, or one value per rank."""
+    batch_size = batch_size or (DEFAULT_BATCH_SIZE,)
+    if len(batch_size) == 1:
+        return tuple(batch_size) * world_size
+    if len(batch_size) != world_size:
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        raise RequestError(
+            f"--batch-size has {len(batch_size)} values, but there are {ranks}; give one, or one per rank"
+        )
+    return tuple(batch_size)
+
+
+class MicroSteps(Protocol):
+    """The micro-steps of the rest of an epoch, each by its start in the order."""
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where in the order each of them starts."""
+
+    def end(self, start: int) -> int:
+        """Return where in the order a micro-step ends."""
+
+    def bounds(self, start: int) -> tuple[int, int]:
+        """Return the ends of this rank's slice of the order."""
+
+
+@dataclass(frozen=True)
+class _SampleSteps:
+    """Micro-steps that each take the next ``shares.total`` samples."""
+
+    starts: Sequence[int]
+    end: Callable[[int], int]
+    bounds: Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the ranks divide the samples of one micro-step."""
+
+    batch_sizes: tuple[int, ...]
+    """Samples per micro-step of each rank."""
+    rank: int
+    drop_last: bool = False
+    """Leave out the samples at the end that do not fill the batch of every rank."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < len(self.batch_sizes), f"rank {self.rank} of {len(self.batch_sizes)}"
+        assert min(self.batch_sizes) >= 1, "a batch has at least one sample"
+
+    @property
+    def total(self) -> int:
+        """Samples of all ranks in one micro-step."""
+        return sum(self.batch_sizes)
+
+    @property
+    def needed(self) -> int:
+        """Samples from which on the last rank gets one too; with ``drop_last`` a whole batch."""
+        return self.total if self.drop_last else self.total - self.batch_sizes[-1] + 1
+
+    def starts(self, consumed: int, samples: int) -> range:
+        """Return where in the order each of the remaining micro-steps starts."""
+        return range(consumed, samples - self.total + 1 if self.drop_last else samples, self.total)
+
+    def micro_steps(self, consumed: int, samples: int) -> MicroSteps:
+        """Return the micro-steps that remain of an epoch."""
+        total = self.total
+        starts, bounds = self.starts(consumed, samples), self.bounds(samples)
+        return _SampleSteps(starts, lambda start: min(start + total, samples), bounds)
+
+    def smallest(self, samples: int) -> int:
+        """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies apart."""
+        whole, left = divmod(samples, self.total)
+        sizes = list(self.batch_sizes) if whole else []
+        if not self.drop_last:
+            for size in self.batch_sizes:
+                sizes.append(min(size, left))
+                left -= sizes[-1]
+        return min(size for size in sizes if size)
+
+    def bounds(self, samples: int) -> Callable[[int], tuple[int, int]]:
+        """Return a function from a micro-step's start to the ends of this rank's slice of the order."""
+        before, size = sum(self.batch_sizes[: self.rank]), self.batch_sizes[self.rank]
+
+        def slice_of(start: int) -> tuple[int, int]:
+            low = min(start + before, samples)
+            return low, min(low + size, samples)
+
+        return slice_of

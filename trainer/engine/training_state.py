@@ -1,0 +1,162 @@
+"""The state of a training: what a checkpoint keeps of it, and how a training begins with that or goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint import fit, load_weights
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.contract.outcome import SEED_ON_RESUME
+from trainer.data.batches import EpochBatches
+from trainer.data.stream_batches import StreamBatches
+from trainer.engine import reports
+from trainer.engine.best_weights import BestWeights
+from trainer.engine.checkpointing import Saving
+from trainer.engine.data_sample import DataSample, NoDataSample
+from trainer.engine.ema import WeightAverage
+from trainer.engine.item_count import ItemCount
+from trainer.engine.loss_scaler import LossScaler
+from trainer.engine.optimizers import Schedule
+from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
+from trainer.engine.stopping import Best
+from trainer.engine.worker_context import WorkerContext
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The counters of one rank's training, and its parts that have a state of their own."""
+
+    options: Training
+    ctx: WorkerContext
+    model: nn.Module
+    """The task's own module, without DDP around it."""
+    optimizer: Optimizer
+    schedule: Schedule
+    average: WeightAverage
+    scaler: LossScaler
+    items: ItemCount
+    train_batches: EpochBatches | StreamBatches
+    data_sample: DataSample | NoDataSample
+    """Samples of the training data, by which a resumed training sees that it was altered."""
+    best: Best
+    best_weights: BestWeights
+    saving: Saving
+    updates: int = 0
+    """Optimizer steps done."""
+    validated_at: int = -1
+    """Optimizer steps done at the last validation; -1 before the first."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, besides the random numbers of the ranks; asked with the average in place."""
+        return {
+            "task": self.options.task,
+            "updates": self.updates,
+            "count_estimate": float(self.items.estimate),
+            "model": self.model.state_dict(),
+            **({"plain": self.average.plain_weights()} if self.average.enabled else {}),
+            "parameters": parameter_names(self.model, self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "position": self.train_batches.state_dict(),
+            "best": self.best.state_dict(),
+            "validated_at": self.validated_at,
+            "data": self.data_sample.state_dict(),
+        }
+
+    def require_fit(self, state: Mapping[str, Any], *, source: str) -> Kept:
+        """Refuse a checkpoint from which this training could not go on exactly; change nothing.
+
+        Raises:
+            RequestError: one line that names the file, and the entry that is wrong or does not fit.
+        """
+        fresh_state = self.options.reset_optimizer
+        kept = require_fit(
+            state, self.model, None if fresh_state else self.optimizer, task=self.options.task, source=source
+        )
+        if self.options.reset_dataloader:
+            return kept
+        try:
+            self.train_batches.require_fit(state["position"])
+        except RequestError as error:
+            raise RequestError(f"{source}: entry position: {error}") from None
+        return kept
+
+    def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
+        """Read the weights with which this model may begin; change nothing.
+
+        Returns:
+            Those that it has by name and shape, and in words what else differs; that is empty unless ``partial``.
+
+        Raises:
+            RequestError: the file cannot be read, or does not fit; one line that names what does not.
+        """
+        weights, other = fit(load_weights(file), self.model.state_dict())
+        if other and not (partial and weights):
+            hint = "; --finetune-partial takes those that fit" if weights else ""
+            raise RequestError(f"{file} does not fit this model, {other}{hint}")
+        return weights, other
+
+    def begin_with(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the model to weights of another training; everything else begins fresh."""
+        self.model.load_state_dict(weights, strict=False)
+        self.average.begin()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, source: str, again: bool = False) -> None:
+        """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
+
+        Args:
+            state: the checkpoint.
+            source: its path, for messages.
+            again: whether this run wrote it, so that what the options reset has been reset before.
+
+        Raises:
+            RequestError: the checkpoint is damaged or belongs to another task or model.
+        """
+        ctx, options = self.ctx, self.options
+        kept = self.require_fit(state, source=source)
+        fresh_state, fresh_data, fresh_best = (
+            not again and reset for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
+        )
+        compare = ctx.rank == 0 and not fresh_data
+        altered = self.data_sample.altered(kept.data.samples, kept.data.known) if compare else ""
+        resume_model(kept, self.model, None if fresh_state else self.optimizer, source=source)
+        self.average.load(kept.plain, self.model)
+        if self.average.enabled != (kept.plain is not None):
+            begins = "begins with these weights" if self.average.enabled else "ends, and the weights beside it go on"
+            reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(kept.scaler)
+        if not fresh_data:
+            self.train_batches.load_state_dict(state["position"])
+        self.schedule.begin_epoch(self.train_batches.position.epoch)
+        if not fresh_best:
+            self.best.load_state_dict(state["best"])
+        self.updates = self.saving.last_update = kept.updates
+        self.validated_at = kept.validated_at
+        self.items.estimate = kept.count_estimate
+        best_file = self.best_weights.resumed(source, self.best) if ctx.rank == 0 and not fresh_best else None
+        if best_file is not None:
+            self.saving.inherit_best(best_file, step=self.best.step)
+        resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
+        position = self.train_batches.position
+        fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
+        where = f"sample {position.consumed} of epoch {position.epoch}"
+        ctx.say(f"resumed at {where}, after {self.updates} updates{fresh}")
+        same_ranks = len(kept.rng) == ctx.world_size
+        effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
+        reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
+        if altered:
+            reports.remark(
+                ctx,
+                "data_changed",
+                f"the training data is not that of {source}: {altered}",
+                severity="warning",
+                advice="to continue that training exactly, stop and give it its data back",
+            )
