@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -124,39 +121,3 @@ def test_planning_imports_neither_torch_nor_textual() -> None:
     words = [sys.executable, "-c", code, "plan", "recipes/four_nodes.toml"]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.stderr.strip() == "0 []"
-
-
-def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text(
-        '[train]\ntask = "tiny_task.py:TinyTask"\nmax_updates = 3\nbatch_size = 4\n'
-        + "[[cluster.nodes]]\ncpu_ranks = 1\n" * 2
-    )
-    shutil.copy(ROOT / "tests/support/tiny_task.py", tmp_path)
-    environ = os.environ | {"GPUTRAIN_HOME": str(tmp_path / "home")}
-
-    def run_gputrain(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "gputrain_tui", *words]
-        return subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
-
-    def listed() -> dict[str, Any]:
-        (entry,) = json.loads(run_gputrain("runs", "--json").stdout)
-        return dict(entry)
-
-    lines = run_gputrain("plan", "r.toml", "--shell", "--run-dir", "rec").stdout.splitlines()
-    commands = [line for line in lines if not line.startswith("#")]
-    assert (listed()["state"], listed()["recipe"], listed()["world_size"]) == ("starting", "r", 2)
-    refused = run_gputrain("stop", "./rec")
-    assert (refused.returncode, "were typed by hand" in refused.stderr) == (2, True)
-    nodes = [
-        subprocess.Popen(command, shell=True, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0]
-    assert "finished: max_updates 3 reached\n" in outputs[0], "rank 0 shows where training is"
-    assert outputs[1] == ""
-    assert (listed()["state"], listed()["exit_code"], listed()["step"]) == ("finished", 0, 3)
-    assert "finished: max_updates 3 reached" in run_gputrain("logs", listed()["id"]).stdout
-    for name in ("plan.json", "recipe.toml", "status.json"):
-        (tmp_path / "rec" / name).unlink()
-    assert "finished: max_updates 3 reached" in run_gputrain("logs", "./rec").stdout, "as of a command without any plan"

@@ -19,7 +19,7 @@ Traceback (most recent call last):
 OSError: [Errno 5] Input/output error: 'shard-7.bin
 and more'
 """
-"""What torch makes of an error of a data loading process; tests/integration/test_loader_workers.py has a real one."""
+"""What torch makes of an error of a data loading process; tests/faults/test_loader_workers.py has a real one."""
 
 
 def test_the_error_line_of_a_data_loading_process_is_its_own() -> None:
