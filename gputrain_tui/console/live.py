@@ -25,6 +25,9 @@ from trainer.contract.record.regular_file import size_of
 
 POLL_BUDGET_S = 0.02
 """Seconds one poll may take, so that keys are handled."""
+FIRST_POLL_BUDGET_S = 0.1
+"""Seconds of the poll before a run's first frame, which is then complete for every downsampled record: painting an
+earlier step first takes as long as reading on."""
 BACKLOG_PAUSE_S = 0.004
 """Seconds between two polls of a backlog, in which keys are handled."""
 PORTION_BYTES = 256 << 10
