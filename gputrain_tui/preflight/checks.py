@@ -168,7 +168,7 @@ def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckRes
         yield CheckResult(status="error", check="port", what=what, fix=f"{other}, or end that process", key=key)
     else:
         yield CheckResult(status="ok", check="port", what=f"port {port.number} is free", key=key)
-    if not port.ours:
+    if not port.is_own:
         yield CheckResult(
             status="warning",
             check="address",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.hosts.environment_facts import torch_here
+from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import (
     SHM,
@@ -74,7 +74,7 @@ def collect_facts(
         memory_available_bytes=memory.available_bytes,
         cores=usable_cores(),
         open_files=limits.files,
-        torch=torch_here() if any("cpu" not in node.devices for node in here) else None,
+        torch=installed_torch() if any("cpu" not in node.devices for node in here) else None,
         inventories=inventories,
     )
 
@@ -178,4 +178,4 @@ def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | No
         host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
     if not number or not is_local(plan.nodes[0].host, local):
         return None, None
-    return None, port_facts(number, host, ours=is_local(host, local) or None)
+    return None, port_facts(number, host, is_own=is_local(host, local) or None)
