@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -96,7 +95,6 @@ def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[s
     written_folders = [os.environ.get("TMPDIR") or "/tmp", home, *request["folders"]]
     port, rendezvous = request["port"], request["rendezvous"]
     return {
-        "name": socket.gethostname(),
         "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
