@@ -100,19 +100,19 @@ def installed_torch() -> Torch:
         text = folder.joinpath("version.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    found = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
-    return Torch(version=found.get("__version__", "?"), cuda=found.get("cuda"), hip=found.get("hip"))
+    assignments = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
+    return Torch(version=assignments.get("__version__", "?"), cuda=assignments.get("cuda"), hip=assignments.get("hip"))
 
 
 def digest(*files: Path) -> str:
     """Return a digest of the names and contents of files."""
     import hashlib  # slow to import, and the start of a run on one machine needs no digest
 
-    found = hashlib.blake2b(digest_size=6)
+    content = hashlib.blake2b(digest_size=6)
     for file in files:
-        found.update(file.name.encode())
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        content.update(file.name.encode())
+        content.update(file.read_bytes())
+    return content.hexdigest()
 
 
 def _folder_of(package: str) -> Path | None:
@@ -138,8 +138,8 @@ def _version(package: str) -> str | None:
                 text = Path(folder, each, "METADATA").read_text(encoding="utf-8", errors="replace")
             except OSError:
                 return _version_by_importlib(package)  # an egg-info of another layout
-            found = re.search(r"(?m)^Version: *(\S+)", text.partition("\n\n")[0])
-            return found[1] if found else _version_by_importlib(package)
+            match = re.search(r"(?m)^Version: *(\S+)", text.partition("\n\n")[0])
+            return match[1] if match else _version_by_importlib(package)
     return None
 
 

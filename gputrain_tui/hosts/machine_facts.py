@@ -134,18 +134,18 @@ def folder_facts(path: Path, *, count: bool = False) -> Folder:
 def free_bytes(path: Path) -> int | None:
     """Return the free space for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
     # Some network file systems report a size of zero, whatever is free.
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def free_files(path: Path) -> int | None:
     """Return the number of free inodes for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
     # File systems that allocate inodes on demand, such as btrfs, report zero.
-    return found.f_favail if found.f_files else None
+    return status.f_favail if status.f_files else None

@@ -53,7 +53,7 @@ def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> Hos
         )
     except RequestError as error:
         return HostReport(host=host, problem=str(error))
-    found, problem = None, ""
+    inventory, problem = None, ""
     if result.timed_out:
         problem = f"it did not answer within {timeout_s:g} s"
     elif result.too_long:
@@ -61,9 +61,9 @@ def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> Hos
     elif result.code != 0:
         problem = explain_failure(host, result.code, result.stderr)
     else:
-        found = extract_inventory(result.stdout, mark)
-        problem = "" if found is not None else "what it answered is no inventory"
-    return HostReport(host=host, inventory=found, problem=problem)
+        inventory = extract_inventory(result.stdout, mark)
+        problem = "" if inventory is not None else "what it answered is no inventory"
+    return HostReport(host=host, inventory=inventory, problem=problem)
 
 
 def extract_inventory(stdout: bytes, mark: str) -> Inventory | None:

@@ -101,7 +101,7 @@ def with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
     return msgspec.structs.replace(result, where=recipe.where(*parts))
 
 
-# --- what to train ---------------------------------------------------------------------------------------------------
+# --- task, data and live sinks ---------------------------------------------------------------------------------------
 
 
 def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
@@ -179,7 +179,7 @@ def _rendezvous(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
         )
 
 
-# --- with what -------------------------------------------------------------------------------------------------------
+# --- devices and limits ----------------------------------------------------------------------------------------------
 
 
 def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:

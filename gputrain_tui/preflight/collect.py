@@ -138,9 +138,9 @@ def _script(recipe: Recipe) -> MissingInput | None:
 def _missing_sink(recipe: Recipe) -> MissingInput | None:
     """Return the live sink whose package this interpreter, the supervisor's, cannot import; None if there is none."""
     for name in ("tensorboard", "wandb"):
-        found = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
+        spec = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
         # A spec without origin is a mere folder of that name, such as the one in which wandb keeps its logs.
-        if getattr(recipe.report, name) and (found is None or found.origin is None):
+        if getattr(recipe.report, name) and (spec is None or spec.origin is None):
             what = f"{name} is not installed for {sys.executable}"
             return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
     return None

@@ -152,7 +152,7 @@ def _machine_limits(recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostF
     limits = facts.limits
     if facts.environment is not None:  # of the ranks: the line of setup may have raised it
         limits = replace(limits, files=facts.environment.open_files)
-    known = PreflightFacts(
+    machine_facts = PreflightFacts(
         port=facts.port,
         rendezvous=facts.rendezvous,
         limits=limits,
@@ -164,7 +164,7 @@ def _machine_limits(recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostF
         torch=facts.environment.torch if facts.environment is not None else None,
         inventories={THIS_MACHINE: facts.inventory},
     )
-    for result in machine_checks(recipe, plan, known, nodes):
+    for result in machine_checks(recipe, plan, machine_facts, nodes):
         if result.status == "ok":  # those of many hosts would be dozens of lines
             continue
         if result.check == "open files":  # `ulimit` in the user's shell has no effect on another machine
@@ -231,8 +231,10 @@ def _same_machine(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
 
 def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
     """Compare versions, code and data of the ranks with those of the first host that has the trainer."""
-    known = [(answer, answer.facts.environment) for answer in answers if answer.facts is not None]
-    hosts = [(answer, environment) for answer, environment in known if environment is not None and environment.code]
+    environments = [(answer, answer.facts.environment) for answer in answers if answer.facts is not None]
+    hosts = [
+        (answer, environment) for answer, environment in environments if environment is not None and environment.code
+    ]
     if len(hosts) < 2:
         return
     (first, one), *others = hosts

@@ -130,10 +130,10 @@ def _decode(content: bytes, name: str) -> str:
 def _similar_file(path: Path) -> str:
     """Return the file in the same folder with the nearest name to a missing one, as the end of a message."""
     try:
-        found = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
+        names = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
     except OSError:
         return ""
-    return nearest(path.name, found) or nearest(path.name + ".toml", found)
+    return nearest(path.name, names) or nearest(path.name + ".toml", names)
 
 
 def parse(text: str, *, name: str) -> Source:
@@ -201,9 +201,9 @@ def _json(text: str, name: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
     except _DuplicateKeyError as error:
-        found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
+        positions = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
         # More than two matches: the key is in other objects as well, and the line is unknown.
-        line = f":{text.count(chr(10), 0, found[1]) + 1}" if len(found) == 2 else ""
+        line = f":{text.count(chr(10), 0, positions[1]) + 1}" if len(positions) == 2 else ""
         raise RecipeError(f"{name}{line}: {quoted(error.key)} is there twice in one object; keep one of them") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
@@ -221,11 +221,11 @@ class _DuplicateKeyError(ValueError):
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _DuplicateKeyError(next(key for index, key in enumerate(keys) if key in keys[:index]))
-    return found
+    return result
 
 
 def _json_type(data: Any) -> str:

@@ -111,9 +111,9 @@ def _task_options(task: str) -> list[Option]:
     digest = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
     cached = cache_folder() / "tasks" / f"{digest}.json"
     try:
-        known = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
-        if known.mtime_ns == mtime_ns:
-            return known.options
+        entry = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
+        if entry.mtime_ns == mtime_ns:
+            return entry.options
     except (OSError, msgspec.DecodeError):
         pass  # not cached, or in the format of another version
     options = _describe_in_subprocess(task)
