@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from machines import gpu, machine
+from row_texts import row_text
 from run_dirs import run_dir
 from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
@@ -25,7 +26,6 @@ from gputrain_tui.console.host_choice import (
     wanted_devices,
 )
 from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.gauges import bar
 from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
 from gputrain_tui.console.widgets.machine import draw_machine

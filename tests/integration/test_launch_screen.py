@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 from textual.events import Key
 from textual.widgets import Input
 from waiting import LIMIT_S
 
 from gputrain_tui.console.screens.confirm import Confirm
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.form import Form, form_lines
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary

@@ -1,4 +1,4 @@
-"""Base of the screens on a run: the clock, the chart keys, and stopping the run."""
+"""Base of the run and the rank screen: repaint clock, chart keys, curves of earlier runs, stopping the run."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ CHARTS: dict[BandMetric, tuple[str, str, str]] = {
     "sync_exposed_ms": ("sync wait ms", "", "no gradient synchronisation was measured yet"),
     "step_ms": ("step ms", "", "no step was measured yet"),
 }
-"""Title and unit of each metric's chart, and its text where nothing was measured."""
+"""Title, unit and text before the first measurement of each metric's chart."""
 
 
 class ChartScreen(ConsoleScreen):
-    """A screen on a run, with charts."""
+    """Screen of a run with charts."""
 
     EVERY_TICK: ClassVar[str]
-    """Id of the panel that is repainted at every tick, each other one in its turn."""
+    """Id of the panel that is repainted at every tick; the others are repainted every ``CHART_INTERVAL_S``."""
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class ChartScreen(ConsoleScreen):
         self.view = ChartView()
         """Range, axis and cursor of all charts."""
         self._ancestors: list[CurveReader] = []
-        """The run that this one has resumed, the one that that has resumed, and so on."""
+        """Curves of the run that this one resumed, of the run that that one resumed, and so on."""
         self._begins: list[int] = []
-        """First steps of these and of the run itself, as they were drawn."""
+        """First step of the run and of each ancestor when the curves were drawn last."""
         self._below: CurveReader | None = None
-        """The earlier run that lies below the curves."""
+        """Curves of the run that the underlay key chose."""
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
 
@@ -72,7 +72,7 @@ class ChartScreen(ConsoleScreen):
 
     @property
     def panel_size(self) -> Size:
-        """Cells and lines of all panels together."""
+        """Cells and lines of the area that holds the panels."""
         return Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
 
     def on_resize(self, event: Resize) -> None:
@@ -80,7 +80,7 @@ class ChartScreen(ConsoleScreen):
         self.place_panels()
 
     def tick(self) -> None:
-        """Repaint what changed."""
+        """Read the records of earlier runs, and repaint the changed panels that are due."""
         self._read_earlier()
         now = time.monotonic()
         for turn, panel in enumerate(self.query_one("#panels").children):
@@ -91,18 +91,18 @@ class ChartScreen(ConsoleScreen):
             self.after_events()
 
     def after_events(self) -> None:
-        """Do what follows the repaint of the header: the footer offers what is next once the run has ended."""
+        """Update the footer when the run ends: it offers other actions then."""
         if self.live.over != self._over:
             self._over = self.live.over
             self.query_one(KeyBar).redraw()
 
     def repaint(self) -> None:
-        """Bring everything up to date at once."""
+        """Repaint all changed panels at once."""
         self._painted_at.clear()
         self.tick()
 
     def _is_due(self, name: str | None, turn: int, now: float) -> bool:
-        """Return whether a panel is due; the first time staggers them."""
+        """Return whether a panel is due, and if so note the time; the first times are staggered by ``turn``."""
         before = self._painted_at.get(name)
         if before is not None and now - before < CHART_INTERVAL_S:
             return False
@@ -123,13 +123,13 @@ class ChartScreen(ConsoleScreen):
     # Earlier runs
 
     def on_screen_resume(self) -> None:
-        """Read the run that this one has resumed, once."""
+        """Find the ancestors of the run (the run that it resumed, and so on), once."""
         if not self._ancestors and not self.is_archive:
             self._find_ancestors()
 
     @property
     def is_archive(self) -> bool:
-        """Whether the run is an archive's, whose paths are another machine's."""
+        """Whether the run was unpacked from an archive: its paths belong to another machine."""
         return self.live.run.status.archived is not None
 
     @work(group="ancestors", exclusive=True)
@@ -156,11 +156,11 @@ class ChartScreen(ConsoleScreen):
         return [series.first_step for series in (self.live.series, *(each.history.series for each in self._ancestors))]
 
     def _show_earlier(self) -> None:
-        """Put earlier runs below all charts."""
+        """Draw the curves of earlier runs below those of the run in all charts."""
         earlier = []
         self._begins = self._first_steps()
         for reader, until in zip(self._ancestors, self._begins, strict=False):
-            if until > 0:  # else the run that went on from it has no step yet
+            if until > 0:  # 0: the run that resumed it has no step yet
                 earlier.append(EarlierCurve(name=f"resumed at {until:,}", series=reader.history.series, until=until))
         if self._below is not None:
             earlier.append(EarlierCurve(name=self._below.run.id, series=self._below.history.series))
@@ -169,23 +169,23 @@ class ChartScreen(ConsoleScreen):
             chart.redraw()
 
     def action_underlay(self) -> None:
-        """Lay the next earlier run of the same recipe below the curves, and after the last one none."""
-        now = self.live.run
-        found = [run for run in list_runs() if run.status.recipe == now.status.recipe and run.id != now.id]
-        before = None if self._below is None else self._below.run.id
-        ids = [run.id for run in found]
-        index = ids.index(before) + 1 if before in ids else 0
+        """Draw the next earlier run of the same recipe below the curves; after the last one, none."""
+        run = self.live.run
+        found = [each for each in list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
+        current = None if self._below is None else self._below.run.id
+        ids = [each.id for each in found]
+        index = ids.index(current) + 1 if current in ids else 0
         if self._below is not None:
             self._below.close()
         self._below = CurveReader(found[index]) if index < len(found) else None
         if not found:
-            app_of(self).report(f"there is no other run of {now.status.recipe}")
+            app_of(self).report(f"there is no other run of {run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
 
     def _chart(self) -> BandChart | None:
-        """Return the chart by which the cursor moves: the one with the focus, or the first that is shown."""
+        """Return the chart whose columns the cursor moves by: the focused one, or the first visible one."""
         charts = [chart for chart in self.query(BandChart) if chart.display and chart.size]
         return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
 
@@ -208,7 +208,7 @@ class ChartScreen(ConsoleScreen):
             self._redraw_charts()
 
     def action_axis(self) -> None:
-        """Draw over the next axis on which the run was measured."""
+        """Draw over the next horizontal axis (steps, time, samples, tokens) that the run has values for."""
         self.view.next_axis(self.live.series.axis)
         self._redraw_charts()
 
@@ -221,19 +221,19 @@ class ChartScreen(ConsoleScreen):
         self._redraw_charts()
 
     def view_back(self) -> bool:
-        """Remove the cursor, or else the range; return False where there is neither."""
+        """Remove the cursor, or else the range; return False if there is neither."""
         if not self.view.back():
             return False
         self._redraw_charts()
         return True
 
     def action_scale(self) -> None:
-        """Change between a linear and a logarithmic axis."""
+        """Switch the vertical axis between linear and logarithmic."""
         for chart in self.query(BandChart):
             chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOW_STEPS[self._window])
 
     def action_window(self) -> None:
-        """Show the whole run, or its last steps."""
+        """Show the next of ``WINDOW_STEPS``: the whole run, or its last steps."""
         self.view.span = None
         self._window = (self._window + 1) % len(WINDOW_STEPS)
         for chart in self.query(BandChart):
@@ -242,13 +242,13 @@ class ChartScreen(ConsoleScreen):
             late.show(last=WINDOW_STEPS[self._window])
 
     def action_smooth(self) -> None:
-        """Smooth the curves more, and from the most back to not at all."""
+        """Smooth the curves by the next of ``SMOOTHING_STEPS``."""
         self._smoothing = (self._smoothing + 1) % len(SMOOTHING_STEPS)
         for chart in self.query(BandChart):
             chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_STEPS[self._smoothing])
 
     def action_stop_run(self) -> None:
-        """Stop the run, after a question."""
+        """Stop the run after a dialog."""
         if self.live.over:
             app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
         else:

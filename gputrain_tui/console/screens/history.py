@@ -36,7 +36,7 @@ LIST_INTERVAL_S = 2.0
 """Seconds between two listings."""
 FILTER_HINT = "state:failed  loss<2  tags:baseline  !recipe:demo"
 LEAST_LINES_WITH_CURVES = 30
-"""Fewest lines of a screen that shows the losses of the run with the cursor."""
+"""Fewest lines of a screen that shows the loss curves of the run under the cursor."""
 
 
 class HistoryScreen(Page):
@@ -58,13 +58,13 @@ class HistoryScreen(Page):
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
         self._asking: Literal["filter", "note", "tags"] | None = None
-        """What the line below is open for."""
+        """Purpose of the open input line; None: it is closed."""
 
     _asked_run: Run | None = None
-    """The run whose note or tags are typed."""
+    """The run whose note or tags are edited."""
 
     def body(self) -> ComposeResult:
-        """Yield the list, and the card and losses of one run."""
+        """Yield the list of runs, and the details and loss curves of the run under the cursor."""
         with Vertical(id="all-runs"):
             yield RunList(id="runs")
             yield RunCard(id="card")
@@ -108,7 +108,7 @@ class HistoryScreen(Page):
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
-        """Open the losses of a run, where they fit."""
+        """Show the loss curves of a run if they fit."""
         curves = self.query_one("#preview", LossCurves)
         curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
         if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
@@ -116,16 +116,16 @@ class HistoryScreen(Page):
             curves.show([run])
 
     def on_resize(self, event: Resize) -> None:
-        """Show the losses where there is room."""
+        """Show or hide the loss curves by the new height."""
         self._show_card()
 
     def tick(self) -> None:
-        """Read losses, and redraw."""
+        """Read appended events, and redraw the curves."""
         self.query_one("#preview", LossCurves).tick()
 
     @property
     def run_here(self) -> Run | None:
-        """The run with the cursor."""
+        """The run under the cursor."""
         entry = self.query_one(RunList).entry
         return self._runs.get(entry["id"]) if entry is not None else None
 
@@ -139,24 +139,24 @@ class HistoryScreen(Page):
         self._show_card()
 
     def action_reverse(self) -> None:
-        """Turn the order around."""
+        """Reverse the order."""
         listing = self.query_one(RunList)
         listing.reverse = not listing.reverse
         listing.list_again()
         self._show_card()
 
     def action_filter(self) -> None:
-        """Type a filter."""
+        """Open the input line on the filter."""
         self._ask("filter", "filter", self.query_one(RunList).wanted.text, FILTER_HINT)
 
     def action_note(self) -> None:
-        """Type a note for the run."""
+        """Open the input line on the run's note."""
         run, entry = self.run_here, self.query_one(RunList).entry
         if run is not None and entry is not None:
             self._ask("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
 
     def action_tags(self) -> None:
-        """Type the run's tags."""
+        """Open the input line on the run's tags."""
         run, entry = self.run_here, self.query_one(RunList).entry
         if run is not None and entry is not None:
             self._ask(
@@ -178,7 +178,7 @@ class HistoryScreen(Page):
         self.action_commit(1)
 
     def action_commit(self, step: int) -> None:
-        """Take what was typed, and leave the line; what is wrong stays in it."""
+        """Apply the typed text and close the line; if it is invalid, report why and keep the line open."""
         asked, typed = self._asking, self.query_one("#editor", Input).value
         try:
             if asked == "filter":
@@ -191,13 +191,13 @@ class HistoryScreen(Page):
         self._leave_line()
 
     def action_back(self) -> None:
-        """Leave the line without a change; then remove the filter."""
+        """Close the line without a change; the filter, or without an open line too, is removed."""
         if self._asking is None or self._asking == "filter":
             self._take_filter("")
         self._leave_line()
 
     def watch_focused(self, focused: Widget | None) -> None:
-        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        """Close the line when a click moves the focus: letters typed there would be commands."""
         if self._asking is not None and focused is not None and focused.id != "editor":
             self._leave_line()
 
@@ -214,7 +214,7 @@ class HistoryScreen(Page):
         except RequestError:
             if complain:
                 raise
-            return  # a word that is not typed to its end
+            return  # a word is still being typed
         listing.list_again()
         self._show_card()
 
@@ -227,20 +227,20 @@ class HistoryScreen(Page):
         write_notes(run, after)
         self._list_runs()
 
-    # What can be done with a run
+    # Actions on a run
 
     @on(RunList.Chosen)
     async def _chosen(self, event: RunList.Chosen) -> None:
         await self.action_open()
 
     async def action_open(self) -> None:
-        """Watch the run."""
+        """Open the run screen on the run."""
         run = self.run_here
         if run is not None:
             await self.console.open_run(run)
 
     def action_mark(self) -> None:
-        """Mark the run, or not."""
+        """Mark the run for a comparison, or unmark it."""
         if self.run_here is None:
             return
         if not self.query_one(RunList).mark():
@@ -257,7 +257,7 @@ class HistoryScreen(Page):
         self.app.push_screen(CompareScreen([self._runs[run] for run in marked]))
 
     def action_resume(self) -> None:
-        """Go on from the run's last checkpoint, as a new run, once the person has confirmed it."""
+        """Resume from the run's last checkpoint as a new run, after a dialog."""
         run = self.run_here
         if run is not None:
             ask_to_resume(self.console, run)
@@ -269,7 +269,7 @@ class HistoryScreen(Page):
             await relaunch(self.console, run)
 
     def action_stop_marked(self) -> None:
-        """Stop the run."""
+        """Stop the run after a dialog."""
         run = self.run_here
         if run is None:
             return
@@ -279,15 +279,15 @@ class HistoryScreen(Page):
             ask_to_stop(self.console, run)
 
     def action_delete(self) -> None:
-        """Delete the run, once the person has confirmed it."""
+        """Delete the run after a dialog."""
         run = self.run_here
         if run is None:
             return
         if run.state not in (*ENDED, "lost"):
             self.console.report(f"{run.id} is {run.state}; S stops it", alarm=True)
             return
-        what = "Its record, its logs and its checkpoints are gone then."
-        self.console.confirm(f"Delete {run.id}?", what, yes="Delete it", act=partial(self._delete, run))
+        consequence = "Its record, its logs and its checkpoints are gone then."
+        self.console.confirm(f"Delete {run.id}?", consequence, yes="Delete it", act=partial(self._delete, run))
 
     @work(group="delete")
     async def _delete(self, run: Run) -> None:
@@ -301,9 +301,9 @@ class HistoryScreen(Page):
 
 
 def _listed(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
-    """Return the readable runs, and the entries of all."""
+    """Return the readable runs, and the list entries of all runs, unreadable ones included."""
     try:
         runs, unreadable = list_all()
-    except RequestError:  # the folder cannot be read: reported when something is started
+    except RequestError:  # the folder cannot be read: a launch reports it
         return [], []
     return runs, summarize_runs(runs, unreadable, now=now)

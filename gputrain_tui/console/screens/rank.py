@@ -1,4 +1,4 @@
-"""Rank screen: figures, charts and log of one rank, and on demand its Python stack."""
+"""Rank screen: figures, charts and log of one rank, and on request its Python stack."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ STACK_TIMEOUT_S = 3.0
 
 
 def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
-    """Return the visible panels and their regions: figures in ``facts`` lines, below them the panel asked for last."""
+    """Return the visible panels and their regions.
+
+    Args:
+        width: cells of the whole area.
+        height: lines of the whole area.
+        facts: lines of the figures, which stand on top.
+        below: the panel shown last by its key; it is visible below the figures.
+    """
     if width < 1 or height < 1:
         return {}
     area = Region(0, 0, width, height)
@@ -99,12 +106,12 @@ class RankScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
-        """Highlight the rank in every panel."""
+        """Highlight the rank in every panel, and lay out the panels."""
         self._point_at(self.rank)
         self.place_panels()
 
     def tick(self) -> None:
-        """Repaint what changed."""
+        """Show a stack that has arrived, and repaint the changed panels."""
         self._show_answer()
         super().tick()
 
@@ -116,10 +123,10 @@ class RankScreen(ChartScreen):
             arrange_rank(width, height, facts=facts_height(width, count), below=self._panel_below)
         )
 
-    # What the person does
+    # Actions
 
     def action_show(self, name: str) -> None:
-        """Show a panel where only one fits, and give it the keys."""
+        """Show a panel and focus it; in a narrow terminal, a second time shows the loss instead."""
         widget = next(iter(self.query(f"#{name}")), None)
         if widget is None:
             return
@@ -130,7 +137,7 @@ class RankScreen(ChartScreen):
 
     @property
     def _text(self) -> StackView | LogView:
-        """The panel of text that is shown, of both the stack once it was asked for."""
+        """The visible text panel: the stack if it was requested last, else the log."""
         stack = self.query_one(StackView)
         return stack if stack.display and self._panel_below == "stack" else self.query_one(LogView)
 
@@ -143,7 +150,7 @@ class RankScreen(ChartScreen):
         self._text.action_edge(side)
 
     def keep_view(self) -> Callable[[], None]:
-        """Return what restores the choice of panels."""
+        """Return a function that restores the choice of panels."""
         below = self._panel_below
 
         def restore() -> None:
@@ -153,7 +160,7 @@ class RankScreen(ChartScreen):
         return restore
 
     def copyable(self) -> Copyable | None:
-        """Return the stack, or else how the rank failed, or the line of its log."""
+        """Return the stack, else the rank's failure, else the line of the log under its cursor."""
         failure = self.live.state.rank(self.rank).failure
         stack = self.query_one(StackView).copyable()
         if stack is None and failure is not None:
@@ -161,7 +168,7 @@ class RankScreen(ChartScreen):
         return stack or self.query_one(LogView).copyable()
 
     def action_back(self) -> None:
-        """Remove cursor and range of the charts, then return to the run."""
+        """Remove the charts' cursor, else their range, else return to the run screen."""
         if not self.view_back():
             self.dismiss()
 
@@ -182,7 +189,7 @@ class RankScreen(ChartScreen):
         self._turn(1)
 
     def action_previous_rank(self) -> None:
-        """Go to the rank before."""
+        """Go to the previous rank."""
         self._turn(-1)
 
     def action_next_flagged(self) -> None:
@@ -195,7 +202,7 @@ class RankScreen(ChartScreen):
             )
 
     def action_stack(self) -> None:
-        """Request the rank's stack."""
+        """Request the Python stack of the rank's process."""
         self._panel_below = "stack"
         self.place_panels()
         view = self.query_one(StackView)
@@ -209,7 +216,7 @@ class RankScreen(ChartScreen):
         view.show([], f"asked rank {self.rank}")
 
     def _show_answer(self) -> None:
-        """Show the stack once it has arrived."""
+        """Show the stack once it is in the log, or after ``STACK_TIMEOUT_S`` that no answer came."""
         if self._request is None:
             return
         lines = self._request.answer()

@@ -1,4 +1,4 @@
-"""The open recipe: a list, a form, and the results of validating it in a thread."""
+"""Base of the launch screen: list of recipes, form of the open one, and its validation in a thread."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ DEBOUNCE_S = 0.15
 """Seconds without a change before the recipe is validated again."""
 
 TALL_LINES = 32
-"""Lines of a screen that has a blank one before the preflight."""
+"""Fewest lines of a screen with a blank line before the preflight."""
 LEAST_FORM_LINES = 6
-"""Lines that the form keeps when the preflight has much to say."""
+"""Fewest lines of the form, however many the preflight needs."""
 LEAST_PLAN_LINES = 4
-"""Lines that the plan keeps then: title, columns, the first node, and how much is below."""
+"""Fewest lines of the plan then: title, column names, first node, number of hidden lines."""
 
 UNTRIED_FIELDS = ("task", "host")
-"""Fields whose half-typed values are not tried: a task is imported by a process, a host is asked over the network."""
+"""Fields not validated while being typed: a task is imported in a process, a host is contacted by ssh."""
 
 
 class RecipePage(Page):
-    """Shows a recipe, its plan and its preflight; a subclass edits it."""
+    """Screen of a recipe with its plan and preflight; a subclass edits the recipe."""
 
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
@@ -58,16 +58,16 @@ class RecipePage(Page):
         self._found: ValidatedRecipe | None = None
         self._fields: list[Field] = []
         self._remarks: dict[str, FieldMessage] = {}
-        """By key: what stands beside a field."""
+        """Messages beside the fields, by key."""
         self._asking: Field | str | None = None
-        """Purpose of the input: a field, ``find`` or ``save``."""
+        """Purpose of the open input line: a field, ``find`` or ``save``; None: it is closed."""
         self._before_find = ("", "")
-        """Words and key of the form before something was searched for."""
+        """Search text of the form, and key of the field under the cursor, before the search line was opened."""
 
-    # What there is
+    # Widgets and the open recipe
 
     def body(self) -> ComposeResult:
-        """Yield recipes, form, what a field means, the input, the plan, and whether it could start."""
+        """Yield the list of recipes, the form, help of a field, the input line, the plan and the preflight."""
         with Horizontal(id="workspace"):
             yield RecipeList(id="recipes")
             with Vertical(id="sheet"):
@@ -80,25 +80,25 @@ class RecipePage(Page):
 
     @property
     def form(self) -> Form:
-        """The fields."""
+        """The form."""
         return self.query_one(Form)
 
     @property
     def _drafts(self) -> dict[Path, Draft]:
-        """The drafts by file: changes stay while another recipe is open."""
+        """Drafts by file; changes are kept while another recipe is open."""
         return self.session.drafts
 
     @property
     def draft(self) -> Draft | None:
-        """The recipe in the form."""
+        """Draft of the recipe in the form."""
         return self._drafts.get(self._path) if self._path is not None else None
 
     def on_mount(self) -> None:
-        """Begin with the list."""
+        """Focus the list of recipes."""
         self.query_one("#recipes").focus()
 
     def on_screen_resume(self) -> None:
-        """List recipes, and take file and GPUs from the launch session."""
+        """List the recipes; open the file and enter the GPUs that another screen put into the launch session."""
         self._launch_is_near()
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
@@ -166,20 +166,20 @@ class RecipePage(Page):
             self._take_gpus(gpus)
 
     def _display_name(self, path: Path) -> str:
-        """Return a path relative to the folder where it is below it."""
+        """Return a path as text, relative to the working folder if it lies below."""
         try:
             return str(path.relative_to(self.session.folder))
         except ValueError:
             return str(path)
 
     def on_resize(self, event: Resize) -> None:
-        """Give the plan and the preflight their shares."""
+        """Divide the lines again at the new size."""
         self.set_class(self.size.width < 100, "-narrow")
         self.set_class(self.size.height >= TALL_LINES, "-tall")
         self.call_after_refresh(self._share_lines)
 
     def _share_lines(self) -> None:
-        """Give the preflight the lines that it needs: the plan shrinks first, then the form."""
+        """Set the heights: the preflight gets the lines it needs, first from the plan, then from the form."""
         summary, plan = self.query_one(PreflightSummary), self.query_one(PlanView)
         room = self.query_one("#sheet").size.height - self.query_one("#under").size.height
         room -= self.size.height >= TALL_LINES
@@ -193,7 +193,7 @@ class RecipePage(Page):
         if self.console.warm is not None:
             self.console.warm.open()
 
-    # What changes
+    # Changes
 
     def _changed(self) -> None:
         """Show the draft and validate it."""
@@ -225,7 +225,7 @@ class RecipePage(Page):
         listing.redraw()
 
     def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
-        """Return the remarks of a validation by key, without fields that were changed since."""
+        """Return the messages of a validation by key, without those of fields changed since."""
         remarks = remarks_by_field(self._fields, found.results)
         concerned = find_field(self._fields, found.key)
         if found.problem and concerned is not None:
@@ -244,7 +244,7 @@ class RecipePage(Page):
         self.query_one(FieldDetail).show(field, remark)
 
     def _try_typed_soon(self, field: Field, typed: str) -> None:
-        """Validate the recipe with the typed text; not where other hosts would be asked at every key."""
+        """Validate the recipe with the typed text, unless it names hosts: they would be contacted at every key."""
         draft = self.draft
         if draft is not None and not any(node.get("host") for node in draft.nodes()):
             self._try_typed(draft, field, typed)
@@ -256,7 +256,7 @@ class RecipePage(Page):
     async def _validated(
         self, draft: Draft, settings: list[str], *, hosts_max_age_s: float = HOSTS_MAX_AGE_S
     ) -> ValidatedRecipe:
-        """Validate a draft with some changes, in a thread; the answers of other hosts may be so old."""
+        """Validate a draft with ``settings`` in a thread; facts of other hosts may be ``hosts_max_age_s`` old."""
         return await asyncio.to_thread(
             self._validate,
             draft.text,
@@ -268,14 +268,14 @@ class RecipePage(Page):
 
     @work(exclusive=True, group="draft")
     async def _validate_draft(self) -> None:
-        """Validate the draft once it was not changed during ``debounce_s``, and show the result."""
+        """Validate the draft after ``debounce_s`` without a change, and show the result."""
         await asyncio.sleep(self._debounce_s)
         draft = self.draft
         if draft is None:
             return
         found = await self._validated(draft, draft.settings)
         if draft is not self.draft or list(found.settings) != draft.settings:
-            return  # it is no longer shown
+            return  # another recipe is open, or this one was changed meanwhile
         self._found = found
         if found.schema is not None:
             draft.add_task_schema(found.task, found.schema)
@@ -296,7 +296,7 @@ class RecipePage(Page):
                 remark = FieldMessage(strip_location(found.problem))
             self.query_one(FieldDetail).show(field, remark)
 
-    # The cursor
+    # Cursor
 
     @on(Form.Moved, "#form")
     def _pointed(self, event: Form.Moved) -> None:
@@ -315,7 +315,7 @@ class RecipePage(Page):
             self.open_recipe(file.path, focus=False)
 
     def _go_to_fault(self, found: ValidatedRecipe) -> None:
-        """Put the cursor on the field of the worst result."""
+        """Put the cursor on the field of the validation's problem, or else of its first error."""
         keys = [found.key, *(result.key for result in errors(found.results))]
         field = next(filter(None, (find_field(self._fields, key) for key in keys if key)), None)
         if field is not None:
@@ -324,17 +324,17 @@ class RecipePage(Page):
             self.form.focus()
             self.form.go_to(field.key)
 
-    # The line below the form
+    # Input line
 
-    def _ask(self, what: Field | str, label: str, text: str, hint: str) -> None:
-        self._asking = what
+    def _ask(self, purpose: Field | str, label: str, text: str, hint: str) -> None:
+        self._asking = purpose
         self.add_class("-editing")
         self.query_one(PromptLine).ask(label, text, hint)
-        if isinstance(what, Field):
+        if isinstance(purpose, Field):
             self._show_detail(text)
 
     def _leave_editor(self, *, focus: bool = True) -> None:
-        """Close the line; the form gets the focus, unless it has gone elsewhere."""
+        """Close the line; ``focus``: give the focus to the form."""
         if self._asking is not None:
             self._asking = None
             self.remove_class("-editing")

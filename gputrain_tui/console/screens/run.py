@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from gputrain_tui.console.widgets.filter_line import FilterLine
 
 WIDE_CELLS = 160
-"""Least cells of a terminal in which the table may leave room beside it."""
+"""Fewest cells of the panels' area in which the findings may stand beside the table."""
 CURSOR_DELAY_S = 0.04
-"""Seconds before the charts follow the cursor: a key held down moves it without them."""
+"""Seconds before the charts highlight the rank under the cursor; a key held down thus redraws only the table."""
 
 
 class RunScreen(ChartScreen):
@@ -50,23 +50,24 @@ class RunScreen(ChartScreen):
     def __init__(self, live: LiveRun) -> None:
         super().__init__(live)
         self.selected_rank: int | None = None
-        """The selected rank."""
+        """The rank that all panels highlight; None: none."""
         self.choice = PanelChoice(ranks=live.state.world_size)
-        """The person's choice of panels."""
+        """Panels that the user chose."""
         self._right_panel: PanelName | None = None
-        """Findings or log, whichever was asked for; None: findings where there are any."""
+        """Findings or log, whichever was chosen last; None: findings if there are any, else the log."""
         self._pointed_out = False
         self._flagged: int | None = None
-        """The rank of the worst finding, which was brought into view."""
+        """Rank of the worst finding, when it was brought into view."""
         self._before: object = None
+        """Version of the run at the last repaint of the header."""
         self._settled_version: object = None
-        """Version of the run at the last tick, and at the last redraw after events ceased."""
+        """Version of the run at the last redraw of the table after events ceased."""
         self._following = False
-        """Whether the charts have yet to follow the cursor."""
+        """Whether a timer will make the charts highlight the rank under the cursor."""
         self._arranged: tuple[Size, PanelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the panels, in no order: ``arrange`` places them."""
+        """Yield the panels, which ``arrange`` places."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
@@ -74,7 +75,7 @@ class RunScreen(ChartScreen):
             yield RankGrid(live, id="ranks")
             yield RendezvousView(live, id="rendezvous")
             yield self.band_chart("loss", id="loss")
-            # A rank alone has no other to wait for.
+            # With one rank there is no synchronisation.
             yield self.band_chart("step_ms" if live.state.world_size == 1 else "sync_exposed_ms", id="sync")
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
@@ -83,7 +84,7 @@ class RunScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
-        """Focus the table."""
+        """Lay out the panels, and focus the table."""
         self.place_panels()
         self.query_one(RankGrid).focus()
         self.call_after_refresh(self._mount_log)
@@ -97,15 +98,15 @@ class RunScreen(ChartScreen):
             self._arranged = None
             self.place_panels()
 
-    # The clock
+    # Clock
 
     def tick(self) -> None:
-        """Repaint what changed."""
+        """Lay out the panels again if needed, and repaint the changed ones."""
         self.place_panels()
         super().tick()
 
     def after_events(self) -> None:
-        """Select the failed rank once, and sort the table again when events have ceased."""
+        """Select the failed rank once, reveal the rank of a new worst finding, and sort again after the last events."""
         super().after_events()
         cause = self.live.state.root_cause
         if cause is not None and cause.rank is not None and not self._pointed_out:
@@ -130,19 +131,19 @@ class RunScreen(ChartScreen):
                 self.query_one(RankGrid).bring_into_view(rank)
 
     def repaint(self) -> None:
-        """Bring everything up to date at once."""
+        """Repaint all changed panels at once."""
         self._follow()
         super().repaint()
 
-    # Where things stand
+    # Layout
 
     def _choice_for(self, size: Size) -> PanelChoice:
-        """Return the panels to show, by the person's choice and the state of the run."""
+        """Return the panels to show, by the user's choice and the state of the run."""
         state = self.live.state
         card = self.query_one(RootCauseCard)
         root_cause = card.root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
-        # Of a failure alone the card says all.
+        # The root cause card shows a failure in full, so the findings are not needed for that alone.
         has_findings = bool(state.past_findings) or (bool(state.failures) and root_cause is None)
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return replace(
@@ -160,7 +161,7 @@ class RunScreen(ChartScreen):
         return whole_width(len(views), {view.host for view in views if view.host})
 
     def place_panels(self) -> None:
-        """Lay out again where size or choice changed."""
+        """Lay out the panels again if their size or choice changed."""
         size = self.panel_size
         choice = self._choice_for(size)
         if (size, choice) != self._arranged:
@@ -180,10 +181,10 @@ class RunScreen(ChartScreen):
     def _panel(self, name: str) -> Widget | None:
         return next(iter(self.query(f"#{name}")), None)
 
-    # What the person does
+    # Actions
 
     def action_show(self, name: str) -> None:
-        """Show a panel; if it is visible focus it, then zoom it."""
+        """Show a panel and focus it; zoom it if it is focused already, or visible without a focus of its own."""
         assert name in get_args(PanelName)
         panel: PanelName = name  # type: ignore[assignment]
         widget = self._panel(name)
@@ -220,7 +221,7 @@ class RunScreen(ChartScreen):
         self._focus(self.query_one(f"#{name}"))
 
     def action_zoom(self) -> None:
-        """Zoom the focused or last panel, or undo it."""
+        """Zoom the focused panel, or the one chosen last; if a panel is zoomed, show all again."""
         focused = self.focused
         name = focused.id if focused is not None and not self.choice.zoomed else None
         panel: PanelName = name if name in ("findings", "log") else self.choice.panel  # type: ignore[assignment]
@@ -228,7 +229,7 @@ class RunScreen(ChartScreen):
         self._focus(self.query_one(f"#{panel}"))
 
     def keep_view(self) -> Callable[[], None]:
-        """Return what restores the choice of panels."""
+        """Return a function that restores the choice of panels."""
         choice, right = self.choice, self._right_panel
 
         def restore() -> None:
@@ -238,14 +239,14 @@ class RunScreen(ChartScreen):
         return restore
 
     def copyable(self) -> Copyable | None:
-        """Return the failure, or else the finding under the cursor of the findings."""
+        """Return the failure, or else the finding under the cursor of its panel."""
         root_cause = self.query_one(RootCauseCard).root_cause()
         if root_cause is not None:
             return Copyable(failure_text(root_cause), "the failure")
         return self.query_one(Findings).copyable()
 
     def action_back(self) -> None:
-        """Undo one thing: cursor, range of steps, zoom, filter, selection."""
+        """Undo the first that applies: charts' cursor, range, zoom, focus of a panel, filter, selected rank."""
         if self.view_back():
             return
         grid = self.query_one(RankGrid)
@@ -269,7 +270,7 @@ class RunScreen(ChartScreen):
 
     @on(RankGrid.Picked)
     def _picked(self, message: RankGrid.Picked) -> None:
-        """Let the charts follow after a delay."""
+        """Highlight the rank in the charts after ``CURSOR_DELAY_S``."""
         self.selected_rank = message.rank
         if not self._following:
             self._following = True
@@ -289,22 +290,22 @@ class RunScreen(ChartScreen):
         self.open_rank(message.rank)
 
     def action_open_rank(self) -> None:
-        """Open the selected rank, or the first one."""
+        """Open the rank screen on the selected rank, or on the first one."""
         ranks = sorted(self.live.state.ranks)
         if self.selected_rank is not None or ranks:
             self.open_rank(self.selected_rank if self.selected_rank is not None else ranks[0])
 
     def open_rank(self, rank: int) -> None:
-        """Show everything of one rank."""
+        """Open the rank screen."""
         from gputrain_tui.console.screens.rank import RankScreen
 
         self.select(rank)
         self.app.push_screen(RankScreen(self.live, rank))
 
-    # What is next after a run
+    # Actions after the end
 
     def action_resume(self) -> None:
-        """Go on from the run's last checkpoint, after a question."""
+        """Resume from the run's last checkpoint as a new run, after a dialog."""
         if self._ended():
             ask_to_resume(app_of(self), self.live.run)
 
@@ -317,7 +318,7 @@ class RunScreen(ChartScreen):
         app_of(self).compare_with_last(self.live.run)
 
     def _ended(self) -> bool:
-        """Return whether the run has ended; report it where it has not."""
+        """Return whether the run has ended; if not, notify that it goes on."""
         if not self.live.over:
             app_of(self).report(f"{self.live.id} is {self.live.status}; S stops it")
         return self.live.over
@@ -327,11 +328,11 @@ class RunScreen(ChartScreen):
         self.query_one(RankGrid).sort_next()
 
     def action_reverse(self) -> None:
-        """Turn the order of the table around."""
+        """Reverse the order of the table."""
         self.query_one(RankGrid).reverse_sort()
 
     async def action_filter(self) -> None:
-        """Ask which ranks to show."""
+        """Open the input line of the rank filter."""
         from gputrain_tui.console.widgets.filter_line import FilterLine
 
         line: FilterLine | None = next(iter(self.query(FilterLine)), None)

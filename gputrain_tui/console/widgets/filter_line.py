@@ -45,7 +45,7 @@ class FilterLine(Horizontal):
         yield Static(HINT, id="hint", markup=False)
 
     def ask(self) -> None:
-        """Open the line."""
+        """Open the line on the filter in force."""
         self.add_class("-open")
         field = self.query_one(Input)
         field.value = self._grid.filter_text
@@ -69,7 +69,7 @@ class FilterLine(Horizontal):
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:
-        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        """Close the line when a click moves the focus: letters typed there would be commands."""
         if focused is not None and focused.parent is not self:
             self.remove_class("-open")
 

@@ -1,4 +1,4 @@
-"""A recipe as a form: a line per field under headings, with remarks."""
+"""Form of a recipe: a line per field with its message, under headings."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gputrain_tui.recipe.values import value_text
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
-"""What stands before a field; a note leaves that to whether the field was changed."""
+"""Mark and role of a message's status; a field with a note has the mark of a change, if any."""
 
 NAME_CELLS = (18, 26)
-"""Least and greatest width of the names."""
+"""Least and greatest width of the column of names."""
 
 
 @dataclass(frozen=True)
 class FieldHeading:
-    """A line over the fields of one group."""
+    """Heading over the fields of one group."""
 
     text: str
 
 
 def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | Field]:
-    """Return the lines of a form: the fields that hold a text in name or help, each group under its heading."""
+    """Return the lines of a form: fields with all the words in key or help, each group under its heading."""
     words = wanted.lower().split()
     lines: list[FieldHeading | Field] = []
     group = None
@@ -42,7 +42,7 @@ def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading |
 
 
 def best_match(fields: Sequence[Field], wanted: str) -> Field | None:
-    """Return the field that is meant by some words: by its exact name, else the begin of one, else all of its text."""
+    """Return the field that a search fits best: exact name or key, else beginning of the name, else key, else help."""
     wanted = wanted.lower().strip()
     words = wanted.split()
 
@@ -63,7 +63,7 @@ def remark_role(remark: FieldMessage) -> str:
 
 
 def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
-    """Return the line of one field: name, value, and its help or what was found about it."""
+    """Return the line of one field: name, value, and its message or else its help."""
     names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
     values = min(max(width // 4, 14), 40)
     text = printable(field.text) or EMPTY
@@ -89,18 +89,18 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
 
 
 class Form(Listing):
-    """The fields of the open recipe."""
+    """List of the fields of the open recipe."""
 
     title_text = ""
     remarks: Sequence[Row] = ()
     wanted = ""
-    """Only fields that hold these words are shown."""
+    """Words to search for; only fields that have them are shown."""
     _fields: Sequence[Field] = ()
     _lines: Sequence[FieldHeading | Field] = ()
     _remarks: Mapping[str, FieldMessage] = MappingProxyType({})
 
     def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
-        """Show fields and remarks by key; the cursor stays on its field."""
+        """Show fields, and their messages by key; the cursor stays on its field."""
         before = self.field
         self._fields, self._remarks = fields, remarks
         self._lines = form_lines(fields, self.wanted)
@@ -114,12 +114,12 @@ class Form(Listing):
         self.redraw()
 
     def find(self, wanted: str) -> None:
-        """Show only the fields that hold some words, and go to the one that is meant."""
+        """Show only the fields with some words, and put the cursor on the best match."""
         self.wanted = wanted
         self.show(self._fields, self._remarks)
-        meant = best_match(self._fields, wanted) if wanted else None
-        if meant is not None:
-            self.go_to(meant.key)
+        match = best_match(self._fields, wanted) if wanted else None
+        if match is not None:
+            self.go_to(match.key)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a field."""
@@ -130,7 +130,7 @@ class Form(Listing):
 
     @property
     def field(self) -> Field | None:
-        """The field with the cursor."""
+        """The field under the cursor; None on an empty form."""
         line = self._lines[self.cursor] if self.cursor < len(self._lines) else None
         return line if isinstance(line, Field) else None
 
@@ -139,7 +139,7 @@ class Form(Listing):
         return len(self._lines)
 
     def selectable(self, index: int) -> bool:
-        """Whether it is a field."""
+        """Return whether a line is a field."""
         return isinstance(self._lines[index], Field)
 
     def head(self, width: int) -> list[Row]:
@@ -147,7 +147,7 @@ class Form(Listing):
         return [title_row(width, [(printable(self.title_text), "title")], self.remarks)]
 
     def row(self, index: int, width: int) -> Row:
-        """Return the line of a field or a heading."""
+        """Return the row of a field or a heading."""
         line = self._lines[index]
         if isinstance(line, FieldHeading):
             return fit_row([("  ", "base"), (line.text, "accent")], width)
@@ -161,18 +161,18 @@ class Form(Listing):
 
 
 class FieldDetail(Canvas):
-    """Help of the field with the cursor: meaning, allowed values, default."""
+    """Details of the field under the cursor: key, allowed values, default, message, help."""
 
     field: Field | None = None
     remark: FieldMessage | None = None
 
     def show(self, field: Field | None, remark: FieldMessage | None) -> None:
-        """Show a field and what was found about it."""
+        """Show a field with its message."""
         self.field, self.remark = field, remark
         self.redraw()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the field in three lines."""
+        """Return the details, as many lines as fit."""
         field = self.field
         if field is None:
             return [title_row(width, [])]

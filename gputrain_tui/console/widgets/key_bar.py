@@ -1,4 +1,4 @@
-"""Footer: the keys of a screen from the action table, which can be clicked."""
+"""Footer: the keys of a screen, from the action table; a click runs the action."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gputrain_tui.console.widgets.canvas import Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row, row_cells
 
 LAST_SURE_RANK = 20
-"""Last footer rank that is always shown, shortened where it does not fit."""
+"""Last footer rank of the actions that are shortened rather than left out."""
 FIRST_PINNED_RANK = 90
-"""First footer rank of the actions at the right, which are always shown."""
+"""First footer rank of the actions at the right, for which room is always kept."""
 SELECTED: Row = [
     (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Let go", "label"),
 ]  # fmt: skip
-"""What stands in the footer while text is selected."""
+"""The footer while text is selected."""
 
 
 def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[int, int, Action]]]:
-    """Return the line, and the cells of each action: first, after the last, action."""
+    """Return the line, and per action its cells: the first one, the one after the last, the action."""
     spots: list[tuple[int, int, Action]] = []
     right = [action for action in actions if action.footer >= FIRST_PINNED_RANK]
     rest = [action for action in actions if action.footer < FIRST_PINNED_RANK]
@@ -53,14 +53,14 @@ def _like(action: Action, actions: Sequence[Action]) -> list[Action]:
 
 
 def _taken(actions: Sequence[Action], folds: int) -> int:
-    """Return the cells that actions take while so much of them is shortened."""
+    """Return the cells that actions take if those that fold at a level up to ``folds`` are shortened."""
     plain = [action for action in actions if not 0 < action.folds <= folds]
     groups = {action.group: _like(action, actions) for action in actions if action not in plain}
     return sum(map(_wide, plain)) + sum(map(_wide_fold, groups.values()))
 
 
 def _fold_keys(like: Sequence[Action]) -> list[Action | str]:
-    """Return the keys of a group as they are written: digits that follow each other as a range."""
+    """Return the keys of a shortened group: consecutive digits as a range, others with blanks between them."""
     if len(like) > 2 and "".join(action.key_text for action in like) in "123456789":
         return [like[0], "–", like[-1]]
     spaced: list[Action | str] = []
@@ -96,7 +96,7 @@ def _put(row: Row, action: Action, spots: list[tuple[int, int, Action]]) -> None
 
 
 class KeyBar(Canvas):
-    """The footer of a screen."""
+    """Footer of a screen."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("label")
 
@@ -120,7 +120,7 @@ class KeyBar(Canvas):
         self._spots: list[tuple[int, int, Action]] = []
 
     def on_mount(self) -> None:
-        """Follow the focus."""
+        """Redraw when the focus moves: a focused widget may have keys of its own."""
         self.watch(self.screen, "focused", self.redraw, init=False)
 
     def draw(self, width: int, height: int) -> list[Row]:
@@ -135,7 +135,7 @@ class KeyBar(Canvas):
         return [row]
 
     async def on_click(self, event: events.Click) -> None:
-        """Run the clicked action."""
+        """Run the clicked action, on the focused widget if it is one of its own, else on the screen."""
         for begin, end, action in self._spots:
             if begin <= event.x < end:
                 event.stop()

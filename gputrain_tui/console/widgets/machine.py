@@ -1,4 +1,4 @@
-"""Panel of a host: cores, load, memory, network and driver, or why it does not answer."""
+"""Panel of a host: cores, load, memory, network and driver; or the error of its survey."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABEL_CELLS = 9
 
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:
-    """Return cores, memory, network and driver of a host, as many lines as fit; ``name``: empty for this machine."""
+    """Return cores, load, memory, network and driver, as many lines as fit; ``name``: empty for this machine."""
     cpus, memory = inventory.cpus, inventory.memory
     up = f"up {duration(inventory.uptime_s)}" if inventory.uptime_s is not None else ""
     also = "  this machine" if not name else f"  {printable(inventory.host)}" if inventory.host != name else ""
@@ -73,7 +73,7 @@ def _networks(networks: Collection[Network]) -> Row:
 
 
 def draw_silent(host: Host, width: int, height: int) -> list[Row]:
-    """Return the rows of a host without an inventory."""
+    """Return the rows of a host without an inventory: the error of its survey, or that one is under way."""
     if host.here or not host.problem:
         return [title_row(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
     rows: list[Row] = [title_row(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
@@ -86,12 +86,12 @@ def draw_silent(host: Host, width: int, height: int) -> list[Row]:
 
 
 class MachinePanel(Canvas):
-    """One host."""
+    """Panel of one host."""
 
     host: Host | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the host, or why there is no inventory."""
+        """Return the host's inventory, or the state of its survey."""
         host = self.host
         if host is None:
             return [title_row(width, [("this machine", "title"), ("  being looked at", "dim")])]

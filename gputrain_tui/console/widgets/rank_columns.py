@@ -1,4 +1,4 @@
-"""Columns of the rank table: values, widths, and the order in which narrow tables drop them."""
+"""Columns of the rank table: their values and widths, and the order in which narrow tables drop them."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from gputrain_tui.state import RankView
 
 Value = float | str | None
 Lateness = Mapping[int, float]
-"""Milliseconds by rank, as ``RunState.lateness`` has them."""
+"""Lateness in ms by rank, from ``RunState.lateness``."""
 
 MOST_GAP_CELLS = 3
-"""Cells between two columns of a wide table."""
+"""Most cells between two columns."""
 SHORTER = {"validating": "validate"}
-"""Words that are longer than their column."""
+"""Shorter words for states that are longer than their column."""
 PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
     "optimizer": "optimizer", "other": "no phase", "group": "waits",
 }  # fmt: skip
-"""By the phase in which a rank has been for long, its state in the column."""
+"""Texts of the state column for a rank that has been in one phase of a step for unusually long."""
 MOST_HOST_CELLS = 24
-"""Cells of the column of hosts, whose names are cropped."""
+"""Most cells of the host column; longer names are cropped."""
 
 
 @dataclass(frozen=True)
 class RankColumn:
-    """One column."""
+    """One column of the table."""
 
     key: str
-    """Its name in filters and for sorting."""
+    """Name in filters and for sorting."""
     title: str
-    """With the unit."""
+    """Title with the unit."""
     wide: int
-    """Cells; of a host as many as the longest needs, up to a limit."""
+    """Cells; of the rank and host columns the least, since they grow with their longest value."""
     order: int
-    """The lower, the longer it stays when there is less room."""
+    """Order of importance: narrow tables drop the columns with the greatest numbers."""
     digits: int | None
     """Decimals; None: text, left-aligned."""
     value: Callable[[RankView, Lateness], Value]
-    """Value for sorting and filtering; None where nothing was measured."""
+    """Value for sorting and filtering; None if it was not measured."""
     descending: bool = True
-    """Whether sorting begins with the greatest."""
+    """Whether the first sort puts the greatest value on top."""
 
     def text(self, view: RankView, late: Lateness, wide: int) -> str:
-        """Return the cell, exactly ``wide`` long."""
+        """Return the text of a cell, exactly ``wide`` cells long."""
         value = self.value(view, late)
         if isinstance(value, str):
             value = SHORTER.get(value, value)
@@ -59,7 +59,7 @@ class RankColumn:
 
 
 def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
-    """Return the getter of a field of the newest step event."""
+    """Return a getter of a field of a rank's newest step event."""
 
     def value(view: RankView, late: Lateness) -> Value:
         found: float | None = getattr(view.last, name, None)
@@ -69,7 +69,7 @@ def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
 
 
 def _state(view: RankView, late: Lateness) -> Value:
-    """Return its state; in a step that takes unusually long, the phase."""
+    """Return a rank's state; in a step that takes unusually long, the phase."""
     return PHASES[view.phase] if view.phase is not None else view.display_state
 
 
@@ -79,7 +79,7 @@ def _memory(view: RankView, late: Lateness) -> Value:
 
 
 def _use(view: RankView, late: Lateness) -> Value:
-    """Return the utilization of the GPU; without one, of a core."""
+    """Return the GPU's utilization in %; without a GPU, the process's CPU use in % of a core."""
     if view.gpu is not None:
         gpu: float | None = view.gpu.utilization_percent
         return gpu
@@ -111,7 +111,7 @@ BY_KEY: dict[str, RankColumn] = {column.key: column for column in COLUMNS}
 
 @dataclass(frozen=True)
 class ColumnPlace:
-    """A column and its first cell."""
+    """Position of a column in a table."""
 
     column: RankColumn
     begin: int
@@ -120,12 +120,12 @@ class ColumnPlace:
 
     @property
     def end(self) -> int:
-        """The cell after the last."""
+        """Cell after the column's last one."""
         return self.begin + self.wide
 
 
 def _wide(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
-    """Return the cells of a column in a table of ``width``."""
+    """Return the cells of a column in a table ``width`` cells wide."""
     if column.key == "rank":
         return max(column.wide, len(str(max(ranks - 1, 0))))
     if column.key == "host":
@@ -134,20 +134,20 @@ def _wide(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
 
 
 def whole_width(ranks: int, hosts: Collection[str]) -> int:
-    """Return the cells of a table with all columns, a bar to scroll it included."""
+    """Return the cells of a table with all columns and a scroll bar."""
     longest_host = max(map(cell_count, hosts), default=0)
     return 4 + sum(_wide(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
 
 
 def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
-    """Return the columns that fit, evenly spaced, after two cells for marks."""
+    """Return the most important columns, as many as fit, evenly spaced after two cells for marks."""
     longest_host = max(map(cell_count, hosts), default=0)
 
     def wide(column: RankColumn) -> int:
         return _wide(column, width, ranks, longest_host)
 
     def order(column: RankColumn) -> int:
-        """Return the order in which columns are kept; a host that all ranks share goes early."""
+        """Return the order of importance; the host column comes last if all ranks are on one host."""
         return len(COLUMNS) if column.key == "host" and len(hosts) < 2 else column.order
 
     room = width - 2
@@ -169,7 +169,7 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
 
 
 def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:
-    """Return the ranks sorted by a column; ties by rank, without a value last."""
+    """Return the ranks sorted by a column, equal values by rank; ranks without a value come last."""
     get = BY_KEY[key].value
     keyed = [(get(view, late), view.rank, view) for view in views]
     absent = sorted(

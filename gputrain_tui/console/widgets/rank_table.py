@@ -1,4 +1,4 @@
-"""Drawing of the rank table: columns, lines and title as rows."""
+"""Drawing of the rank table as rows: title, column titles and a line per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gputrain_tui.console.widgets.canvas import on_ground
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,
-    centred_text as remark,
+    centred_text,
     fit_row,
     merge,
     scroll_thumb,
@@ -22,7 +22,7 @@ from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
 GOING = ("spawned", "joining", "ready", "training", "validating", "saving")
-"""States of a rank that goes on."""
+"""States of a rank that has not ended."""
 HEAD_LINES = 2
 """Lines above the first rank."""
 
@@ -32,16 +32,16 @@ class GridView:
     """Content of the table."""
 
     rows: Sequence[RankView]
-    """All that pass the filter, sorted."""
+    """All ranks that the filter keeps, sorted."""
     ranks: int
-    """All there are."""
+    """Number of all ranks."""
     late: Lateness = field(default_factory=dict)
     warned: Collection[int] = ()
-    """Ranks with a raised finding."""
+    """Ranks with a standing finding."""
     fresh: Collection[int] = ()
-    """Ranks whose line changed a moment ago."""
+    """Ranks whose lines are bright since they changed recently."""
     top: int = 0
-    """First visible row."""
+    """Index of the first visible row."""
     cursor: int | None = None
     """The rank under the cursor."""
     focused: bool = False
@@ -50,15 +50,15 @@ class GridView:
     filter_text: str = ""
     hosts: Collection[str] = ()
     failing: bool = False
-    """Whether a rank failed: ranks that were ended by it are dimmed."""
+    """Whether a rank failed: the ranks that ended because of it are dimmed."""
     standing_still: bool = False
-    """Whether no step has come for long, so that rates are past and no rank trains."""
+    """Whether no step has come for long: throughputs are left out, and ``training`` becomes ``no step``."""
     ended: str = ""
-    """Once the run is over, the state of ranks that recorded no end."""
+    """After the end of the run, text in the state column for ranks that recorded no end; empty: the run goes on."""
 
 
 def visible_ranks(height: int) -> int:
-    """Return the ranks that a grid of so many lines shows at once."""
+    """Return the number of ranks that a table of ``height`` lines shows at once."""
     return max(height - HEAD_LINES, 0)
 
 
@@ -70,8 +70,8 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     rows = [fit_row(_head(grid, width, visible), width), fit_row(_titles(grid, places), width)][:height]
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
-        why = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
-        return rows + remark(width, visible, [why])
+        text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
+        return rows + centred_text(width, visible, [text])
     thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):
         row = fit_row(_line(grid, view, places), width - 1 if scrolls else width)
@@ -123,7 +123,7 @@ def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
 
 
 def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
-    """Return one rank's line, bright where it changed recently."""
+    """Return one rank's line, bright if it changed recently."""
     late = grid.late
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
