@@ -109,7 +109,7 @@ class GputrainApp(OrderedKeys):
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
-        self._first = run
+        self._first_run = run
         self._fps = fps
         self._runs = runs
         self._follow = follow
@@ -120,11 +120,11 @@ class GputrainApp(OrderedKeys):
         """Mode of the followed run."""
         self._opened = 0
         """Number of runs opened so far, for the names of their modes."""
-        self._seen: int | None = None
+        self._seen_version: int | None = None
         """Version of the run at the last beat."""
-        self._still = 0
+        self._idle_beats = 0
         """Beats since the last change of the run."""
-        self._known: set[str] = set()
+        self._registered_pages: set[str] = set()
         """Registered modes of ``PAGES``."""
         self._end_notice = EndNotice(self._write_to_terminal, os.environ)
         self.supervisors: list[subprocess.Popen[bytes]] = []
@@ -143,9 +143,9 @@ class GputrainApp(OrderedKeys):
         await self._begin()
 
     async def _begin(self) -> None:
-        runs = [] if self._first is not None else self._runs()
+        runs = [] if self._first_run is not None else self._runs()
         going = next((run for run in runs if run.state not in (*ENDED, "lost")), None)
-        first = self._first or going
+        first = self._first_run or going
         if first is not None:
             await self.open_run(first)
         elif self.session.hosts:
@@ -175,16 +175,16 @@ class GputrainApp(OrderedKeys):
 
     def beat(self) -> None:
         """Read appended events and repaint the screen; less often on an idle run."""
-        self._still += 1
-        if self._still > IDLE_AFTER_S * self._fps and self._still % max(int(self._fps * IDLE_TICK_S), 1):
+        self._idle_beats += 1
+        if self._idle_beats > IDLE_AFTER_S * self._fps and self._idle_beats % max(int(self._fps * IDLE_TICK_S), 1):
             return
         if not self._catching_up:
             self._read_on()
         if self.live is not None:
             self._end_notice.check(self.live)
         version = self.live.version if self.live is not None else None
-        if version != self._seen:
-            self._seen, self._still = version, 0
+        if version != self._seen_version:
+            self._seen_version, self._idle_beats = version, 0
         if self._clocked:
             self.call_later(self.tick)  # after a key that was pressed meanwhile
         else:
@@ -227,8 +227,8 @@ class GputrainApp(OrderedKeys):
 
     def _page(self, name: str) -> str:
         """Return the mode of a page, registered on first use."""
-        if name not in self._known:
-            self._known.add(name)
+        if name not in self._registered_pages:
+            self._registered_pages.add(name)
             self.add_mode(name, partial(_screen, PAGES[name]))
         return name
 

@@ -22,19 +22,19 @@ class EndNotice:
     def __init__(self, write: Callable[[str], object], environ: Mapping[str, str]) -> None:
         self._write = write
         self._environ = environ
-        self._going = ""
+        self._unended_id = ""
         """Id of the last run that was followed before its end."""
 
     def check(self, live: LiveRun) -> None:
         """Write a notice if the run has ended since the last check."""
         if not live.caught_up:
             if live.run.status.status not in ENDED:  # it may end while its record is read
-                self._going = live.id
+                self._unended_id = live.id
             return
         if not live.over:
-            self._going = live.id
-        elif self._going == live.id:
-            self._going = ""
+            self._unended_id = live.id
+        elif self._unended_id == live.id:
+            self._unended_id = ""
             text = f"{live.run.status.recipe} {'lost its supervisor' if live.status == 'lost' else live.status}"
             message = live.state.ended.message if live.state.ended is not None else live.message
             self._write(notice(f"{text}: {message}" if message else text, self._environ))

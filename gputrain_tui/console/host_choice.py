@@ -37,11 +37,11 @@ class Host:
     """Newest inventory; None before the first."""
     problem: str = ""
     """Error of the last survey, one line; empty if it succeeded."""
-    asking: bool = False
+    surveying: bool = False
     """Whether a survey is under way."""
-    tried: float | None = None
+    surveyed_at: float | None = None
     """End of the last survey, monotonic seconds; None: none has ended."""
-    seen: float | None = None
+    inventory_at: float | None = None
     """Time of the inventory, monotonic seconds."""
     run_ranks: Mapping[int, GpuRank] = field(default_factory=dict)
     """Ranks of active runs by the index of their GPU."""
@@ -68,7 +68,9 @@ class Host:
 
     def is_due(self, now: float, *, again_s: float, failed_s: float) -> bool:
         """Return whether to survey it again: ``again_s`` after the last survey, or ``failed_s`` after a failed one."""
-        return not self.asking and (self.tried is None or now - self.tried >= (failed_s if self.problem else again_s))
+        return not self.surveying and (
+            self.surveyed_at is None or now - self.surveyed_at >= (failed_s if self.problem else again_s)
+        )
 
 
 def remote_hosts(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class OrderedKeys(App[int]):
         while self._waiting and not self._under_way:
             event = self._waiting.popleft()
             self.quiet_s, self._key_time = event.time - self._key_time, event.time
-            if not self.before_key(event) or self._is_second_g(event):
+            if not self.before_key(event) or self._handle_gg(event):
                 continue
             self._key_number += 1
             target = self.focused or self.screen
@@ -92,14 +92,14 @@ class OrderedKeys(App[int]):
         if widget is None or not there or not widget.post_message(KeyPassed(mark.number)):
             self.call_later(self._next_key, mark.number)  # after a pending change of the focus
 
-    def _is_second_g(self, event: events.Key) -> bool:
+    def _handle_gg(self, event: events.Key) -> bool:
         """Handle ``gg``: on the second ``g`` undo the action of the first one, go to the first line, return True."""
         first, self._first_g = self._first_g, None
         if event.key != "g" or isinstance(self.focused, Input):
             return False
         if first is None or event.time - first[0] > DOUBLE_KEY_S:
-            keep_view = getattr(self.screen, "keep_view", None)
-            self._first_g = event.time, self.focused, keep_view() if keep_view is not None else lambda: None
+            save_view = getattr(self.screen, "save_view", None)
+            self._first_g = event.time, self.focused, save_view() if save_view is not None else lambda: None
             return False
         _, focused, restore = first
         restore()

@@ -85,7 +85,7 @@ def _narrow(area: Region, choice: PanelChoice) -> dict[str, Region]:
         return {"ranks": area}
     top, below = area.split_horizontal(_table_height(area, choice, share=0.45))
     columns, lines = grid_shape(below)
-    names = _chosen(choice, min(columns * lines, MOST_PANELS), narrow=columns > 1 and lines == 1)
+    names = _chosen_panels(choice, min(columns * lines, MOST_PANELS), narrow=columns > 1 and lines == 1)
     return {"ranks": top, **place_in_grid(below, names, columns)}
 
 
@@ -109,7 +109,7 @@ def place_in_grid(area: Region, names: Sequence[str], columns: int) -> dict[str,
     return placed
 
 
-def _chosen(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence[str]:
+def _chosen_panels(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence[str]:
     """Return ``count`` panels in the order of ``PANELS``, the chosen one included; ``narrow``: for few cells each."""
     panel = choice.panel
     if choice.rendezvous:

@@ -59,9 +59,9 @@ class ChartScreen(ConsoleScreen):
         """Range, axis and cursor of all charts."""
         self._ancestors: list[CurveReader] = []
         """Curves of the run that this one resumed, of the run that that one resumed, and so on."""
-        self._begins: list[int] = []
+        self._drawn_first_steps: list[int] = []
         """First step of the run and of each ancestor when the curves were drawn last."""
-        self._below: CurveReader | None = None
+        self._underlay: CurveReader | None = None
         """Curves of the run that the underlay key chose."""
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
@@ -114,7 +114,7 @@ class ChartScreen(ConsoleScreen):
         title, unit, empty = CHARTS[metric]
         return BandChart(self.live, metric, title, unit, view=self.view, empty=empty, spiky=metric != "loss", id=id)
 
-    def _point_at(self, rank: int | None) -> None:
+    def _highlight_rank(self, rank: int | None) -> None:
         """Highlight a rank in every panel, or none."""
         for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
@@ -139,17 +139,17 @@ class ChartScreen(ConsoleScreen):
 
     def on_unmount(self) -> None:
         """Close the records of earlier runs."""
-        for reader in (*self._ancestors, self._below):
+        for reader in (*self._ancestors, self._underlay):
             if reader is not None:
                 reader.close()
 
     def _read_earlier(self) -> None:
         """Read the records of earlier runs within the budget of a tick."""
         deadline = time.perf_counter() + POLL_BUDGET_S
-        for reader in (*self._ancestors, self._below):
+        for reader in (*self._ancestors, self._underlay):
             if reader is not None:
                 reader.poll(deadline)
-        if self._ancestors and self._first_steps() != self._begins:
+        if self._ancestors and self._first_steps() != self._drawn_first_steps:
             self._show_earlier()
 
     def _first_steps(self) -> list[int]:
@@ -158,12 +158,12 @@ class ChartScreen(ConsoleScreen):
     def _show_earlier(self) -> None:
         """Draw the curves of earlier runs below those of the run in all charts."""
         earlier = []
-        self._begins = self._first_steps()
-        for reader, until in zip(self._ancestors, self._begins, strict=False):
+        self._drawn_first_steps = self._first_steps()
+        for reader, until in zip(self._ancestors, self._drawn_first_steps, strict=False):
             if until > 0:  # 0: the run that resumed it has no step yet
                 earlier.append(EarlierCurve(name=f"resumed at {until:,}", series=reader.history.series, until=until))
-        if self._below is not None:
-            earlier.append(EarlierCurve(name=self._below.run.id, series=self._below.history.series))
+        if self._underlay is not None:
+            earlier.append(EarlierCurve(name=self._underlay.run.id, series=self._underlay.history.series))
         for chart in self.query(BandChart):
             chart.earlier = earlier
             chart.redraw()
@@ -172,19 +172,19 @@ class ChartScreen(ConsoleScreen):
         """Draw the next earlier run of the same recipe below the curves; after the last one, none."""
         run = self.live.run
         found = [each for each in list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
-        current = None if self._below is None else self._below.run.id
+        current = None if self._underlay is None else self._underlay.run.id
         ids = [each.id for each in found]
         index = ids.index(current) + 1 if current in ids else 0
-        if self._below is not None:
-            self._below.close()
-        self._below = CurveReader(found[index]) if index < len(found) else None
+        if self._underlay is not None:
+            self._underlay.close()
+        self._underlay = CurveReader(found[index]) if index < len(found) else None
         if not found:
             app_of(self).report(f"there is no other run of {run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
 
-    def _chart(self) -> BandChart | None:
+    def _cursor_chart(self) -> BandChart | None:
         """Return the chart whose columns the cursor moves by: the focused one, or the first visible one."""
         charts = [chart for chart in self.query(BandChart) if chart.display and chart.size]
         return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
@@ -195,14 +195,14 @@ class ChartScreen(ConsoleScreen):
 
     def action_cursor(self, columns: int) -> None:
         """Move the cursor of the charts."""
-        chart = self._chart()
+        chart = self._cursor_chart()
         if chart is not None:
             self.view.move(chart.whole, chart.columns // 2, columns)
             self._redraw_charts()
 
     def action_range(self, closer: int) -> None:
         """Show fewer steps around the cursor, or more."""
-        chart = self._chart()
+        chart = self._cursor_chart()
         if chart is not None:
             self.view.zoom(chart.whole, closer=bool(closer))
             self._redraw_charts()

@@ -107,7 +107,7 @@ class ClusterScreen(Page):
         self,
         *,
         take: Callable[[], Inventory] = take_inventory,
-        ask: Callable[[str], HostReport] | None = None,
+        survey: Callable[[str], HostReport] | None = None,
         runs: Callable[[], list[Run]] = list_runs,
         clocked: bool = True,
         now: Callable[[], float] = time.monotonic,
@@ -116,15 +116,15 @@ class ClusterScreen(Page):
 
         Args:
             take: takes the inventory of this machine.
-            ask: surveys a remote host; by default over ssh.
+            survey: surveys a remote host; by default over ssh.
             runs: lists the runs.
             clocked: whether it samples on a timer.
             now: monotonic seconds.
         """
         super().__init__()
         self._take = take
-        self._asking = HostSurvey()
-        self._ask = ask or self._asking
+        self._surveys = HostSurvey()
+        self._survey = survey or self._surveys
         self._runs = runs
         self._clocked = clocked
         self._now = now
@@ -134,7 +134,7 @@ class ClusterScreen(Page):
         self._hosts: dict[str, Host] = {}
         """Hosts by name, this machine first."""
         # An executor of its own: hosts that do not answer must not use up the threads that a launch needs.
-        self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="ask")
+        self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="survey")
 
     def body(self) -> ComposeResult:
         """Yield the panels: host under the cursor, GPU table, processes on the GPU under the cursor, nodes."""
@@ -152,7 +152,7 @@ class ClusterScreen(Page):
 
     def on_unmount(self) -> None:
         """Cancel surveys without waiting for them."""
-        self._asking.close()
+        self._surveys.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def on_screen_resume(self) -> None:
@@ -166,10 +166,10 @@ class ClusterScreen(Page):
     def action_sample(self) -> None:
         """Sample all hosts now, also those whose last survey failed."""
         for name, host in self._hosts.items():
-            self._hosts[name] = replace(host, tried=None)
+            self._hosts[name] = replace(host, surveyed_at=None)
         self._sample()
 
-    def _wanted(self) -> tuple[Node, ...]:
+    def _recipe_nodes(self) -> tuple[Node, ...]:
         """Return the nodes of the open recipe; without one, those of the hostfile."""
         recipe = self.session.recipe
         return recipe.cluster.nodes if recipe is not None else tuple(entry.node for entry in self.session.hosts)
@@ -181,17 +181,17 @@ class ClusterScreen(Page):
         if self._sampling:
             return
         self._sampling = True
-        named = [*(node.host for node in self._wanted()), *(entry.host for entry in self.session.hosts)]
+        named = [*(node.host for node in self._recipe_nodes()), *(entry.host for entry in self.session.hosts)]
         inventory, facts, self._plans = await asyncio.to_thread(self._read_machine, named)
         self._sampling, self._facts = False, facts
         here = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
         run_ranks = ranks_by_gpu(inventory, self._plans, lambda host: is_local(host, facts))
         now = self._now()
-        here = replace(here, inventory=inventory, run_ranks=run_ranks, tried=now, seen=now)
-        nodes = (*self._wanted(), *(entry.node for entry in self.session.hosts))
+        here = replace(here, inventory=inventory, run_ranks=run_ranks, surveyed_at=now, inventory_at=now)
+        nodes = (*self._recipe_nodes(), *(entry.node for entry in self.session.hosts))
         away = remote_hosts(nodes, lambda host: is_local(host, facts))
         self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
-        self._ask_due()
+        self._survey_due_hosts()
         self._show()
 
     def _read_machine(self, named: Sequence[str | None]) -> tuple[Inventory, LocalFacts, list[tuple[str, Plan]]]:
@@ -203,31 +203,32 @@ class ClusterScreen(Page):
 
     # Remote hosts
 
-    def _ask_due(self) -> None:
+    def _survey_due_hosts(self) -> None:
         now = self._now()
         for name, host in list(self._hosts.items()):
             if not host.here and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
-                self._hosts[name] = replace(host, asking=True)
-                self._ask_one(name)
+                self._hosts[name] = replace(host, surveying=True)
+                self._survey_host(name)
 
     @work(group="hosts")
-    async def _ask_one(self, name: str) -> None:
+    async def _survey_host(self, name: str) -> None:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, partial(self._ask, name))
+        found = await loop.run_in_executor(self._threads, partial(self._survey, name))
         before = self._hosts.get(name)
         if before is None:  # the host's recipe was closed meanwhile
             return
         now = self._now()
-        after = replace(before, asking=False, tried=now, problem=found.problem)
+        after = replace(before, surveying=False, surveyed_at=now, problem=found.problem)
         if found.inventory is not None:
             run_ranks = ranks_by_gpu(found.inventory, self._plans, lambda host: host == name)
-            after = replace(after, inventory=found.inventory, run_ranks=run_ranks, seen=now)
+            after = replace(after, inventory=found.inventory, run_ranks=run_ranks, inventory_at=now)
         self._hosts[name] = after
         self._show()
 
     # Panels
 
     def _show(self) -> None:
+        """Show the hosts and nodes in the panels."""
         table, nodes = self.query_one(GpuTable), self.query_one(NodeList)
         hosts = list(self._hosts.values())
         table.show(hosts, now=self._now())
@@ -238,7 +239,7 @@ class ClusterScreen(Page):
             nodes.title = f"hosts named in {printable(self.session.hostfile)}"
         else:
             nodes.title = "hosts of the recipe"
-        nodes.nodes, nodes.hosts, nodes.facts = self._wanted(), hosts, self._facts or LocalFacts()
+        nodes.nodes, nodes.hosts, nodes.facts = self._recipe_nodes(), hosts, self._facts or LocalFacts()
         nodes.redraw()
         self._arrange()
 

@@ -95,6 +95,6 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         """Return the text for the copy key if the focused panel has none; None: nothing to copy."""
         return None
 
-    def keep_view(self) -> Callable[[], None]:
+    def save_view(self) -> Callable[[], None]:
         """Return a function that restores the present view, which ``gg`` needs: its first ``g`` is a key of its own."""
         return lambda: None

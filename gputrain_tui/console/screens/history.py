@@ -57,11 +57,10 @@ class HistoryScreen(Page):
         self._now = now
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
-        self._asking: Literal["filter", "note", "tags"] | None = None
+        self._prompt_for: Literal["filter", "note", "tags"] | None = None
         """Purpose of the open input line; None: it is closed."""
-
-    _asked_run: Run | None = None
-    """The run whose note or tags are edited."""
+        self._edited_run: Run | None = None
+        """The run whose note or tags are edited."""
 
     def body(self) -> ComposeResult:
         """Yield the list of runs, and the details and loss curves of the run under the cursor."""
@@ -89,7 +88,7 @@ class HistoryScreen(Page):
 
     @work(group="history")
     async def _list_runs(self) -> None:
-        runs, entries = await asyncio.to_thread(_listed, self._now())
+        runs, entries = await asyncio.to_thread(_read_runs, self._now())
         self._runs = {run.id: run for run in runs}
         listing = self.query_one(RunList)
         if entries != listing.listed or listing.entries is None:
@@ -104,7 +103,7 @@ class HistoryScreen(Page):
         card = self.query_one(RunCard)
         card.entry = self.query_one(RunList).entry
         card.redraw()
-        self._preview(self.run_here)
+        self._preview(self.run_at_cursor)
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
@@ -124,7 +123,7 @@ class HistoryScreen(Page):
         self.query_one("#preview", LossCurves).tick()
 
     @property
-    def run_here(self) -> Run | None:
+    def run_at_cursor(self) -> Run | None:
         """The run under the cursor."""
         entry = self.query_one(RunList).entry
         return self._runs.get(entry["id"]) if entry is not None else None
@@ -135,43 +134,43 @@ class HistoryScreen(Page):
         """Sort by the next column."""
         listing = self.query_one(RunList)
         listing.sort_key = SORT_KEYS[(SORT_KEYS.index(listing.sort_key) + 1) % len(SORT_KEYS)]
-        listing.list_again()
+        listing.update_entries()
         self._show_card()
 
     def action_reverse(self) -> None:
         """Reverse the order."""
         listing = self.query_one(RunList)
         listing.reverse = not listing.reverse
-        listing.list_again()
+        listing.update_entries()
         self._show_card()
 
     def action_filter(self) -> None:
         """Open the input line on the filter."""
-        self._ask("filter", "filter", self.query_one(RunList).wanted.text, FILTER_HINT)
+        self._open_prompt("filter", "filter", self.query_one(RunList).filter.text, FILTER_HINT)
 
     def action_note(self) -> None:
         """Open the input line on the run's note."""
-        run, entry = self.run_here, self.query_one(RunList).entry
+        run, entry = self.run_at_cursor, self.query_one(RunList).entry
         if run is not None and entry is not None:
-            self._ask("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
+            self._open_prompt("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
 
     def action_tags(self) -> None:
         """Open the input line on the run's tags."""
-        run, entry = self.run_here, self.query_one(RunList).entry
+        run, entry = self.run_at_cursor, self.query_one(RunList).entry
         if run is not None and entry is not None:
-            self._ask(
+            self._open_prompt(
                 "tags", f"tags of {run.id}", " ".join(entry["tags"]), "words such as baseline lr-sweep; empty: none"
             )
 
-    def _ask(self, what: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
-        self._asking = what
-        self._asked_run = self.run_here
+    def _open_prompt(self, purpose: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
+        self._prompt_for = purpose
+        self._edited_run = self.run_at_cursor
         self.query_one(PromptLine).ask(label, text, hint)
 
     @on(Input.Changed, "#editor")
     def _typed(self, event: Input.Changed) -> None:
-        if self._asking == "filter":
-            self._take_filter(event.value)
+        if self._prompt_for == "filter":
+            self._set_filter(event.value)
 
     @on(Input.Submitted, "#editor")
     def _submitted(self, event: Input.Submitted) -> None:
@@ -179,12 +178,12 @@ class HistoryScreen(Page):
 
     def action_commit(self, step: int) -> None:
         """Apply the typed text and close the line; if it is invalid, report why and keep the line open."""
-        asked, typed = self._asking, self.query_one("#editor", Input).value
+        purpose, typed = self._prompt_for, self.query_one("#editor", Input).value
         try:
-            if asked == "filter":
-                self._take_filter(typed, complain=True)
-            elif asked is not None and self._asked_run is not None:
-                self._write_note(self._asked_run, asked, typed)
+            if purpose == "filter":
+                self._set_filter(typed, complain=True)
+            elif purpose is not None and self._edited_run is not None:
+                self._write_note(self._edited_run, purpose, typed)
         except RequestError as error:
             self.console.report(str(error), alarm=True)
             return
@@ -192,35 +191,35 @@ class HistoryScreen(Page):
 
     def action_back(self) -> None:
         """Close the line without a change; the filter, or without an open line too, is removed."""
-        if self._asking is None or self._asking == "filter":
-            self._take_filter("")
+        if self._prompt_for is None or self._prompt_for == "filter":
+            self._set_filter("")
         self._leave_line()
 
     def watch_focused(self, focused: Widget | None) -> None:
         """Close the line when a click moves the focus: letters typed there would be commands."""
-        if self._asking is not None and focused is not None and focused.id != "editor":
+        if self._prompt_for is not None and focused is not None and focused.id != "editor":
             self._leave_line()
 
     def _leave_line(self) -> None:
-        if self._asking is not None:
-            self._asking = None
+        if self._prompt_for is not None:
+            self._prompt_for = None
             self.query_one(PromptLine).close()
             self.query_one(RunList).focus()
 
-    def _take_filter(self, text: str, *, complain: bool = False) -> None:
+    def _set_filter(self, text: str, *, complain: bool = False) -> None:
         listing = self.query_one(RunList)
         try:
-            listing.wanted = run_filter(text)
+            listing.filter = run_filter(text)
         except RequestError:
             if complain:
                 raise
             return  # a word is still being typed
-        listing.list_again()
+        listing.update_entries()
         self._show_card()
 
-    def _write_note(self, run: Run, what: Literal["note", "tags"], typed: str) -> None:
+    def _write_note(self, run: Run, kind: Literal["note", "tags"], typed: str) -> None:
         before = read_notes(run.dir)
-        if what == "note":
+        if kind == "note":
             after = msgspec.structs.replace(before, note=checked_note(typed))
         else:
             after = msgspec.structs.replace(before, tags=checked_tags(typed.split()))
@@ -235,13 +234,13 @@ class HistoryScreen(Page):
 
     async def action_open(self) -> None:
         """Open the run screen on the run."""
-        run = self.run_here
+        run = self.run_at_cursor
         if run is not None:
             await self.console.open_run(run)
 
     def action_mark(self) -> None:
         """Mark the run for a comparison, or unmark it."""
-        if self.run_here is None:
+        if self.run_at_cursor is None:
             return
         if not self.query_one(RunList).mark():
             self.console.report(f"at most {MAX_RUNS} runs can be compared")
@@ -258,19 +257,19 @@ class HistoryScreen(Page):
 
     def action_resume(self) -> None:
         """Resume from the run's last checkpoint as a new run, after a dialog."""
-        run = self.run_here
+        run = self.run_at_cursor
         if run is not None:
             ask_to_resume(self.console, run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
-        run = self.run_here
+        run = self.run_at_cursor
         if run is not None:
             await relaunch(self.console, run)
 
     def action_stop_marked(self) -> None:
         """Stop the run after a dialog."""
-        run = self.run_here
+        run = self.run_at_cursor
         if run is None:
             return
         if run.state in ENDED:
@@ -280,7 +279,7 @@ class HistoryScreen(Page):
 
     def action_delete(self) -> None:
         """Delete the run after a dialog."""
-        run = self.run_here
+        run = self.run_at_cursor
         if run is None:
             return
         if run.state not in (*ENDED, "lost"):
@@ -300,7 +299,7 @@ class HistoryScreen(Page):
         self._list_runs()
 
 
-def _listed(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
+def _read_runs(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
     """Return the readable runs, and the list entries of all runs, unreadable ones included."""
     try:
         runs, unreadable = list_all()

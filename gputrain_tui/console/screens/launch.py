@@ -58,14 +58,14 @@ class LaunchScreen(RecipePage):
             return
         default = value_text(field.option.default)
         hint = f"empty: the default, {default}" if default else "empty: left out"
-        self._ask(field, field.key, field.text if field.written else "", hint)
+        self._open_prompt(field, field.key, field.text if field.written else "", hint)
 
     @on(Input.Changed, "#editor")
     def _typed(self, event: Input.Changed) -> None:
-        if self._asking == "find":
+        if self._prompt_for == "find":
             self.form.find(event.value)
             self._show_detail()
-        elif isinstance(self._asking, Field):
+        elif isinstance(self._prompt_for, Field):
             self._show_detail(event.value)
 
     @on(Input.Submitted, "#editor")
@@ -74,7 +74,7 @@ class LaunchScreen(RecipePage):
 
     def _commit(self) -> bool:
         """Apply the typed text and close the line; return False, with the line open, if the text is invalid."""
-        purpose, draft, typed = self._asking, self.draft, self.query_one("#editor", Input).value
+        purpose, draft, typed = self._prompt_for, self.draft, self.query_one("#editor", Input).value
         if draft is None or purpose is None:
             return True
         if isinstance(purpose, Field):
@@ -94,8 +94,8 @@ class LaunchScreen(RecipePage):
 
     def action_commit(self, step: int) -> None:
         """Complete a path; with nothing to complete, apply the typed text and go to the next field."""
-        field = self._asking if isinstance(self._asking, Field) else None
-        if (self._asking == "save" or (field is not None and field.is_path)) and self._complete_path():
+        field = self._prompt_for if isinstance(self._prompt_for, Field) else None
+        if (self._prompt_for == "save" or (field is not None and field.is_path)) and self._complete_path():
             return
         if self._commit() and field is not None:
             self.form.action_move(step)
@@ -114,7 +114,7 @@ class LaunchScreen(RecipePage):
 
     def watch_focused(self, focused: Widget | None) -> None:
         """Apply the typed text and close the line when a click moves the focus: letters typed there are commands."""
-        purpose, editor = self._asking, self.query_one("#editor", Input)
+        purpose, editor = self._prompt_for, self.query_one("#editor", Input)
         if purpose is None or focused is None or focused is editor:
             return  # focused is None: the terminal has lost the focus
         if isinstance(purpose, Field) and self.draft is not None:
@@ -158,7 +158,7 @@ class LaunchScreen(RecipePage):
         """Open the input line on the search of fields."""
         if self.draft is not None:
             self._before_find = self.form.wanted, self.form.field.key if self.form.field is not None else ""
-            self._ask("find", "find", self.form.wanted, "a field's name, or words in its help; Esc restores")
+            self._open_prompt("find", "find", self.form.wanted, "a field's name, or words in its help; Esc restores")
 
     def action_add_node(self) -> None:
         """Add a node."""
@@ -180,8 +180,8 @@ class LaunchScreen(RecipePage):
 
     async def action_back(self) -> None:
         """Close the input line; else end the search; else focus the list of recipes."""
-        if self._asking is not None:
-            searching = self._asking == "find"
+        if self._prompt_for is not None:
+            searching = self._prompt_for == "find"
             self._leave_editor()
             if searching:
                 wanted, key = self._before_find
@@ -213,7 +213,7 @@ class LaunchScreen(RecipePage):
             return
         folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
         name = self._display_name(folder / f"{self._path.stem}-2.toml")
-        self._ask("save", "save as", name, "file to save the recipe in")
+        self._open_prompt("save", "save as", name, "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
         """Save the recipe in a file, and go on editing that file."""
@@ -224,7 +224,7 @@ class LaunchScreen(RecipePage):
             problem = found.problem if found is not None and found.problem else "it is being looked at"
             self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
             if found is not None:
-                self._go_to_fault(found)
+                self._go_to_problem(found)
             return
         path = path if path.is_absolute() else self.session.folder / path
         if path != before and path.exists():
@@ -289,7 +289,7 @@ class LaunchScreen(RecipePage):
         if draft is None:
             self.console.report("choose a recipe first")
             return
-        if self._launching or (self._asking is not None and not self._commit()):
+        if self._launching or (self._prompt_for is not None and not self._commit()):
             return  # an open input line is applied first; an invalid value stops the launch
         self._launching = True
         found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
@@ -299,4 +299,4 @@ class LaunchScreen(RecipePage):
         else:
             refused = errors(found.results)
             self.console.report(refused[0].line if refused else found.problem, alarm=True)
-            self._go_to_fault(found)
+            self._go_to_problem(found)

@@ -90,7 +90,7 @@ class RankScreen(ChartScreen):
         self.rank = rank
         self._panel_below = "loss"
         self._request: StackRequest | None = None
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     def compose(self) -> ComposeResult:
         """Yield the panels."""
@@ -107,12 +107,12 @@ class RankScreen(ChartScreen):
 
     def on_mount(self) -> None:
         """Highlight the rank in every panel, and lay out the panels."""
-        self._point_at(self.rank)
+        self._highlight_rank(self.rank)
         self.place_panels()
 
     def tick(self) -> None:
         """Show a stack that has arrived, and repaint the changed panels."""
-        self._show_answer()
+        self._show_arrived_stack()
         super().tick()
 
     def place_panels(self) -> None:
@@ -149,7 +149,7 @@ class RankScreen(ChartScreen):
         """Go to the first or the last line of the stack or the log."""
         self._text.action_edge(side)
 
-    def keep_view(self) -> Callable[[], None]:
+    def save_view(self) -> Callable[[], None]:
         """Return a function that restores the choice of panels."""
         below = self._panel_below
 
@@ -172,7 +172,7 @@ class RankScreen(ChartScreen):
         if not self.view_back():
             self.dismiss()
 
-    def _turn(self, step: int) -> None:
+    def _step_rank(self, step: int) -> None:
         ranks = sorted(self.live.state.ranks)
         if not ranks:
             return
@@ -181,23 +181,23 @@ class RankScreen(ChartScreen):
         self._request = None
         self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
-        self._point_at(self.rank)
+        self._highlight_rank(self.rank)
         self.place_panels()
 
     def action_next_rank(self) -> None:
         """Go to the next rank."""
-        self._turn(1)
+        self._step_rank(1)
 
     def action_previous_rank(self) -> None:
         """Go to the previous rank."""
-        self._turn(-1)
+        self._step_rank(-1)
 
     def action_next_flagged(self) -> None:
         """Go to the next rank that failed or that a finding is about."""
         flagged = sorted(self.live.state.flagged - {self.rank})
         if flagged:
             ranks = sorted(self.live.state.ranks)
-            self._turn(
+            self._step_rank(
                 ranks.index(next((rank for rank in flagged if rank > self.rank), flagged[0])) - ranks.index(self.rank)
             )
 
@@ -212,15 +212,15 @@ class RankScreen(ChartScreen):
             self._request = None
             view.show([], str(error))
             return
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
         view.show([], f"asked rank {self.rank}")
 
-    def _show_answer(self) -> None:
+    def _show_arrived_stack(self) -> None:
         """Show the stack once it is in the log, or after ``STACK_TIMEOUT_S`` that no answer came."""
         if self._request is None:
             return
         lines = self._request.answer()
-        waited = time.monotonic() - self._asked_at
+        waited = time.monotonic() - self._requested_at
         if lines:
             at = time.strftime("%H:%M:%S")
             view = self.query_one(StackView)

@@ -59,7 +59,7 @@ class RecipePage(Page):
         self._fields: list[Field] = []
         self._remarks: dict[str, FieldMessage] = {}
         """Messages beside the fields, by key."""
-        self._asking: Field | str | None = None
+        self._prompt_for: Field | str | None = None
         """Purpose of the open input line: a field, ``find`` or ``save``; None: it is closed."""
         self._before_find = ("", "")
         """Search text of the form, and key of the field under the cursor, before the search line was opened."""
@@ -99,7 +99,7 @@ class RecipePage(Page):
 
     def on_screen_resume(self) -> None:
         """List the recipes; open the file and enter the GPUs that another screen put into the launch session."""
-        self._launch_is_near()
+        self._open_warm_pool()
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
@@ -188,7 +188,7 @@ class RecipePage(Page):
         summary.styles.height = lines
         plan.styles.height = min(wanted, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
 
-    def _launch_is_near(self) -> None:
+    def _open_warm_pool(self) -> None:
         """Start a process that loads torch ahead of the launch."""
         if self.console.warm is not None:
             self.console.warm.open()
@@ -197,7 +197,7 @@ class RecipePage(Page):
 
     def _changed(self) -> None:
         """Show the draft and validate it."""
-        self._launch_is_near()
+        self._open_warm_pool()
         self._show_fields()
         self._validate_soon()
 
@@ -206,7 +206,7 @@ class RecipePage(Page):
         if draft is None or self._path is None:
             return
         self._fields = draft.fields()
-        self._remarks = {} if found is None else self._found_beside(draft, found)
+        self._remarks = {} if found is None else self._validation_messages(draft, found)
         for field in self._fields:
             if field.changed and (problem := draft.problem(field, field.text)):
                 self._remarks[field.key] = FieldMessage(problem)
@@ -224,7 +224,7 @@ class RecipePage(Page):
         listing.edited = [path for path, other in self._drafts.items() if other.changes]
         listing.redraw()
 
-    def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
+    def _validation_messages(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
         """Return the messages of a validation by key, without those of fields changed since."""
         remarks = remarks_by_field(self._fields, found.results)
         concerned = find_field(self._fields, found.key)
@@ -236,8 +236,8 @@ class RecipePage(Page):
     def _show_detail(self, typed: str | None = None) -> None:
         field, draft = self.form.field, self.draft
         remark = None if field is None else self._remarks.get(field.key)
-        if typed is not None and isinstance(self._asking, Field) and draft is not None:
-            field = self._asking
+        if typed is not None and isinstance(self._prompt_for, Field) and draft is not None:
+            field = self._prompt_for
             remark = FieldMessage(problem) if typed and (problem := draft.problem(field, typed)) else None
             if typed and remark is None and field.name not in UNTRIED_FIELDS:
                 self._try_typed_soon(field, typed)
@@ -290,7 +290,7 @@ class RecipePage(Page):
         """Validate the recipe with the typed text, and show the result if the text is still the same."""
         await asyncio.sleep(self._debounce_s)
         found = await self._validated(draft, draft.settings_with(field.key, typed))
-        if self._asking is field and self.query_one("#editor", Input).value == typed:
+        if self._prompt_for is field and self.query_one("#editor", Input).value == typed:
             remark = remarks_by_field([field], found.results).get(field.key)
             if found.problem and find_field([field], found.key) is not None:
                 remark = FieldMessage(strip_location(found.problem))
@@ -314,7 +314,7 @@ class RecipePage(Page):
         if file is not None and file.path != self._path and self.query_one(RecipeList).has_focus:
             self.open_recipe(file.path, focus=False)
 
-    def _go_to_fault(self, found: ValidatedRecipe) -> None:
+    def _go_to_problem(self, found: ValidatedRecipe) -> None:
         """Put the cursor on the field of the validation's problem, or else of its first error."""
         keys = [found.key, *(result.key for result in errors(found.results))]
         field = next(filter(None, (find_field(self._fields, key) for key in keys if key)), None)
@@ -326,8 +326,8 @@ class RecipePage(Page):
 
     # Input line
 
-    def _ask(self, purpose: Field | str, label: str, text: str, hint: str) -> None:
-        self._asking = purpose
+    def _open_prompt(self, purpose: Field | str, label: str, text: str, hint: str) -> None:
+        self._prompt_for = purpose
         self.add_class("-editing")
         self.query_one(PromptLine).ask(label, text, hint)
         if isinstance(purpose, Field):
@@ -335,8 +335,8 @@ class RecipePage(Page):
 
     def _leave_editor(self, *, focus: bool = True) -> None:
         """Close the line; ``focus``: give the focus to the form."""
-        if self._asking is not None:
-            self._asking = None
+        if self._prompt_for is not None:
+            self._prompt_for = None
             self.remove_class("-editing")
             self.query_one(PromptLine).close()
             if focus:

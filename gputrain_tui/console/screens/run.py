@@ -55,10 +55,10 @@ class RunScreen(ChartScreen):
         """Panels that the user chose."""
         self._right_panel: PanelName | None = None
         """Findings or log, whichever was chosen last; None: findings if there are any, else the log."""
-        self._pointed_out = False
-        self._flagged: int | None = None
+        self._cause_selected = False
+        self._revealed_rank: int | None = None
         """Rank of the worst finding, when it was brought into view."""
-        self._before: object = None
+        self._drawn_version: object = None
         """Version of the run at the last repaint of the header."""
         self._settled_version: object = None
         """Version of the run at the last redraw of the table after events ceased."""
@@ -109,24 +109,24 @@ class RunScreen(ChartScreen):
         """Select the failed rank once, reveal the rank of a new worst finding, and sort again after the last events."""
         super().after_events()
         cause = self.live.state.root_cause
-        if cause is not None and cause.rank is not None and not self._pointed_out:
-            self._pointed_out = True
+        if cause is not None and cause.rank is not None and not self._cause_selected:
+            self._cause_selected = True
             if self.selected_rank is None:
                 self.select(cause.rank)
-        self._point_out_finding()
+        self._reveal_worst_finding()
         version = self.live.version
-        if version == self._before and version != self._settled_version:
+        if version == self._drawn_version and version != self._settled_version:
             self._settled_version = version
             self.query_one(RankGrid).redraw()
-        self._before = version
+        self._drawn_version = version
 
-    def _point_out_finding(self) -> None:
+    def _reveal_worst_finding(self) -> None:
         """Bring the rank of the worst finding into view, once for each."""
         flagged = [finding for finding in self.live.state.findings.values() if finding.rank is not None]
         worst = min(flagged, key=by_urgency, default=None)
         rank = worst.rank if worst is not None else None
-        if rank != self._flagged:
-            self._flagged = rank
+        if rank != self._revealed_rank:
+            self._revealed_rank = rank
             if rank is not None:
                 self.query_one(RankGrid).bring_into_view(rank)
 
@@ -228,7 +228,7 @@ class RunScreen(ChartScreen):
         self._choose(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
-    def keep_view(self) -> Callable[[], None]:
+    def save_view(self) -> Callable[[], None]:
         """Return a function that restores the choice of panels."""
         choice, right = self.choice, self._right_panel
 
@@ -266,7 +266,7 @@ class RunScreen(ChartScreen):
         """Select a rank in every panel, or none."""
         self.selected_rank = rank
         self.query_one(RankGrid).show_rank(rank)
-        self._point_at(rank)
+        self._highlight_rank(rank)
 
     @on(RankGrid.Picked)
     def _picked(self, message: RankGrid.Picked) -> None:

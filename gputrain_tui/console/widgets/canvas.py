@@ -136,13 +136,13 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
         """Scroll back with the wheel."""
-        self._turn(event, -WHEEL_LINES)
+        self._wheel_event(event, -WHEEL_LINES)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         """Scroll on with the wheel."""
-        self._turn(event, WHEEL_LINES)
+        self._wheel_event(event, WHEEL_LINES)
 
-    def _turn(self, event: MouseEvent, lines: int) -> None:
+    def _wheel_event(self, event: MouseEvent, lines: int) -> None:
         event.stop()
         self.wheel(lines)
 

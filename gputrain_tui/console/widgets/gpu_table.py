@@ -120,9 +120,9 @@ def _state(gpu: Gpu, free: bool, owner: GpuRank | None) -> Row:
 
 def age(host: Host, now: float) -> tuple[str, str]:
     """Return the age of a host's inventory as text, and its role."""
-    if host.seen is None:
-        return ("asking" if host.asking or host.tried is None else "", "dim")
-    old = max(now - host.seen, 0.0)
+    if host.inventory_at is None:
+        return ("asking" if host.surveying or host.surveyed_at is None else "", "dim")
+    old = max(now - host.inventory_at, 0.0)
     return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= STALE_S else "dim")
 
 
@@ -205,21 +205,21 @@ class GpuTable(Listing):
     @property
     def host(self) -> Host | None:
         """The host under the cursor."""
-        return self._at()[0]
+        return self._at_cursor()[0]
 
     @property
     def gpu(self) -> Gpu | None:
         """The GPU under the cursor; None on the line of a host."""
-        return self._at()[1]
+        return self._at_cursor()[1]
 
-    def _at(self) -> tuple[Host | None, Gpu | None]:
+    def _at_cursor(self) -> tuple[Host | None, Gpu | None]:
         if self._lines:
             return self._lines[min(self.cursor, len(self._lines) - 1)]
         return (self.hosts[0] if self.hosts else None), None
 
     def show(self, hosts: Sequence[Host], *, now: float) -> None:
         """Show hosts; the cursor stays on its GPU."""
-        host, gpu = self._at()
+        host, gpu = self._at_cursor()
         before = (host.name if host is not None else "", gpu.index if gpu is not None else None)
         self.hosts, self.now = hosts, now
         self._lines = [(host, gpu) for host in hosts for gpu in (*((None,) if self.several else ()), *host.gpus)]
@@ -233,7 +233,7 @@ class GpuTable(Listing):
         """Return indices of the chosen GPUs by host; without a choice, the GPU or host's free GPUs under the cursor."""
         chosen = self.chosen
         if not chosen:
-            host, gpu = self._at()
+            host, gpu = self._at_cursor()
             if host is not None:
                 chosen = {(host.name, index) for index in ((gpu.index,) if gpu is not None else host.free)}
         by_host = {
@@ -243,7 +243,7 @@ class GpuTable(Listing):
 
     def action_toggle_gpu(self) -> None:
         """Choose the GPU under the cursor for the launch, or undo the choice; on a host's line all its free ones."""
-        host, gpu = self._at()
+        host, gpu = self._at_cursor()
         if host is None:
             return
         if gpu is not None:

@@ -158,7 +158,8 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
         begun = [group for group in (upper, lower) if group < groups and group * half_lines // 2 == line]
         row = [_label(heat, begun), ("  ", "base")]
         row += merge(
-            _cell(_at(column, upper, groups), _at(column, lower, groups), symbols) for column in columns[:cells]
+            _cell(_level_at(column, upper, groups), _level_at(column, lower, groups), symbols)
+            for column in columns[:cells]
         )
         rows.append(fit_row(row, width))
     if lines < height - 1:
@@ -166,7 +167,7 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
-def _at(column: Sequence[int | None], group: int, groups: int) -> int | None:
+def _level_at(column: Sequence[int | None], group: int, groups: int) -> int | None:
     return column[group] if group < min(groups, len(column)) else None
 
 

@@ -40,7 +40,7 @@ class Panel(Canvas):
     """
 
     _selected_rank: int | None = None
-    _seen: object = None
+    _drawn_version: object = None
 
     def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -63,7 +63,7 @@ class Panel(Canvas):
 
     def tick(self) -> None:
         """Redraw a visible panel if ``seen_version`` changed."""
-        if self.display and self.size and self.seen_version() != self._seen:
+        if self.display and self.size and self.seen_version() != self._drawn_version:
             self.redraw()
 
     def strip(self, row: Row, width: int) -> Strip:
@@ -72,7 +72,7 @@ class Panel(Canvas):
 
     def redraw(self) -> None:
         """Draw again, and note the version drawn."""
-        self._seen = self.seen_version()
+        self._drawn_version = self.seen_version()
         super().redraw()
 
 

@@ -124,7 +124,7 @@ class ColumnPlace:
         return self.begin + self.wide
 
 
-def _wide(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
+def _column_cells(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
     """Return the cells of a column in a table ``width`` cells wide."""
     if column.key == "rank":
         return max(column.wide, len(str(max(ranks - 1, 0))))
@@ -136,7 +136,7 @@ def _wide(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
 def whole_width(ranks: int, hosts: Collection[str]) -> int:
     """Return the cells of a table with all columns and a scroll bar."""
     longest_host = max(map(cell_count, hosts), default=0)
-    return 4 + sum(_wide(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
+    return 4 + sum(_column_cells(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
 
 
 def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
@@ -144,7 +144,7 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     longest_host = max(map(cell_count, hosts), default=0)
 
     def wide(column: RankColumn) -> int:
-        return _wide(column, width, ranks, longest_host)
+        return _column_cells(column, width, ranks, longest_host)
 
     def order(column: RankColumn) -> int:
         """Return the order of importance; the host column comes last if all ranks are on one host."""
@@ -177,11 +177,11 @@ def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descendin
     )
     present = [item for item in keyed if item[0] is not None and item[0] == item[0]]
     present.sort(key=lambda item: item[1])
-    present.sort(key=_value, reverse=descending)
+    present.sort(key=_sort_value, reverse=descending)
     return [item[2] for item in present] + [view for _, view in absent]
 
 
-def _value(item: tuple[Value, int, RankView]) -> float | str:
+def _sort_value(item: tuple[Value, int, RankView]) -> float | str:
     value = item[0]
     assert value is not None
     return value

@@ -154,12 +154,12 @@ def _figures(head: RunHeading, width: int) -> Row:
         fields = [field for field in fields if field[0] != 4]
     progress = min(s.step / head.total, 1.0) if head.total else None
     chosen = list(fields)
-    while len(chosen) > 1 and _taken(chosen, progress) > width - 1:
+    while len(chosen) > 1 and _needed_cells(chosen, progress) > width - 1:
         least = max(order for order, _ in chosen)
         chosen = [field for field in chosen if field[0] != least]
     row: Row = [(" ", "base")]
     if progress is not None:
-        room = width - _taken(chosen, None) - 9
+        room = width - _needed_cells(chosen, None) - 9
         wide = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
         done = round(progress * wide)
         row += [("━" * done, "accent"), ("─" * (wide - done), "rule"), (f" {progress:4.0%}", "bright"), ("   ", "base")]
@@ -173,7 +173,7 @@ def _mean_of(head: RunHeading, width: int) -> str:
     return f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= MEAN_FROM_CELLS else ""
 
 
-def _taken(fields: list[tuple[int, Row]], progress: float | None) -> int:
+def _needed_cells(fields: list[tuple[int, Row]], progress: float | None) -> int:
     return 1 + sum(row_cells(row) + 3 for _, row in fields) - 3 + (BAR_CELLS[0] + 8 if progress is not None else 0)
 
 

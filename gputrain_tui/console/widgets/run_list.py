@@ -127,17 +127,17 @@ class RunList(Listing):
     """Column that the runs are sorted by."""
     reverse = False
     """Whether the order is reversed."""
-    wanted: RowFilter[Mapping[str, Any]] = run_filter("")
+    filter: RowFilter[Mapping[str, Any]] = run_filter("")
 
     def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
         """List runs; the cursor stays on its run."""
         self.listed = entries
-        self.list_again()
+        self.update_entries()
 
-    def list_again(self) -> None:
+    def update_entries(self) -> None:
         """Filter and sort the runs, and redraw."""
         before = self.entry
-        kept = [entry for entry in self.listed if self.wanted.keeps(entry)]
+        kept = [entry for entry in self.listed if self.filter.keeps(entry)]
         if self.sort_key != NEWEST_FIRST or self.reverse:
             kept = sorted_runs(kept, self.sort_key, reverse=self.reverse)
         self.entries = kept
@@ -191,8 +191,8 @@ class RunList(Listing):
             remarks.append([("space marks runs to compare", "dim")])
         if self.sort_key != NEWEST_FIRST or self.reverse:
             remarks.insert(0, [(f"by {self.sort_key}{', reversed' if self.reverse else ''}", "dim")])
-        if self.wanted.text:
-            remarks.insert(0, [(f"{len(entries):,} of {len(self.listed):,}  ", "dim"), (self.wanted.text, "accent")])
+        if self.filter.text:
+            remarks.insert(0, [(f"{len(entries):,} of {len(self.listed):,}  ", "dim"), (self.filter.text, "accent")])
         title = title_row(width, left, remarks)
         if not entries:
             return [title]
@@ -222,7 +222,7 @@ class RunList(Listing):
                 width,
                 height,
                 [
-                    f"None of {len(self.listed):,} runs matches {self.wanted.text}",
+                    f"None of {len(self.listed):,} runs matches {self.filter.text}",
                     "",
                     "/ changes the filter, esc removes it.",
                 ],

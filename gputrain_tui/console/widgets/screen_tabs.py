@@ -21,18 +21,18 @@ class ScreenTabs(Canvas):
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = place
-        self._spots: list[tuple[int, int, str]] = []
+        self._click_targets: list[tuple[int, int, str]] = []
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the line."""
         row: Row = [(" gputrain  ", "title")]
-        self._spots = []
+        self._click_targets = []
         at = 11
         for action in ACTIONS:
             if not action.name.startswith("go("):
                 continue
             name = action.name.removeprefix("go('").removesuffix("')")
-            self._spots.append((at, at + len(action.label) + 3, action.name))
+            self._click_targets.append((at, at + len(action.label) + 3, action.name))
             row += [
                 (f" {action.key_text} ", "key"),
                 (f"{action.label} ", "title" if name == self.place else "dim"),
@@ -42,7 +42,7 @@ class ScreenTabs(Canvas):
 
     async def on_click(self, event: Click) -> None:
         """Go to the clicked screen."""
-        for begin, end, name in self._spots:
+        for begin, end, name in self._click_targets:
             if begin <= event.x < end:
                 event.stop()
                 await self.screen.run_action(f"app.{name}")
