@@ -47,14 +47,14 @@ class Host:
     """Ranks of active runs by the index of their GPU."""
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it is this machine."""
         return self.name == THIS_MACHINE
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Name shown to the user: this machine's real name instead of ``localhost``."""
-        return self.inventory.host if self.here and self.inventory is not None else self.name
+        return self.inventory.host if self.is_local and self.inventory is not None else self.name
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

@@ -263,7 +263,7 @@ class PanelContainer(Widget):
 
     @property
     def layout(self) -> Layout:
-        """Layout by regions, whatever the style sheet says."""
+        """Layout by regions, which replaces the style sheet's."""
         return self._placing
 
     def place(self, placed: dict[str, Region]) -> None:

@@ -76,7 +76,7 @@ def ramp_for(app: App[object]) -> Ramp:
     return DARK if dark else LIGHT
 
 
-ON_GROUND = Style(color=Color.parse("bright_white"), dim=False)
+TEXT_ON_CURSOR = Style(color=Color.parse("bright_white"), dim=False)
 """Style of text on the cursor's background if ``plain_cursor``."""
 
 

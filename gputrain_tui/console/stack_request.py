@@ -64,7 +64,7 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
 def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.node is None or not attempt_folders(run_dir, view.node):
         raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
-    from gputrain_tui.hosts.agent_connection import RefusedError  # imported late: the console starts faster
+    from gputrain_tui.hosts.agent_connection import RefusedError  # imported here, so that the console starts faster
     from gputrain_tui.lifecycle.launchers.ssh import request_stacks
 
     node = read_plan(run_dir).nodes[view.node]

@@ -420,7 +420,7 @@ async def test_a_run_that_was_resumed_twice_begins_with_the_curves_of_both_it_we
         await settle(pilot)
         chart = app.screen.query_one("#loss", BandChart)
         assert [each.until for each in chart.earlier] == [301, 201]
-        assert chart.whole == (1, 360)
+        assert chart.default_span == (1, 360)
         await press(pilot, "l", "l")
         text = rows(app)
         assert any("resumed at 301" in row for row in text)
@@ -428,7 +428,7 @@ async def test_a_run_that_was_resumed_twice_begins_with_the_curves_of_both_it_we
         ink = [x for row in text[3:-3] for x, cell in enumerate(row) if 0x2800 < ord(cell) < 0x2900]
         assert min(ink) < 20, "its curve begins at the oldest run's first step"
         await press(pilot, "x")
-        assert chart.whole == (301, 360)
+        assert chart.default_span == (301, 360)
 
 
 @played

@@ -15,7 +15,7 @@ from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.live import POLL_BUDGET_S
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
-from gputrain_tui.console.screens.start_and_stop import ask_to_stop
+from gputrain_tui.console.screens.start_and_stop import confirm_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
 from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
@@ -129,7 +129,7 @@ class ChartScreen(ConsoleScreen):
 
     @property
     def is_archive(self) -> bool:
-        """Whether the run was unpacked from an archive: its paths belong to another machine."""
+        """Whether the run's directory came from an archive: its paths belong to another machine."""
         return self.live.run.status.archived is not None
 
     @work(group="ancestors", exclusive=True)
@@ -197,14 +197,14 @@ class ChartScreen(ConsoleScreen):
         """Move the cursor of the charts."""
         chart = self._cursor_chart()
         if chart is not None:
-            self.view.move(chart.whole, chart.columns // 2, columns)
+            self.view.move(chart.default_span, chart.columns // 2, columns)
             self._redraw_charts()
 
     def action_range(self, closer: int) -> None:
         """Show fewer steps around the cursor, or more."""
         chart = self._cursor_chart()
         if chart is not None:
-            self.view.zoom(chart.whole, closer=bool(closer))
+            self.view.zoom(chart.default_span, closer=bool(closer))
             self._redraw_charts()
 
     def action_axis(self) -> None:
@@ -252,4 +252,4 @@ class ChartScreen(ConsoleScreen):
         if self.live.over:
             app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
         else:
-            ask_to_stop(app_of(self), self.live.run)
+            confirm_stop(app_of(self), self.live.run)

@@ -84,7 +84,7 @@ def draw_nodes(
 
 
 class NodeList(Canvas):
-    """The nodes of the open recipe, or of the hostfile."""
+    """Panel of the nodes of the open recipe, or of the hostfile."""
 
     title = "hosts of the recipe"
     nodes: Sequence[Node] = ()
@@ -184,13 +184,13 @@ class ClusterScreen(Page):
         named = [*(node.host for node in self._recipe_nodes()), *(entry.host for entry in self.session.hosts)]
         inventory, facts, self._plans = await asyncio.to_thread(self._read_machine, named)
         self._sampling, self._facts = False, facts
-        here = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
+        local = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
         run_ranks = ranks_by_gpu(inventory, self._plans, lambda host: is_local(host, facts))
         now = self._now()
-        here = replace(here, inventory=inventory, run_ranks=run_ranks, surveyed_at=now, inventory_at=now)
+        local = replace(local, inventory=inventory, run_ranks=run_ranks, surveyed_at=now, inventory_at=now)
         nodes = (*self._recipe_nodes(), *(entry.node for entry in self.session.hosts))
         away = remote_hosts(nodes, lambda host: is_local(host, facts))
-        self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
+        self._hosts = {local.name: local, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
         self._survey_due_hosts()
         self._show()
 
@@ -206,7 +206,7 @@ class ClusterScreen(Page):
     def _survey_due_hosts(self) -> None:
         now = self._now()
         for name, host in list(self._hosts.items()):
-            if not host.here and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
+            if not host.is_local and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
                 self._hosts[name] = replace(host, surveying=True)
                 self._survey_host(name)
 
@@ -253,7 +253,7 @@ class ClusterScreen(Page):
         machine = self.query_one(MachinePanel)
         host, gpu = table.host, table.gpu
         machine.host, processes.gpu = host, gpu
-        processes.of = host.shown if table.several and host is not None else ""
+        processes.of = host.display_name if table.several and host is not None else ""
         spaced = self.size.height >= 30
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced

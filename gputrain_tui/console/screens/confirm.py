@@ -1,4 +1,4 @@
-"""Dialog before an action that cannot be undone."""
+"""Confirmation dialog before an action."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ must not leave it with old values for long."""
 
 
 class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
-    """Screen whose panels have text to select and copy."""
+    """Screen with panels of text that can be selected and copied."""
 
     _pressed: Canvas | None = None
     """The panel in which the mouse button was pressed, and to which a selection is confined."""
@@ -69,7 +69,7 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
             self.clear_selection()
 
     def on_resize(self, event: Resize) -> None:
-        """End a selection, whose lines moved."""
+        """End a selection: its lines have moved."""
         self.clear_selection()
 
     # Copy
@@ -96,5 +96,5 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         return None
 
     def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the present view, which ``gg`` needs: its first ``g`` is a key of its own."""
+        """Return a function that restores the present view, for ``gg``: its first ``g`` is a key of its own."""
         return lambda: None

@@ -19,7 +19,7 @@ from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.screens.start_and_stop import ask_to_resume, ask_to_stop, relaunch
+from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
 from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
@@ -165,7 +165,7 @@ class HistoryScreen(Page):
     def _open_prompt(self, purpose: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
         self._prompt_for = purpose
         self._edited_run = self.run_at_cursor
-        self.query_one(PromptLine).ask(label, text, hint)
+        self.query_one(PromptLine).open(label, text, hint)
 
     @on(Input.Changed, "#editor")
     def _typed(self, event: Input.Changed) -> None:
@@ -190,7 +190,7 @@ class HistoryScreen(Page):
         self._leave_line()
 
     def action_back(self) -> None:
-        """Close the line without a change; the filter, or without an open line too, is removed."""
+        """Close the input line without a change; on the filter's line, or without an open one, remove the filter."""
         if self._prompt_for is None or self._prompt_for == "filter":
             self._set_filter("")
         self._leave_line()
@@ -259,7 +259,7 @@ class HistoryScreen(Page):
         """Resume from the run's last checkpoint as a new run, after a dialog."""
         run = self.run_at_cursor
         if run is not None:
-            ask_to_resume(self.console, run)
+            confirm_resume(self.console, run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
@@ -275,7 +275,7 @@ class HistoryScreen(Page):
         if run.state in ENDED:
             self.console.report(f"{run.id} has ended: {run.state}")
         else:
-            ask_to_stop(self.console, run)
+            confirm_stop(self.console, run)
 
     def action_delete(self) -> None:
         """Delete the run after a dialog."""

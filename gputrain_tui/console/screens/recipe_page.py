@@ -124,12 +124,12 @@ class RecipePage(Page):
         facts = local_facts([*hosts, *gpus])
         index = 0
         if list(gpus) == [THIS_MACHINE]:
-            here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
-            if here is None:
+            local_index = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
+            if local_index is None:
                 self.console.report(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
                 return
-            draft.set_gpus(here, gpus[THIS_MACHINE])
-            index = here
+            draft.set_gpus(local_index, gpus[THIS_MACHINE])
+            index = local_index
         else:
             named = next(
                 (host for host in hosts if host and is_local(host, facts) and not is_loopback(address_of(host))), None
@@ -329,7 +329,7 @@ class RecipePage(Page):
     def _open_prompt(self, purpose: Field | str, label: str, text: str, hint: str) -> None:
         self._prompt_for = purpose
         self.add_class("-editing")
-        self.query_one(PromptLine).ask(label, text, hint)
+        self.query_one(PromptLine).open(label, text, hint)
         if isinstance(purpose, Field):
             self._show_detail(text)
 

@@ -16,7 +16,7 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts import ChartScreen
-from gputrain_tui.console.screens.start_and_stop import ask_to_resume, relaunch
+from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.hardware_lines import HardwareLines
@@ -307,7 +307,7 @@ class RunScreen(ChartScreen):
     def action_resume(self) -> None:
         """Resume from the run's last checkpoint as a new run, after a dialog."""
         if self._ended():
-            ask_to_resume(app_of(self), self.live.run)
+            confirm_resume(app_of(self), self.live.run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
@@ -340,4 +340,4 @@ class RunScreen(ChartScreen):
             grid = self.query_one(RankGrid)
             line = FilterLine(grid)
             await self.mount(line, before=self.query_one(KeyBar))
-        line.ask()
+        line.open()

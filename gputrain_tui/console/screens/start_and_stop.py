@@ -65,7 +65,7 @@ def _prepared_demo() -> Prepared:
     return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
 
 
-def ask_to_resume(console: AppProtocol, run: Run) -> None:
+def confirm_resume(console: AppProtocol, run: Run) -> None:
     """Resume from a run's newest checkpoint as a new run, after a dialog."""
     steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
     where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
@@ -103,7 +103,7 @@ async def relaunch(console: AppProtocol, run: Run) -> None:
         await console.action_go("launch")
 
 
-def ask_to_stop(console: AppProtocol, run: Run) -> None:
+def confirm_stop(console: AppProtocol, run: Run) -> None:
     """Stop a run on every machine, after a dialog."""
     ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
     consequence = f"Its {ranks} end on every machine. Checkpoints are kept."

@@ -90,7 +90,7 @@ class BandChart(Panel):
         return self.live.series.version, validations, [each.series.version for each in self.earlier]
 
     @property
-    def whole(self) -> tuple[int, int]:
+    def default_span(self) -> tuple[int, int]:
         """First and last step to show without a range; the steps of runs that were resumed are included."""
         first, last = self.live.series.span(self.last)
         if self.last is None and self.view.axis == "step":
@@ -106,7 +106,7 @@ class BandChart(Panel):
 
     def x_axis(self) -> XAxis:
         """Return the horizontal axis as it is drawn."""
-        first, last = self.view.span or self.whole
+        first, last = self.view.span or self.default_span
         axis = self.live.series.axis
         name = self.view.axis if axis.has(self.view.axis) else "step"
         return XAxis(name=name, first_step=first, last_step=last, at=partial(axis.at, name))
@@ -131,7 +131,7 @@ class BandChart(Panel):
         cells = columns // 2
         marks = [(x.column(each.step, cells), each.loss) for each in self._validations(x)]
         cursor = self.view.cursor
-        here = None if cursor is None else x.column(cursor, columns)
+        cursor_column = None if cursor is None else x.column(cursor, columns)
         curve = Curve(
             title=self.title_text,
             unit=self.unit,
@@ -149,8 +149,10 @@ class BandChart(Panel):
             x=x,
             under=under,
             marks=[(cell, value) for cell, value in marks if 0 <= cell < cells],
-            cursor=None if here is None or not 0 <= here < columns else here // 2,
-            readout=None if here is None else self._readout(here, window, rank_line, under, x, columns, width),
+            cursor=None if cursor_column is None or not 0 <= cursor_column < columns else cursor_column // 2,
+            readout=None
+            if cursor_column is None
+            else self._readout(cursor_column, window, rank_line, under, x, columns, width),
             lr=self._learning_rates(x, cells),
             joints=[x.column(each.until, cells) for each in self.earlier if each.until and x.name == "step"],
         )
@@ -199,9 +201,15 @@ class BandChart(Panel):
         return rates if len(known) > 1 else []
 
     def _readout(
-        self, here: int, window: Window, rank_line: Sequence[float], under: Sequence[Sequence[float]], x: XAxis,
-        columns: int, width: int,
-    ) -> Row:  # fmt: skip
+        self,
+        cursor_column: int,
+        window: Window,
+        rank_line: Sequence[float],
+        under: Sequence[Sequence[float]],
+        x: XAxis,
+        columns: int,
+        width: int,
+    ) -> Row:
         """Return the values at the cursor, as the title line."""
         cursor = self.view.cursor
         assert cursor is not None
@@ -210,15 +218,15 @@ class BandChart(Panel):
             position = x.at(cursor)
             text = duration(position) if x.name == "time" else f"{format_short(position, 8).strip()} {x.name}"
             row.append((f"  {text}", "dim"))
-        if 0 <= here < columns:
-            low, middle, high = window.low[here], window.median[here], window.high[here]
+        if 0 <= cursor_column < columns:
+            low, middle, high = window.low[cursor_column], window.median[cursor_column], window.high[cursor_column]
             row += [("  ", "base"), (format_value(middle), "bright")]
             if self.live.series.world_size > 1:
                 row.append((f" in {format_value(low)}–{format_value(high)}", "dim"))
-            if self.selected_rank is not None and here < len(rank_line):
-                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[here]), "accent")]
+            if self.selected_rank is not None and cursor_column < len(rank_line):
+                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[cursor_column]), "accent")]
             for each, line in zip(self.earlier, under, strict=True):
-                row += [(f"  {each.name} ", "dim"), (format_value(line[here]), "under")]
+                row += [(f"  {each.name} ", "dim"), (format_value(line[cursor_column]), "under")]
         validations = self._validations(x)
         if validations:
             nearest = min(validations, key=lambda each: abs(each.step - cursor))
@@ -246,10 +254,10 @@ class BandChart(Panel):
 
     def on_mouse_up(self, event: MouseUp) -> None:
         """Report the step that was clicked, or the range that was dragged over."""
-        began, self._pressed = self._pressed, None
-        here = self._step_under(event)
-        if began is not None and here is not None:
-            self.post_message(ChartDragged(began) if here == began else ChartDragged(began, here))
+        pressed, self._pressed = self._pressed, None
+        released = self._step_under(event)
+        if pressed is not None and released is not None:
+            self.post_message(ChartDragged(pressed) if released == pressed else ChartDragged(pressed, released))
 
     def _newest(self) -> float:
         """Return the newest value: the mean over the ranks for the loss, as in the header; else their median."""

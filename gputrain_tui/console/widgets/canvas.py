@@ -17,7 +17,7 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gputrain_tui.console.ramp import ON_GROUND, PHASE_COLOURS, Ramp, pair, ramp_for
+from gputrain_tui.console.ramp import PHASE_COLOURS, TEXT_ON_CURSOR, Ramp, pair, ramp_for
 from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.drawing import Row, row_cells, scroll_thumb
 
@@ -35,7 +35,7 @@ def role_classes(*roles: str) -> set[str]:
     return {f"canvas--{role}" for role in roles}
 
 
-def on_ground(row: Row, ground: str) -> Row:
+def with_background(row: Row, ground: str) -> Row:
     """Return a row in the roles of a cursor's background: ``cursor`` or ``cursor-unfocused``."""
     return [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
 
@@ -255,7 +255,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
             if ground:
                 style += Style(bgcolor=self.get_component_rich_style(f"canvas--{ground}").bgcolor)
                 if self.ramp.plain_cursor:
-                    style += ON_GROUND
+                    style += TEXT_ON_CURSOR
                 if self.app.no_color:
                     style += WITHOUT_COLOURS[ground]
             self._styles[role] = style
@@ -384,7 +384,7 @@ class Listing(Canvas, can_focus=True):
             if overflows:
                 row = [*row, (" " * max(width - 1 - row_cells(row), 0), "base"), ("┃" if y in thumb else " ", "dim")]
             if index == self.cursor:
-                row = on_ground(row, "cursor" if self.has_focus else "cursor-unfocused")
+                row = with_background(row, "cursor" if self.has_focus else "cursor-unfocused")
             rows.append(row)
         return head + rows
 

@@ -34,15 +34,15 @@ class ChartView:
         order = AXES[AXES.index(self.axis) + 1 :] + AXES
         self.axis = next(name for name in order if series.has(name))
 
-    def move(self, whole: tuple[int, int], columns: int, shift: int) -> None:
+    def move(self, default_span: tuple[int, int], columns: int, shift: int) -> None:
         """Move the cursor by columns of equally many steps; without a cursor, put one on the newest step.
 
         Args:
-            whole: First and last step to show without a span.
+            default_span: First and last step to show without a span.
             columns: Columns of a chart.
             shift: How many of them, negative to the left.
         """
-        first, last = self.span or whole
+        first, last = self.span or default_span
         if last < first or not last:
             return
         if self.cursor is None:
@@ -51,16 +51,16 @@ class ChartView:
         step = max(round((last - first + 1) / max(columns, 1)), 1)
         self.cursor = min(max(self.cursor + shift * step, first), last)
 
-    def zoom(self, whole: tuple[int, int], *, closer: bool) -> None:
+    def zoom(self, default_span: tuple[int, int], *, closer: bool) -> None:
         """Show half as many steps, around the cursor or else the newest ones; if not ``closer``, twice as many."""
-        first, last = self.span or whole
+        first, last = self.span or default_span
         count = last - first + 1
         count = max(count // ZOOM_RATIO, LEAST_STEPS) if closer else count * ZOOM_RATIO
-        if count >= whole[1] - whole[0] + 1:
+        if count >= default_span[1] - default_span[0] + 1:
             self.span = None
             return
         middle = self.cursor if self.cursor is not None else last if closer else (first + last) // 2
-        begin = min(max(middle - count // 2, whole[0]), whole[1] - count + 1)
+        begin = min(max(middle - count // 2, default_span[0]), default_span[1] - count + 1)
         self.span = begin, begin + count - 1
 
     def show_range(self, first: int, last: int) -> None:
@@ -188,9 +188,9 @@ def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]
 def _fill(values: list[float]) -> None:
     """Interpolate the NaNs between two values: a long step spans several columns."""
     before = -1
-    for here, value in enumerate(values):
+    for current, value in enumerate(values):
         if value != value:
             continue
-        if 0 <= before < here - 1:
-            interpolate(values, before, here, value)
-        before = here
+        if 0 <= before < current - 1:
+            interpolate(values, before, current, value)
+        before = current

@@ -44,7 +44,7 @@ class FilterLine(Horizontal):
         yield Input(compact=True)
         yield Static(HINT, id="hint", markup=False)
 
-    def ask(self) -> None:
+    def open(self) -> None:
         """Open the line on the filter in force."""
         self.add_class("-open")
         field = self.query_one(Input)
@@ -65,7 +65,7 @@ class FilterLine(Horizontal):
         self.remove_class("-open")
 
     def on_mount(self) -> None:
-        """Follow the focus."""
+        """Watch the focus, to close the line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:

@@ -28,7 +28,7 @@ NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
 DETAIL_INDENT_CELLS = 3
 """Cells before a line below the first one of an entry."""
-Whole = Literal["all", "standing", "none"]
+UncutEntries = Literal["all", "standing", "none"]
 """Entries whose messages are shown in full."""
 NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
@@ -44,7 +44,7 @@ class FindingEntry:
     severity: str
     cleared: bool
     rank: int | None
-    """The rank; of several ranks the latest (most behind) one; None: the whole run."""
+    """The rank; for stragglers of a node the most delayed one; None: the whole run."""
     where: str
     """Host and device."""
     message: str
@@ -158,7 +158,7 @@ def _shown(
 ) -> list[tuple[int, Row]]:
     """Return the lines below the title, as many as fit, each with the index of its entry."""
 
-    def body(whole: Whole, *, details: bool) -> list[tuple[int, Row]]:
+    def body(whole: UncutEntries, *, details: bool) -> list[tuple[int, Row]]:
         lines: list[tuple[int, Row]] = []
         for index, entry in enumerate(found):
             detailed = index == cursor and details
@@ -169,7 +169,7 @@ def _shown(
         return lines
 
     # Show as much as fits without a key: messages of cleared findings are cut first, then all messages.
-    wholes: Sequence[Whole] = ("all", "standing", "none")
+    wholes: Sequence[UncutEntries] = ("all", "standing", "none")
     for whole, details in [(whole, details) for whole in wholes for details in ((True,) if opened else (True, False))]:
         lines = body(whole, details=details)
         if len(lines) <= height:
@@ -270,7 +270,7 @@ def _wrapped(text: str, room: int) -> list[str]:
 
 
 class Findings(Panel, can_focus=True):
-    """The list of findings."""
+    """List of the findings and failures."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *MOVE_KEYS[:2],

@@ -42,7 +42,7 @@ def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading |
 
 
 def best_match(fields: Sequence[Field], wanted: str) -> Field | None:
-    """Return the field that a search fits best: exact name or key, else beginning of the name, else key, else help."""
+    """Return the best match of a search: by exact name or key, else beginning of the name, else key, else help."""
     wanted = wanted.lower().strip()
     words = wanted.split()
 
@@ -58,7 +58,7 @@ def best_match(fields: Sequence[Field], wanted: str) -> Field | None:
 
 
 def remark_role(remark: FieldMessage) -> str:
-    """Return the colour of a remark."""
+    """Return the role of a message's text."""
     return "base" if remark.status == "note" else remark.status
 
 

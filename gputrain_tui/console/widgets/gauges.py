@@ -5,7 +5,7 @@ from __future__ import annotations
 from gputrain_tui.console.widgets.drawing import EMPTY, Row
 
 NEARLY_FULL_SHARE = 0.9
-"""Share from which a bar has the colour of a warning."""
+"""Share from which a bar is shown as a warning."""
 GIB = 1 << 30
 """Bytes of a GiB."""
 

@@ -17,9 +17,9 @@ from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
 HOT_CELSIUS = 85
-"""Temperature from which it has the colour of a warning: GPUs throttle from a little above."""
+"""Temperature in °C from which it is shown as a warning: GPUs begin to throttle a little above."""
 STALE_S = 30.0
-"""Age in seconds from which an inventory has the colour of a warning."""
+"""Age of an inventory, seconds, from which it is shown as a warning."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ COLUMNS = (
 )
 STATE_CELLS = 26
 """Fewest cells of the last column: throttle reasons and users."""
-WHY_SLOW = {
+THROTTLE_TEXTS = {
     "application_clocks": "clocks set",
     "power_cap": "power",
     "hardware_slowdown": "hardware",
@@ -107,7 +107,7 @@ def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, owner: GpuRank | None) -> Ro
 def _state(gpu: Gpu, free: bool, owner: GpuRank | None) -> Row:
     row: Row = []
     if gpu.throttle_reasons:
-        why = dict.fromkeys(WHY_SLOW.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
+        why = dict.fromkeys(THROTTLE_TEXTS.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
         row.append((f"slowed: {', '.join(why)}  ", "warning"))
     if owner is not None:
         row += [(f"rank {owner.rank}", "accent"), (f" of {owner.run}", "dim")]
@@ -128,7 +128,7 @@ def age(host: Host, now: float) -> tuple[str, str]:
 
 def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:
     """Return the line of a host above its GPUs; ``chosen``: number of its GPUs chosen for the launch."""
-    row: Row = [(f" {printable(host.shown)[:name_cells]:<{name_cells}}  ", "title")]
+    row: Row = [(f" {printable(host.display_name)[:name_cells]:<{name_cells}}  ", "title")]
     when, role = age(host, now)
     inventory = host.inventory
     if inventory is None:
@@ -290,7 +290,7 @@ class GpuTable(Listing):
         """Return the line of a GPU or of a host."""
         host, gpu = self._lines[index]
         if gpu is None:
-            longest = max(len(other.shown) for other in self.hosts)
+            longest = max(len(each.display_name) for each in self.hosts)
             chosen = sum(name == host.name for name, _ in self.chosen)
             cells = min(longest, max(width // 4, 12))
             return draw_host(host, width, name_cells=cells, chosen=chosen, now=self.now)

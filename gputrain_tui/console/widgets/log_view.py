@@ -346,7 +346,7 @@ class LogView(Canvas, can_focus=True):
         self._search(forward=True)
 
     def on_mount(self) -> None:
-        """Follow the focus."""
+        """Watch the focus, to close the search line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:

@@ -72,9 +72,9 @@ def _networks(networks: Collection[Network]) -> Row:
     return row
 
 
-def draw_silent(host: Host, width: int, height: int) -> list[Row]:
+def draw_without_inventory(host: Host, width: int, height: int) -> list[Row]:
     """Return the rows of a host without an inventory: the error of its survey, or that one is under way."""
-    if host.here or not host.problem:
+    if host.is_local or not host.problem:
         return [title_row(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
     rows: list[Row] = [title_row(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
     rows += [
@@ -96,5 +96,5 @@ class MachinePanel(Canvas):
         if host is None:
             return [title_row(width, [("this machine", "title"), ("  being looked at", "dim")])]
         if host.inventory is None:
-            return draw_silent(host, width, height)
-        return draw_machine(host.inventory, width, height, name="" if host.here else host.name)
+            return draw_without_inventory(host, width, height)
+        return draw_machine(host.inventory, width, height, name="" if host.is_local else host.name)

@@ -30,7 +30,7 @@ class PromptLine(Horizontal):
         yield Static(id="label", markup=False)
         yield Input(id="editor", compact=True)
 
-    def ask(self, label: str, text: str, hint: str) -> None:
+    def open(self, label: str, text: str, hint: str) -> None:
         """Open the line with a label, a text to edit, and a hint to show while it is empty."""
         self.add_class("-open")
         self.query_one("#label", Static).update(label)

@@ -21,7 +21,7 @@ PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
     "optimizer": "optimizer", "other": "no phase", "group": "waits",
 }  # fmt: skip
-"""Texts of the state column for a rank that has been in one phase of a step for unusually long."""
+"""Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
 MOST_HOST_CELLS = 24
 """Most cells of the host column; longer names are cropped."""
 
@@ -58,7 +58,7 @@ class RankColumn:
         return format_number(value, self.digits, wide)
 
 
-def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
+def _step_field(name: str) -> Callable[[RankView, Lateness], Value]:
     """Return a getter of a field of a rank's newest step event."""
 
     def value(view: RankView, late: Lateness) -> Value:
@@ -94,14 +94,14 @@ COLUMNS: tuple[RankColumn, ...] = (
     RankColumn("state", "state", 9, 6, None, _state, descending=False),
     RankColumn("step", "step", 7, 1, 0, lambda v, _: v.last.step if v.last else None),
     RankColumn("loss", "loss", 7, 2, 4, lambda v, _: v.loss),
-    RankColumn("norm", "g.norm", 6, 12, 3, _of_step("grad_norm")),
-    RankColumn("local", "g.own", 6, 16, 3, _of_step("local_grad_norm")),
+    RankColumn("norm", "g.norm", 6, 12, 3, _step_field("grad_norm")),
+    RankColumn("local", "g.own", 6, 16, 3, _step_field("local_grad_norm")),
     RankColumn("rate", "smp/s", 7, 7, 1, lambda v, _: v.recent.samples_per_s),
-    RankColumn("data", "data ms", 7, 10, 1, _of_step("data_ms")),
-    RankColumn("forward", "fwd ms", 6, 9, 1, _of_step("forward_ms")),
-    RankColumn("backward", "bwd ms", 6, 8, 1, _of_step("backward_ms")),
-    RankColumn("sync", "sync ms", 7, 3, 1, _of_step("sync_exposed_ms")),
-    RankColumn("optimizer", "opt ms", 6, 14, 1, _of_step("optimizer_ms")),
+    RankColumn("data", "data ms", 7, 10, 1, _step_field("data_ms")),
+    RankColumn("forward", "fwd ms", 6, 9, 1, _step_field("forward_ms")),
+    RankColumn("backward", "bwd ms", 6, 8, 1, _step_field("backward_ms")),
+    RankColumn("sync", "sync ms", 7, 3, 1, _step_field("sync_exposed_ms")),
+    RankColumn("optimizer", "opt ms", 6, 14, 1, _step_field("optimizer_ms")),
     RankColumn("late", "late ms", 7, 5, 1, lambda v, late: late.get(v.rank)),
     RankColumn("memory", "mem GiB", 7, 11, 1, _memory),
     RankColumn("use", "use %", 5, 15, 0, _use),

@@ -302,7 +302,7 @@ class RankGrid(Panel, can_focus=True):
             self._reveal(after)
 
     def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
-        """Return the visible ranks whose lines are bright, since a step came within ``HIGHLIGHT_S``."""
+        """Return the visible ranks with bright lines: those that had a step event within ``HIGHLIGHT_S``."""
         changed: dict[int, tuple[object, float]] = {}
         for view in visible:
             known = self._changed.get(view.rank)

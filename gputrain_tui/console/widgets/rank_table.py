@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gputrain_tui.console.widgets.canvas import on_ground
+from gputrain_tui.console.widgets.canvas import with_background
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,
@@ -76,7 +76,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     for y, view in enumerate(shown):
         row = fit_row(_line(grid, view, places), width - 1 if scrolls else width)
         if view.rank == grid.cursor:
-            row = on_ground(row, "cursor" if grid.focused else "cursor-unfocused")
+            row = with_background(row, "cursor" if grid.focused else "cursor-unfocused")
         if scrolls:
             row.append(("┃", "dim") if y in thumb else ("│", "rule"))
         rows.append(row)

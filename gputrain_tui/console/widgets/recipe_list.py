@@ -69,9 +69,9 @@ class RecipeList(Listing):
         line = self._lines[index]
         if isinstance(line, FolderHeading):
             return fit_row([("  ", "base"), (line.text, "accent")], width)
-        here = line.path == self.opened
-        mark = "•" if line.path in self.edited else "▸" if here else " "
-        return fit_row([(f"{mark} ", "accent"), (printable(line.name), "bright" if here else "dim")], width)
+        is_open = line.path == self.opened
+        mark = "•" if line.path in self.edited else "▸" if is_open else " "
+        return fit_row([(f"{mark} ", "accent"), (printable(line.name), "bright" if is_open else "dim")], width)
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of an empty list: the searched folders."""

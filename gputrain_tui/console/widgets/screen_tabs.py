@@ -24,7 +24,7 @@ class ScreenTabs(Canvas):
         self._click_targets: list[tuple[int, int, str]] = []
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the line."""
+        """Return the line of tabs."""
         row: Row = [(" gputrain  ", "title")]
         self._click_targets = []
         at = 11

@@ -149,15 +149,15 @@ def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> R
         if index == len(ends):
             pieces.append((" ", "base"))
             continue
-        here = PHASE_COLOURS[index]
+        name = PHASE_COLOURS[index]
         filled = min(ends[index] - begin, 8)
         if symbols:
-            pieces.append((SHAPES[index], f"phase:{here}"))
+            pieces.append((SHAPES[index], f"phase:{name}"))
         elif filled == 8:
-            pieces.append(("█", f"phase:{here}"))
+            pieces.append(("█", f"phase:{name}"))
         else:
             following = next((i for i in range(index + 1, len(ends)) if ends[i] > ends[index]), None)
-            role = f"phase:{here}" if following is None else f"phase:{here}:{PHASE_COLOURS[following]}"
+            role = f"phase:{name}" if following is None else f"phase:{name}:{PHASE_COLOURS[following]}"
             pieces.append((EIGHTHS[filled], role))
     return merge(pieces)
 
