@@ -143,7 +143,7 @@ class GputrainApp(OrderedKeys):
         await self._begin()
 
     async def _begin(self) -> None:
-        runs = [] if self._first_run is not None else self._runs()
+        runs = [] if self._first_run is not None else self.list_runs()
         going = next((run for run in runs if run.state not in (*ENDED, "lost")), None)
         first = self._first_run or going
         if first is not None:
@@ -240,7 +240,7 @@ class GputrainApp(OrderedKeys):
         if self.live is not None:
             await self.switch_mode(self._run_mode)
             return
-        newest = next(iter(self._runs()), None)
+        newest = next(iter(self.list_runs()), None)
         if newest is None:
             await self.switch_mode(self._page("welcome"))
         else:
@@ -347,6 +347,14 @@ class GputrainApp(OrderedKeys):
 
     # Called by screens
 
+    def list_runs(self) -> list[Run]:
+        """Return all runs, newest first; if their folder cannot be read, report the error and return none."""
+        try:
+            return self._runs()
+        except RequestError as error:
+            self.report(str(error), alarm=True)
+            return []
+
     def copy(self, text: str, label: str) -> None:
         """Copy text to the terminal's clipboard (OSC 52) and to tmux, and name it by ``label`` in a notification."""
         super().copy_to_clipboard(text)
@@ -376,7 +384,7 @@ class GputrainApp(OrderedKeys):
 
     def action_demo(self) -> None:
         """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; if there are runs, after a dialog."""
-        if self._runs():
+        if self.list_runs():
             consequence = "Two processes train a small model on this machine's CPU, about half a minute."
             self.confirm("Run the demo?", consequence, yes="Run it", act=partial(start_demo, self))
         else:
@@ -384,7 +392,7 @@ class GputrainApp(OrderedKeys):
 
     def compare_with_last(self, run: Run) -> None:
         """Open the compare screen on a run and another one of its recipe: the newest before it, or else after it."""
-        runs = [each for each in self._runs() if each.status.recipe == run.status.recipe and each.id != run.id]
+        runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
         before = [each for each in runs if each.id < run.id]
         if not runs:
             self.report(f"there is no other run of {run.status.recipe}; the history (4) compares any")

@@ -24,7 +24,7 @@ from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.record_tail import last_steps
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at
@@ -434,7 +434,7 @@ async def test_a_run_that_was_resumed_twice_begins_with_the_curves_of_both_it_we
 @played
 async def test_earlier_runs_of_the_recipe_lie_below_one_after_the_other(tmp_path: Path) -> None:
     earlier = synthetic.run(paths.runs_folder(), steps=200, status="stopped")
-    app = console(synthetic.run(paths.runs_folder(), steps=300))
+    app = console(synthetic.run(paths.runs_folder(), steps=300), runs=list_runs)
     async with app.run_test(size=(160, 45)) as pilot:
         await settle(pilot)
         chart = app.screen.query_one("#loss", BandChart)

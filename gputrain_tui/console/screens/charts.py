@@ -23,7 +23,6 @@ from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.history.parent import ancestors_of
-from gputrain_tui.history.runs import list_runs
 from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:
@@ -171,7 +170,8 @@ class ChartScreen(ConsoleScreen):
     def action_underlay(self) -> None:
         """Draw the next earlier run of the same recipe below the curves; after the last one, none."""
         run = self.live.run
-        found = [each for each in list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
+        runs = app_of(self).list_runs()
+        found = [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
         current = None if self._underlay is None else self._underlay.run.id
         ids = [each.id for each in found]
         index = ids.index(current) + 1 if current in ids else 0
