@@ -253,7 +253,7 @@ class GputrainApp(OrderedKeys):
             return
         from gputrain_tui.console.screens.run import RunScreen
 
-        before, left = self.live, self._run_mode
+        former, former_mode = self.live, self._run_mode
         live = self.live = self._follow(run)
         self._end_notice.check(live)
         live.poll()
@@ -261,9 +261,9 @@ class GputrainApp(OrderedKeys):
         self._run_mode = f"run-{self._opened}"
         self.add_mode(self._run_mode, lambda: RunScreen(live))
         await self.switch_mode(self._run_mode)
-        if before is not None:
-            before.close()
-            await self.remove_mode(left)
+        if former is not None:
+            former.close()
+            await self.remove_mode(former_mode)
 
     def switch_mode(self, mode: str) -> AwaitMount:
         """Close dialogs and the palette, which a late click must not reach, and switch the mode."""

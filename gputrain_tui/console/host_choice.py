@@ -144,8 +144,8 @@ def availability(node: Node, host: Host | None) -> tuple[str, str]:
             return f"it has no GPU {', '.join(missing)}", "warning"
         busy = [str(item)[:12] for item in node.gpus if item in by_name and not is_free(by_name[item])]
         return (f"GPU {', '.join(busy)} in use", "warning") if busy else ("free", "good")
-    wanted = node.gpus if isinstance(node.gpus, int) else node.ranks or 1
-    return f"{free} of {total} GPUs free", "good" if free >= wanted else "warning"
+    needed = node.gpus if isinstance(node.gpus, int) else node.ranks or 1
+    return f"{free} of {total} GPUs free", "good" if free >= needed else "warning"
 
 
 def nodes_on_gpus(

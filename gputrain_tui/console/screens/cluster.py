@@ -257,21 +257,21 @@ class ClusterScreen(Page):
         spaced = self.size.height >= 30
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
-        left = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
+        room = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
         want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
-        node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
+        node_lines = min(want_nodes, max(room - min(want_processes, room // 2), 3))
         # Without a recipe the nodes are those of the hostfile, whose hosts the GPU table names already.
-        nodes.display = self.session.recipe is not None or not self.session.hosts or left >= want_nodes
+        nodes.display = self.session.recipe is not None or not self.session.hosts or room >= want_nodes
         if not nodes.display:
             node_lines = 0
-        process_lines = min(want_processes, left - node_lines - spaced)
+        process_lines = min(want_processes, room - node_lines - spaced)
         machine.styles.height = lines
         nodes.styles.height = node_lines
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
         # If everything fits, the panels below stand directly under the last GPU.
-        fits = table.count() and left >= node_lines
+        fits = table.count() and room >= node_lines
         table.styles.height = table.count() + 2 + spaced if fits else "1fr"
         machine.redraw()
         processes.redraw()

@@ -122,10 +122,10 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
 
 def _append(text: Text, listed: Sequence[tuple[str, Sequence[tuple[str, str]]]], width: int) -> None:
     """Append headings with their rows, in two columns."""
-    wide = max((len(name) for _, rows in listed for name, _ in rows), default=0)
+    name_cells = max((len(name) for _, rows in listed for name, _ in rows), default=0)
     for heading, rows in listed:
         text.append(f"{chr(10) if text else ''}{heading}\n", "bold")
         for name, description in rows:
-            first, *rest = textwrap.wrap(description, max(width - wide - 4, 16))
-            text.append(f"  {name.ljust(wide)}  ", "bold")
-            text.append("".join(f"{line}\n" for line in (first, *(" " * (wide + 4) + more for more in rest))))
+            first, *rest = textwrap.wrap(description, max(width - name_cells - 4, 16))
+            text.append(f"  {name.ljust(name_cells)}  ", "bold")
+            text.append("".join(f"{line}\n" for line in (first, *(" " * (name_cells + 4) + more for more in rest))))

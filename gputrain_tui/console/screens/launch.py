@@ -157,8 +157,8 @@ class LaunchScreen(RecipePage):
     def action_find(self) -> None:
         """Open the input line on the search of fields."""
         if self.draft is not None:
-            self._before_find = self.form.wanted, self.form.field.key if self.form.field is not None else ""
-            self._open_prompt("find", "find", self.form.wanted, "a field's name, or words in its help; Esc restores")
+            self._before_find = self.form.search, self.form.field.key if self.form.field is not None else ""
+            self._open_prompt("find", "find", self.form.search, "a field's name, or words in its help; Esc restores")
 
     def action_add_node(self) -> None:
         """Add a node."""
@@ -184,11 +184,11 @@ class LaunchScreen(RecipePage):
             searching = self._prompt_for == "find"
             self._leave_editor()
             if searching:
-                wanted, key = self._before_find
-                self.form.find(wanted)
+                search, key = self._before_find
+                self.form.find(search)
                 self.form.go_to(key)
             self._show_fields()
-        elif self.form.wanted:
+        elif self.form.search:
             self.form.find("")
             self._show_fields()
         else:

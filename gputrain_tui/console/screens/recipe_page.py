@@ -103,9 +103,9 @@ class RecipePage(Page):
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
-        wanted, self.session.source = self.session.source, None
-        if wanted is not None:
-            self.open_recipe(Path(wanted))
+        source, self.session.source = self.session.source, None
+        if source is not None:
+            self.open_recipe(Path(source))
         elif self._path is None and files:
             self.open_recipe(files[0].path, focus=False)
         else:
@@ -154,7 +154,7 @@ class RecipePage(Page):
         self._found = None
         self._leave_editor()
         form = self.form
-        form.wanted = ""
+        form.search = ""
         form.cursor = 0
         self.query_one(RecipeList).point_at(path)
         self._changed()
@@ -183,10 +183,10 @@ class RecipePage(Page):
         summary, plan = self.query_one(PreflightSummary), self.query_one(PlanView)
         room = self.query_one("#sheet").size.height - self.query_one("#under").size.height
         room -= self.size.height >= TALL_LINES
-        wanted = max(self.size.height // 3 - 2, 6)
+        plan_lines = max(self.size.height // 3 - 2, 6)
         lines = min(summary.lines(summary.size.width), max(room - LEAST_FORM_LINES - LEAST_PLAN_LINES, 1))
         summary.styles.height = lines
-        plan.styles.height = min(wanted, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
+        plan.styles.height = min(plan_lines, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
 
     def _open_warm_pool(self) -> None:
         """Start a process that loads torch ahead of the launch."""
@@ -213,7 +213,7 @@ class RecipePage(Page):
         form = self.form
         form.title_text = draft.name
         changes = len(draft.changes)
-        remarks = [f"/{form.wanted}"] if form.wanted else []
+        remarks = [f"/{form.search}"] if form.search else []
         if changes:
             remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
         form.remarks = [[(remark, "accent")] for remark in remarks]

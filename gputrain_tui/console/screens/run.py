@@ -212,9 +212,9 @@ class RunScreen(ChartScreen):
 
     def action_next_panel(self) -> None:
         """Show the next hidden panel; while zoomed, zoom the next one."""
-        there: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
-        begin = there.index(self.choice.panel) + 1 if self.choice.panel in there else 0
-        order = there[begin:] + there[:begin]
+        names: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
+        begin = names.index(self.choice.panel) + 1 if self.choice.panel in names else 0
+        order = names[begin:] + names[:begin]
         hidden = [name for name in order if not self.query_one(f"#{name}").display]
         name = (order if self.choice.zoomed else hidden or order)[0]
         self._choose(panel=name)

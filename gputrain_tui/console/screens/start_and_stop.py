@@ -116,8 +116,8 @@ async def _stop(console: AppProtocol, run: Run) -> None:
 
     console.report(f"stopping {run.id}")
     try:
-        report, left = await asyncio.to_thread(stop_by_name, run.id)
+        report, remaining = await asyncio.to_thread(stop_by_name, run.id)
     except RequestError as error:
         console.report(str(error), alarm=True)
     else:
-        console.report(report, alarm=bool(left))
+        console.report(report, alarm=bool(remaining))

@@ -38,19 +38,21 @@ def without_controls(text: str) -> str:
     return printable(text).replace("\t", " ")
 
 
-def crop(text: str, wide: int) -> str:
-    """Return a text cropped to ``wide`` cells, with an ellipsis if it was longer."""
-    if cell_count(text) <= wide:
+def crop(text: str, width: int) -> str:
+    """Return a text cropped to ``width`` cells, with an ellipsis if it was longer."""
+    if cell_count(text) <= width:
         return text
     return (
-        (set_cell_size(text, wide - 1) if cell_count(text) > len(text) else text[: wide - 1]) + "…" if wide > 0 else ""
+        (set_cell_size(text, width - 1) if cell_count(text) > len(text) else text[: width - 1]) + "…"
+        if width > 0
+        else ""
     )
 
 
-def pad(text: str, wide: int) -> str:
-    """Return a text cropped or padded to ``wide`` cells, left-aligned."""
-    text = crop(text, wide)
-    return text + " " * (wide - cell_count(text))
+def pad(text: str, width: int) -> str:
+    """Return a text cropped or padded to ``width`` cells, left-aligned."""
+    text = crop(text, width)
+    return text + " " * (width - cell_count(text))
 
 
 def row_cells(row: Row) -> int:
@@ -61,23 +63,23 @@ def row_cells(row: Row) -> int:
 def fit_row(row: Row, width: int) -> Row:
     """Return a row of exactly ``width`` cells, without control characters."""
     out: Row = []
-    left = width
+    room = width
     for text, role in row:
-        if left <= 0:
+        if room <= 0:
             break
         if _NARROW(text):
-            wide = len(text)
-            if wide > left:
-                text = text[:left]
+            cells = len(text)
+            if cells > room:
+                text = text[:room]
         else:
             text = without_controls(text)
-            wide = cell_count(text)
-            if wide > left:
-                text = set_cell_size(text, left)
+            cells = cell_count(text)
+            if cells > room:
+                text = set_cell_size(text, room)
         out.append((text, role))
-        left -= wide
-    if left > 0:
-        out.append((" " * left, "base"))
+        room -= cells
+    if room > 0:
+        out.append((" " * room, "base"))
     return out
 
 
@@ -126,19 +128,19 @@ def centred_text(width: int, height: int, lines: Sequence[str]) -> list[Row]:
     return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
-def format_number(value: float | None, digits: int, wide: int) -> str:
-    """Return a number with ``digits`` decimals, or as many as fit, right-aligned in ``wide`` cells."""
+def format_number(value: float | None, digits: int, width: int) -> str:
+    """Return a number with ``digits`` decimals, or as many as fit, right-aligned in ``width`` cells."""
     if value is None or not isfinite(value):
-        return EMPTY.rjust(wide)
+        return EMPTY.rjust(width)
     text = f"{value:.{digits}f}"
-    while len(text) > wide and digits:
+    while len(text) > width and digits:
         digits -= 1
         text = f"{value:.{digits}f}"
-    return text.rjust(wide) if len(text) <= wide else format_short(value, wide)
+    return text.rjust(width) if len(text) <= width else format_short(value, width)
 
 
-def format_short(value: float, wide: int = 6) -> str:
-    """Return a number of any size in at most ``wide`` cells, right-aligned."""
+def format_short(value: float, width: int = 6) -> str:
+    """Return a number of any size in at most ``width`` cells, right-aligned."""
     for text in (
         f"{value:g}",
         f"{value:.4g}",
@@ -147,9 +149,9 @@ def format_short(value: float, wide: int = 6) -> str:
         f"{value:.0e}".replace("e+0", "e").replace("e+", "e"),
     ):
         text = text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
-        if len(text) <= wide:
-            return text.rjust(wide)
-    return "…".rjust(wide)
+        if len(text) <= width:
+            return text.rjust(width)
+    return "…".rjust(width)
 
 
 def format_value(value: float | None) -> str:

@@ -26,9 +26,9 @@ class FieldHeading:
     text: str
 
 
-def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | Field]:
+def form_lines(fields: Sequence[Field], search: str = "") -> list[FieldHeading | Field]:
     """Return the lines of a form: fields with all the words in key or help, each group under its heading."""
-    words = wanted.lower().split()
+    words = search.lower().split()
     lines: list[FieldHeading | Field] = []
     group = None
     for field in fields:
@@ -41,19 +41,19 @@ def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading |
     return lines
 
 
-def best_match(fields: Sequence[Field], wanted: str) -> Field | None:
+def best_match(fields: Sequence[Field], search: str) -> Field | None:
     """Return the best match of a search: by exact name or key, else beginning of the name, else key, else help."""
-    wanted = wanted.lower().strip()
-    words = wanted.split()
+    search = search.lower().strip()
+    words = search.split()
 
     def distance(field: Field) -> int:
-        if wanted in (field.name, field.key):
+        if search in (field.name, field.key):
             return 0
-        if field.name.startswith(wanted):
+        if field.name.startswith(search):
             return 1
         return 2 if all(word in field.key for word in words) else 3
 
-    found = [line for line in form_lines(fields, wanted) if isinstance(line, Field)]
+    found = [line for line in form_lines(fields, search) if isinstance(line, Field)]
     return min(found, key=distance, default=None)
 
 
@@ -73,9 +73,9 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
     mark = ("•", "accent") if field.changed else (" ", "base")
     if remark is not None and remark.status in MARKS:
         role, mark = remark.status, MARKS[remark.status]
-    remark_text, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
-    if len(remark_text) > left:
-        remark_text = remark_text[: max(left - 1, 0)] + "…"
+    remark_text, room = printable(remark.text) if remark else field.option.help, width - names - values - 2
+    if len(remark_text) > room:
+        remark_text = remark_text[: max(room - 1, 0)] + "…"
     return fit_row(
         [
             mark,
@@ -93,7 +93,7 @@ class Form(Listing):
 
     title_text = ""
     remarks: Sequence[Row] = ()
-    wanted = ""
+    search = ""
     """Words to search for; only fields that have them are shown."""
     _fields: Sequence[Field] = ()
     _lines: Sequence[FieldHeading | Field] = ()
@@ -103,7 +103,7 @@ class Form(Listing):
         """Show fields, and their messages by key; the cursor stays on its field."""
         before = self.field
         self._fields, self._remarks = fields, remarks
-        self._lines = form_lines(fields, self.wanted)
+        self._lines = form_lines(fields, self.search)
         keys = [line.key if isinstance(line, Field) else "" for line in self._lines]
         if before is not None and before.key in keys:
             self.cursor = keys.index(before.key)
@@ -113,11 +113,11 @@ class Form(Listing):
                 self.cursor += 1
         self.redraw()
 
-    def find(self, wanted: str) -> None:
+    def find(self, search: str) -> None:
         """Show only the fields with some words, and put the cursor on the best match."""
-        self.wanted = wanted
+        self.search = search
         self.show(self._fields, self._remarks)
-        match = best_match(self._fields, wanted) if wanted else None
+        match = best_match(self._fields, search) if search else None
         if match is not None:
             self.go_to(match.key)
 
@@ -155,8 +155,8 @@ class Form(Listing):
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of a form without fields."""
-        if self.wanted:
-            return centred_text(width, height, [f"no field holds {self.wanted!r}"])
+        if self.search:
+            return centred_text(width, height, [f"no field holds {self.search!r}"])
         return centred_text(width, height, ["Choose a recipe at the left, or press d for the demo."])
 
 

@@ -27,7 +27,7 @@ class GpuColumn:
     """One column of the table."""
 
     title: str
-    wide: int
+    width: int
     keep: int
     """Order of importance: a narrow table drops the columns with the greatest numbers."""
     cell: Callable[[Gpu], Row]
@@ -87,7 +87,7 @@ MARK_CELLS = 8
 def columns_for(width: int) -> list[GpuColumn]:
     """Return the most important columns, as many as fit."""
     kept = list(COLUMNS)
-    while kept and MARK_CELLS + sum(column.wide + 2 for column in kept) + STATE_CELLS > width:
+    while kept and MARK_CELLS + sum(column.width + 2 for column in kept) + STATE_CELLS > width:
         kept.remove(max(kept, key=lambda column: column.keep))
     return kept
 
@@ -98,8 +98,8 @@ def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, owner: GpuRank | None) -> Ro
     mark = ("◉", "accent") if chosen else ("○", "good") if free else (" ", "dim")
     row: Row = [(" ", "base"), mark, (f"{gpu.index:>4}", "bright"), ("  ", "base")]
     for column in columns_for(width):
-        cell = fit_row(column.cell(gpu), column.wide) if not column.right else column.cell(gpu)
-        pad = " " * max(column.wide - row_cells(cell), 0)
+        cell = fit_row(column.cell(gpu), column.width) if not column.right else column.cell(gpu)
+        pad = " " * max(column.width - row_cells(cell), 0)
         row += [(pad, "base"), *cell, ("  ", "base")]
     return fit_row([*row, *_state(gpu, free, owner)], width)
 
@@ -283,7 +283,7 @@ class GpuTable(Listing):
             return [title]
         names = " " * 3 + "GPU  "
         for column in columns_for(width):
-            names += (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide)) + "  "
+            names += (column.title.rjust(column.width) if column.right else column.title.ljust(column.width)) + "  "
         return [title, fit_row([(names + "used by", "dim")], width)]
 
     def row(self, index: int, width: int) -> Row:

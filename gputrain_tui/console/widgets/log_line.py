@@ -71,7 +71,7 @@ def _colour(numbers: Iterator[int]) -> Color | None:
     return None
 
 
-def prefix(name: str, wide: int) -> str:
+def prefix(name: str, width: int) -> str:
     """Return a line's source, right-aligned: ``r3`` a rank, ``n0`` a node agent, ``sup`` the supervisor."""
     if name.isdecimal():
         short = f"r{name}"
@@ -79,7 +79,7 @@ def prefix(name: str, wide: int) -> str:
         short = f"n{name.removeprefix('node-')}"
     else:
         short = name[:3]
-    return printable(short).rjust(wide) + " "
+    return printable(short).rjust(width) + " "
 
 
 def line_strip(

@@ -32,12 +32,17 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
     lines: list[Row] = [
         [("cpu".ljust(LABEL_CELLS), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
     ]
-    wide = min(max(width // 4, 10), 40)
+    bar_cells = min(max(width // 4, 10), 40)
     if inventory.load is not None:
         share = inventory.load[0] / max(cpus.usable, 1)
         text = "  ".join(f"{value:5.2f}" for value in inventory.load)
         lines.append(
-            [("load".ljust(LABEL_CELLS), "dim"), *bar(share, wide), (f"  {text}", "bright"), ("  1, 5, 15 min", "dim")]
+            [
+                ("load".ljust(LABEL_CELLS), "dim"),
+                *bar(share, bar_cells),
+                (f"  {text}", "bright"),
+                ("  1, 5, 15 min", "dim"),
+            ]
         )
     if memory.total_bytes is not None and memory.available_bytes is not None:
         used = memory.total_bytes - memory.available_bytes
@@ -45,7 +50,7 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
         lines.append(
             [
                 ("memory".ljust(LABEL_CELLS), "dim"),
-                *bar(used / memory.total_bytes, wide),
+                *bar(used / memory.total_bytes, bar_cells),
                 (f"  {text}", "bright"),
                 (f"  {format_gib(memory.available_bytes)} available", "dim"),
             ]

@@ -134,8 +134,8 @@ def _ends(overlay: Overlay, width: int) -> Row:
 
 def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
     """Return a line per run: number, colour, name, newest loss, best validation loss; in wide panels more."""
-    wide = width >= WIDE_LEGEND_CELLS
-    names = max(width - 7 - 2 * 14 - (36 if wide else 0), 8)
+    is_wide = width >= WIDE_LEGEND_CELLS
+    names = max(width - 7 - 2 * 14 - (36 if is_wide else 0), 8)
     rows = []
     for index, line in enumerate(lines):
         best = loss_text(line.best)
@@ -147,7 +147,7 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
             (" valid", "dim"),
             (best.rjust(8), "bright"),
         ]
-        if wide:
+        if is_wide:
             rate = EMPTY if line.samples_per_s is None else format_short(line.samples_per_s, 9).strip()
             waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
             row += [("  samples/s", "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]

@@ -34,14 +34,14 @@ def _blocks(results: Sequence[CheckResult], width: int) -> list[list[Row]]:
     """Return the rows of each error, then of each warning."""
     found = [("✗", "error", result) for result in errors(results)]
     found += [("!", "warning", result) for result in warnings(results)]
-    wide = max((len(result.check) for _, _, result in found), default=0) + 2
-    return [_wrapped(mark, _result_text(result, wide), role, width, wide) for mark, role, result in found]
+    name_cells = max((len(result.check) for _, _, result in found), default=0) + 2
+    return [_wrapped(mark, _result_text(result, name_cells), role, width, name_cells) for mark, role, result in found]
 
 
-def _result_text(result: CheckResult, wide: int) -> str:
+def _result_text(result: CheckResult, name_cells: int) -> str:
     host = f"{result.host}: " if result.host else ""
     fix = f" → {result.fix}" if result.fix else ""
-    return f"{result.check:<{wide}}{host}{result.what}{fix}"
+    return f"{result.check:<{name_cells}}{host}{result.what}{fix}"
 
 
 def _wrapped(mark: str, text: str, role: str, width: int, indent: int = 0) -> list[Row]:

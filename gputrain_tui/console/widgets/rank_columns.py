@@ -34,7 +34,7 @@ class RankColumn:
     """Name in filters and for sorting."""
     title: str
     """Title with the unit."""
-    wide: int
+    width: int
     """Cells; of the rank and host columns the least, since they grow with their longest value."""
     order: int
     """Order of importance: narrow tables drop the columns with the greatest numbers."""
@@ -45,17 +45,17 @@ class RankColumn:
     descending: bool = True
     """Whether the first sort puts the greatest value on top."""
 
-    def text(self, view: RankView, late: Lateness, wide: int) -> str:
-        """Return the text of a cell, exactly ``wide`` cells long."""
+    def text(self, view: RankView, late: Lateness, width: int) -> str:
+        """Return the text of a cell, exactly ``width`` cells long."""
         value = self.value(view, late)
         if isinstance(value, str):
             value = SHORTER.get(value, value)
-            return pad(without_controls(value), wide)
+            return pad(without_controls(value), width)
         if self.digits is None:
-            return EMPTY.ljust(wide)
-        if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= wide:
-            return text.rjust(wide)
-        return format_number(value, self.digits, wide)
+            return EMPTY.ljust(width)
+        if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= width:
+            return text.rjust(width)
+        return format_number(value, self.digits, width)
 
 
 def _step_field(name: str) -> Callable[[RankView, Lateness], Value]:
@@ -116,21 +116,21 @@ class ColumnPlace:
     column: RankColumn
     begin: int
     """First cell."""
-    wide: int
+    width: int
 
     @property
     def end(self) -> int:
         """Cell after the column's last one."""
-        return self.begin + self.wide
+        return self.begin + self.width
 
 
 def _column_cells(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
     """Return the cells of a column in a table ``width`` cells wide."""
     if column.key == "rank":
-        return max(column.wide, len(str(max(ranks - 1, 0))))
+        return max(column.width, len(str(max(ranks - 1, 0))))
     if column.key == "host":
-        return min(max(column.wide, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
-    return column.wide
+        return min(max(column.width, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
+    return column.width
 
 
 def whole_width(ranks: int, hosts: Collection[str]) -> int:
@@ -143,7 +143,7 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     """Return the most important columns, as many as fit, evenly spaced after two cells for marks."""
     longest_host = max(map(cell_count, hosts), default=0)
 
-    def wide(column: RankColumn) -> int:
+    def column_width(column: RankColumn) -> int:
         return _column_cells(column, width, ranks, longest_host)
 
     def order(column: RankColumn) -> int:
@@ -153,9 +153,9 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     room = width - 2
     chosen: list[RankColumn] = []
     for column in sorted(COLUMNS, key=order):
-        if wide(column) + (1 if chosen else 0) > room:
+        if column_width(column) + (1 if chosen else 0) > room:
             break
-        room -= wide(column) + (1 if chosen else 0)
+        room -= column_width(column) + (1 if chosen else 0)
         chosen.append(column)
     shown = [column for column in COLUMNS if column in chosen]
     gaps = max(len(shown) - 1, 1)
@@ -163,8 +163,8 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     places: list[ColumnPlace] = []
     begin = 2
     for index, column in enumerate(shown):
-        places.append(ColumnPlace(column, begin, wide(column)))
-        begin += wide(column) + 1 + extra + (1 if index < odd else 0)
+        places.append(ColumnPlace(column, begin, column_width(column)))
+        begin += column_width(column) + 1 + extra + (1 if index < odd else 0)
     return places
 
 

@@ -95,14 +95,14 @@ def draw_facts(
     rows: list[Row] = [title_row(width, [(f"rank {rank}", "title"), (f"  {where}", "dim")], rights)]
     columns = max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1)
     lines = max(min(height - 1, -(-len(found) // columns)), 1)
-    wide = width // columns
+    column_cells = width // columns
     for y in range(lines):
         row: Row = []
         for x in range(columns):
             index = x * lines + y
             if index < len(found):
                 name, value, role = found[index]
-                room = max(wide - NAME_CELLS - 2, 1)
+                room = max(column_cells - NAME_CELLS - 2, 1)
                 text = value if len(value) <= room else value[: room - 1] + "…"
                 row += [(f" {name.ljust(NAME_CELLS - 1)}", "dim"), (text.ljust(room), role), ("  ", "base")]
         rows.append(row)

@@ -109,13 +109,13 @@ def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
         column = place.column
         chosen = column.key == grid.sort_key
         if column.digits is None:
-            text = f"{column.title}{mark if chosen else ''}"[: place.wide].ljust(place.wide)
+            text = f"{column.title}{mark if chosen else ''}"[: place.width].ljust(place.width)
             begin = place.begin
         else:
-            text = column.title.rjust(place.wide)
+            text = column.title.rjust(place.width)
             begin = place.begin
             if chosen:
-                text = f"{mark}{column.title}".rjust(max(place.wide, len(column.title) + 1))
+                text = f"{mark}{column.title}".rjust(max(place.width, len(column.title) + 1))
                 begin = place.end - len(text)
         row += [(" " * (begin - at), "base"), (text, "accent" if chosen else "column")]
         at = place.end
@@ -139,17 +139,17 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
     at = 2
     for place in places:
         column = place.column
-        text = column.text(view, late, place.wide)
+        text = column.text(view, late, place.width)
         if place.begin > at:
             pieces.append((" " * (place.begin - at), pieces[-1][1]))
         at = place.end
         role = value_role
         if grid.standing_still and column.key == "rate":
-            text = EMPTY.rjust(place.wide)
+            text = EMPTY.rjust(place.width)
         if grid.standing_still and column.key == "state" and view.state == "training" and view.phase is None:
-            text = "no step".ljust(place.wide)
+            text = "no step".ljust(place.width)
         if grid.ended and column.key == "state" and view.display_state in GOING:
-            text = grid.ended.ljust(place.wide)
+            text = grid.ended.ljust(place.width)
         if text.strip() == EMPTY:
             role = "absent"
         elif column.key in ("host", "device", "state"):

@@ -84,26 +84,26 @@ def draw_rendezvous(progress: RendezvousProgress, width: int, height: int) -> li
     for key, (sign, role, word) in SIGNS.items():
         if key in present:
             legend += [(f"  {sign}", role), (f" {word}", "dim")]
-    name_wide = min(max((cell_count(host) for host, _ in progress.hosts), default=0), 24)
+    name_cells = min(max((cell_count(host) for host, _ in progress.hosts), default=0), 24)
     hosts = sorted(progress.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
     room = height - len(rows) - 2
     for index, (host, ranks) in enumerate(hosts):
         if index >= room - 1 and len(hosts) > room:
             rows.append([(f"  … and {len(hosts) - index:,} more hosts", "dim")])
             break
-        rows.append(_host(host, ranks, name_wide, width))
+        rows.append(_host(host, ranks, name_cells, width))
     rows += [[], legend]
     return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
-def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: int) -> Row:
+def _host(host: str, ranks: Sequence[tuple[int, str]], name_cells: int, width: int) -> Row:
     count = sum(sign == "here" for _, sign in ranks)
     span = f"{ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"{ranks[0][0]}"
     name = printable(host)
     word = "ranks" if len(ranks) > 1 else "rank"
     row: Row = [
         ("  ", "base"),
-        (pad(name, name_wide), "bright" if count < len(ranks) else "dim"),
+        (pad(name, name_cells), "bright" if count < len(ranks) else "dim"),
         (f"  {word} {span}".ljust(18), "dim"),
         (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
     ]

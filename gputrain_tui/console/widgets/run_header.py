@@ -160,9 +160,14 @@ def _figures(head: RunHeading, width: int) -> Row:
     row: Row = [(" ", "base")]
     if progress is not None:
         room = width - _needed_cells(chosen, None) - 9
-        wide = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
-        done = round(progress * wide)
-        row += [("━" * done, "accent"), ("─" * (wide - done), "rule"), (f" {progress:4.0%}", "bright"), ("   ", "base")]
+        bar_cells = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
+        done = round(progress * bar_cells)
+        row += [
+            ("━" * done, "accent"),
+            ("─" * (bar_cells - done), "rule"),
+            (f" {progress:4.0%}", "bright"),
+            ("   ", "base"),
+        ]
     for index, (_, pieces) in enumerate(chosen):
         row += [*([("   ", "base")] if index else []), *pieces]
     return row

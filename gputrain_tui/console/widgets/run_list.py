@@ -30,7 +30,7 @@ class RunColumn:
     """One column of the list."""
 
     title: str
-    wide: int
+    width: int
     right: bool = True
 
 
@@ -53,18 +53,18 @@ def columns_for(width: int, entries: Sequence[Mapping[str, Any]]) -> list[RunCol
     columns: set[RunColumn] = set()
     room = width - 18 - SHORT_NAME_CELLS
     for column in FIRST:
-        if column.wide + 2 <= room:
+        if column.width + 2 <= room:
             columns.add(column)
-            room -= column.wide + 2
+            room -= column.width + 2
     room -= LEAST_NAME_CELLS - SHORT_NAME_CELLS
     for column in ADDED:
         name = WITH_VALUES.get(column)
         if name is not None and not any(entry[name] for entry in entries):
             continue
-        if column.wide + 2 > room:
+        if column.width + 2 > room:
             break
         columns.add(column)
-        room -= column.wide + 2
+        room -= column.width + 2
     return [column for column in ORDER if column in columns]
 
 
@@ -96,7 +96,7 @@ def draw_run(
         return fit_row([(text, "dim")], width)
     mark, role = MARKS.get(entry["state"], ("?", "warning"))
     cells = cells_of(entry)
-    room = width - 18 - sum(column.wide + 2 for column in columns)
+    room = width - 18 - sum(column.width + 2 for column in columns)
     row: Row = [
         (" ", "base") if number is None else (str(number + 1), f"curve-{number}"),
         ("▸" if opened else " ", "accent"),
@@ -105,9 +105,9 @@ def draw_run(
         (pad(printable(entry["id"]), room), "bright"),
     ]
     for column in columns:
-        text = crop(cells[column], column.wide)
+        text = crop(cells[column], column.width)
         shown = "dim" if column in (STARTED, RECIPE, RANKS, LR, TOKENS) or text == EMPTY else "bright"
-        row += [("  ", "base"), (text.rjust(column.wide) if column.right else text.ljust(column.wide), shown)]
+        row += [("  ", "base"), (text.rjust(column.width) if column.right else text.ljust(column.width), shown)]
     return fit_row(row, width)
 
 
@@ -197,9 +197,9 @@ class RunList(Listing):
         if not entries:
             return [title]
         columns = columns_for(width, entries)
-        room = width - 18 - sum(column.wide + 2 for column in columns)
+        room = width - 18 - sum(column.width + 2 for column in columns)
         names = f"     {'state':<11}{'run'.ljust(room)}" + "".join(
-            "  " + (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide))
+            "  " + (column.title.rjust(column.width) if column.right else column.title.ljust(column.width))
             for column in columns
         )
         return [title, fit_row([(names, "dim")], width)]
