@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint without training: ``--eval-only``."""
+"""Evaluation of a checkpoint without training: ``--eval-only``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.tasks.task import Task
 
 
 def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> TrainingOutcome:
-    """Evaluate one split with the weights that rank 0 reads and sends; nothing is written but the record.
+    """Evaluate one split with a checkpoint's weights, which rank 0 reads and sends; write nothing but the record.
 
     Raises:
         RequestError: the task lacks the split, or the checkpoint is damaged or of another task or model.
@@ -34,7 +34,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     if options.resume:
         raise RequestError("--eval-only does not train, and --resume does: leave one of them out")
     split, path = options.eval_split, Path(options.eval_only)
-    seed_all(options.seed)  # as in training: a split that is drawn at random is the one of the training
+    seed_all(options.seed)  # as in training, so that a random split is the same one
     splits = task.datasets()
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"

@@ -1,4 +1,4 @@
-"""When training ends, how it ended, and which validation was the best; equal on all ranks."""
+"""End conditions and outcome of a training, and its best validation; equal on all ranks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> st
 
 
 class StepTimes:
-    """Reports how long a step takes of late, by which a stop request is waited for.
+    """Report of the recent duration of a step, for which a stop request is waited.
 
-    The longer of the last two counts: the next one may be as long, and a first one that compiles is forgotten.
+    The longer of the last two steps counts: the next one may take as long, and a first one that compiles is forgotten.
     """
 
     LEAST_S = 0.3
-    """Shorter steps are all alike: three of them are within any grace."""
+    """Shorter steps are reported as this long: three of them are within any grace period."""
     CHANGE = 1.25
-    """Factor by which it must have changed to be reported again."""
+    """Factor by which the duration must have changed to be reported again."""
 
     def __init__(self, report: Callable[[float], None], *, now: Callable[[], float] = time.monotonic) -> None:
         self._report = report
@@ -42,7 +42,7 @@ class StepTimes:
         self._reported_s = self.LEAST_S
 
     def step_done(self) -> None:
-        """Take the time since the last call as a step's, with all that came between."""
+        """Take the time since the last call as the duration of a step, with any validation or save in it."""
         now = self._now()
         took_s, self._began = now - self._began, now
         longer_s = max(self.LEAST_S, took_s, self._last_s)
@@ -65,12 +65,12 @@ class Best:
 
     @classmethod
     def of(cls, options: Training) -> Best:
-        """What the options call best: less loss, or more of a metric."""
+        """Return the criterion of the options: by default a lower loss, or a higher metric."""
         maximize = options.maximize_best_metric
         return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
 
-    def see(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Take note of a validation; True when it is the best so far, which one that is not finite never is.
+    def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
+        """Add a validation; return whether it is the best so far, which one that is not finite never is.
 
         Raises:
             RequestError: the task has no such metric.
@@ -92,11 +92,11 @@ class Best:
         return better
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint keeps."""
+        """Return the entry of a checkpoint."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from a checkpoint; another metric starts anew."""
+        """Restore the entry of a checkpoint, unless it is of another metric."""
         if state.get("metric") != self.metric:
             return
         value, step, since = state["value"], state["step"], state["since"]
@@ -116,8 +116,8 @@ class TrainingOutcome:
     reason: str
     best: Best
     stopped: bool = False
-    """Whether somebody ended it before it had reached an end of its own."""
+    """Whether the user stopped it before an end condition held."""
     saved: Path | None = None
     """The checkpoint of the update at which it was stopped; rank 0 only."""
     not_kept: str = ""
-    """What could not be saved of a training that was stopped, in one line; rank 0 only."""
+    """Line about a checkpoint that a stopped training could not write, else empty; rank 0 only."""

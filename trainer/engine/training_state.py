@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint keeps of it, and how a training begins with that or goes on from it."""
+"""State of a training: its entries in a checkpoint, resuming from one, and starting with other weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,21 @@ from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.optimizers import Schedule
-from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
+from trainer.engine.resuming import (
+    CheckpointEntries,
+    parameter_names,
+    require_fit,
+    resume_model,
+    resume_rng,
+    seed_effect,
+)
 from trainer.engine.stopping import Best
 from trainer.engine.worker_context import WorkerContext
 
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The counters of one rank's training, and its parts that have a state of their own."""
+    """Counters of one rank's training, and its components that have a state."""
 
     options: Training
     ctx: WorkerContext
@@ -43,7 +50,7 @@ class TrainingState:
     items: ItemCount
     train_batches: EpochBatches | StreamBatches
     data_sample: DataSample | NoDataSample
-    """Samples of the training data, by which a resumed training sees that it was altered."""
+    """Samples of the training data, by which a resumed training detects that it was altered."""
     best: Best
     best_weights: BestWeights
     saving: Saving
@@ -53,7 +60,7 @@ class TrainingState:
     """Optimizer steps done at the last validation; -1 before the first."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, besides the random numbers of the ranks; asked with the average in place."""
+        """Return the entries of a checkpoint but the random states; call this while the weight average is in place."""
         return {
             "task": self.options.task,
             "updates": self.updates,
@@ -70,8 +77,8 @@ class TrainingState:
             "data": self.data_sample.state_dict(),
         }
 
-    def require_fit(self, state: Mapping[str, Any], *, source: str) -> Kept:
-        """Refuse a checkpoint from which this training could not go on exactly; change nothing.
+    def require_fit(self, state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
+        """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing.
 
         Raises:
             RequestError: one line that names the file, and the entry that is wrong or does not fit.
@@ -89,10 +96,10 @@ class TrainingState:
         return kept
 
     def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
-        """Read the weights with which this model may begin; change nothing.
+        """Read the weights of a file that fit this model; change nothing.
 
         Returns:
-            Those that it has by name and shape, and in words what else differs; that is empty unless ``partial``.
+            Those that fit by name and shape, and a description of the other ones, which is empty unless ``partial``.
 
         Raises:
             RequestError: the file cannot be read, or does not fit; one line that names what does not.
@@ -104,17 +111,17 @@ class TrainingState:
         return weights, other
 
     def begin_with(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the model to weights of another training; everything else begins fresh."""
+        """Load weights of another training into the model; everything else begins fresh."""
         self.model.load_state_dict(weights, strict=False)
         self.average.begin()
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str, again: bool = False) -> None:
-        """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
+        """Restore a checkpoint: exactly on the same world size; on another one, samples are still read once per epoch.
 
         Args:
             state: the checkpoint.
             source: its path, for messages.
-            again: whether this run wrote it, so that what the options reset has been reset before.
+            again: whether this run wrote it, after the resets that its options require.
 
         Raises:
             RequestError: the checkpoint is damaged or belongs to another task or model.
@@ -141,7 +148,7 @@ class TrainingState:
         self.updates = self.saving.last_update = kept.updates
         self.validated_at = kept.validated_at
         self.items.estimate = kept.count_estimate
-        best_file = self.best_weights.resumed(source, self.best) if ctx.rank == 0 and not fresh_best else None
+        best_file = self.best_weights.find_beside(source, self.best) if ctx.rank == 0 and not fresh_best else None
         if best_file is not None:
             self.saving.inherit_best(best_file, step=self.best.step)
         resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
