@@ -1,4 +1,4 @@
-"""Split text files into training and validation pieces, and read them; torch-free."""
+"""Splitting of text files into training and validation pieces, and reading of these; torch-free."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], lis
     """
     whole = [Piece(path=file, start=0, end=file.stat().st_size) for file in files]
     whole = [piece for piece in whole if piece.end]
-    left = int(sum(piece.end for piece in whole) * (1 - fraction))
+    remaining = int(sum(piece.end for piece in whole) * (1 - fraction))
     train: list[Piece] = []
     valid: list[Piece] = []
     for piece in whole:
-        cut = min(left, piece.end)
+        cut = min(remaining, piece.end)
         if 0 < cut < piece.end:
             cut = _line_end(piece.path, cut)
-        left -= min(left, piece.end)
+        remaining -= min(remaining, piece.end)
         if cut:
             train.append(Piece(path=piece.path, start=0, end=cut))
         if cut < piece.end and fraction:
@@ -62,10 +62,10 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
             yield b"\n"
         with refuse_unreadable(piece.path), piece.path.open("rb") as file:
             file.seek(piece.start)
-            left = piece.end - piece.start
-            while left:
-                chunk = file.read(min(left, block))
+            remaining = piece.end - piece.start
+            while remaining:
+                chunk = file.read(min(remaining, block))
                 if not chunk:
                     raise RequestError(f"{piece.path} became shorter while it was read")
-                left -= len(chunk)
+                remaining -= len(chunk)
                 yield chunk

@@ -1,4 +1,4 @@
-"""Train or load a WordPiece vocabulary for the masked language model, and cache the tokenised text."""
+"""WordPiece vocabulary of the masked language model, trained or loaded, and the cached tokenised text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def token_tensors(
         raise RequestError("task masked_lm needs the package tokenizers: pip install 'gputrain[tokenizers]'")
     vocab_path = require_file(vocab) if vocab is not None else None
     files = sorted({piece.path for pieces in splits.values() for piece in pieces})
-    made_from = {
+    inputs = {
         "files": cache.fingerprint(files),
         "cuts": {
             split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()
@@ -66,7 +66,7 @@ def token_tensors(
         for split, pieces in splits.items():
             _tokenise(tokenizer, pieces, folder / f"{split}.bin")
 
-    folder = cache.entry("wordpiece1", made_from, build)
+    folder = cache.entry("wordpiece1", inputs, build)
 
     from tokenizers import Tokenizer
 
@@ -98,7 +98,7 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((normalize(line).translate(rare) for line in _lines(pieces)), trainer)
-    # Rebuilt from its words alone, so that only the five special tokens stay special.
+    # Rebuilt from its words alone, so that only the five special tokens are special.
     return _untrained(tokenizer.get_vocab(), lowercase)
 
 
