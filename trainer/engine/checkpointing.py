@@ -99,7 +99,7 @@ class Saving:
         return f"the best checkpoint, of step {lost.step}, was not written: {lost.why}" if lost is not None else ""
 
     def path_of(self, step: int) -> Path | None:
-        """Return the checkpoint of that update if it is the last one on disk; rank 0 only."""
+        """Return the path of the newest checkpoint if it is of update ``step``, else None; rank 0 only."""
         last = self._kept()
         return last.path if last is not None and last.step == step else None
 

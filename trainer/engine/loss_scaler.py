@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class LossScaler:
-    """torch's ``GradScaler``, whose ``step`` returns whether it was taken; does nothing in another precision.
+    """Wrapper of torch's ``GradScaler`` whose ``step`` returns whether it was taken; passes through if not enabled.
 
     Args:
         device: device of the model.

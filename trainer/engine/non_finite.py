@@ -203,7 +203,7 @@ class FiniteCheck:
         )
 
     def _places(self, batch: Any) -> str:
-        """Return the places of all ranks; those with a batch compute it again. Every rank calls this."""
+        """Have each rank with a batch compute it again; return where non-finite numbers begin. Every rank calls this."""
         found = distributed.all_gather_list("" if batch is None else self._locate(batch))
         return "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(found) if where)
 
@@ -212,7 +212,7 @@ class FiniteCheck:
             return locate(self._task, self._model, batch)
 
     def _describe_gradients(self) -> str:
-        """Describe the last non-finite one of the reduced gradients."""
+        """Describe the non-finite one of the reduced gradients that is nearest to its origin."""
         # Backward runs from the last module to the first, so the last bad parameter is nearest to where it began.
         for name, parameter in reversed(list(self._model.named_parameters())):
             if parameter.grad is not None and not _finite(parameter.grad):

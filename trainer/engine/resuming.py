@@ -196,7 +196,7 @@ def _convert(state: Mapping[str, Any], schema: type[S], source: str) -> S:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order; an empty one for a parameter of no module."""
+    """Return the names of an optimizer's parameters, in its order; an empty name for one that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -241,7 +241,7 @@ def resume_rng(kept: CheckpointEntries, *, rank: int, world_size: int, source: s
 
 
 def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_ranks: bool) -> str:
-    """Describe the effect of a seed that is not the checkpoint's; empty if it is.
+    """Describe the effect of a seed that differs from the checkpoint's; empty without a difference.
 
     Args:
         position: the checkpoint's position in its data.

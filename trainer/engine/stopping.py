@@ -24,7 +24,7 @@ def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> st
 
 
 class StepTimes:
-    """Report of the recent duration of a step, for which a stop request is waited.
+    """Reporter of the recent duration of a step, which sets the grace period of a stop request.
 
     The longer of the last two steps counts: the next one may take as long, and a first one that compiles is forgotten.
     """
@@ -70,7 +70,7 @@ class Best:
         return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
 
     def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Add a validation; return whether it is the best so far, which one that is not finite never is.
+        """Add a validation; return whether it is the best so far, which a non-finite value never is.
 
         Raises:
             RequestError: the task has no such metric.

@@ -26,7 +26,7 @@ class WorkerContext:
     checkpoints: Path | None
     """The folder for checkpoints; None keeps none."""
     run_id: str = ""
-    """Equal on all ranks of a run and on no other's; empty where it has none."""
+    """Identifier of the run, equal on all its ranks; empty without one."""
     request: Mapping[str, str] = field(default_factory=dict)
     """Values by name that must be equal on all ranks."""
     recipe: str = ""

@@ -120,8 +120,8 @@ def summed_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tenso
 
 def _refuse(task: Task, returned: str) -> NoReturn:
     raise RequestError(
-        f"{type(task).__name__}.loss() returned {returned}; it must return the summed loss (a tensor of one number), the "
-        "count (a number or a tensor of one) and, if there are metrics, a dict of their sums"
+        f"{type(task).__name__}.loss() returned {returned}; it must return the summed loss (a tensor of one number), "
+        "the count (a number or a tensor of one) and, if there are metrics, a dict of their sums"
     )
 
 

@@ -321,7 +321,7 @@ def _processor(device: torch.device) -> int:
 
 
 def minority(keys: Sequence[object], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks without the most common key; of equally common keys the one that an earlier rank has counts."""
+    """Return the ranks that lack the most common key; among equally common keys, that of the earliest rank counts."""
     common, _ = Counter(keys).most_common(1)[0]
     return [rank for rank, key in zip(ranks, keys, strict=True) if key != common]
 

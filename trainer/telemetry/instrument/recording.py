@@ -177,7 +177,7 @@ class Recording:
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
-        """Record the start of a backward pass; return whether it is measured, which one within another is not."""
+        """Record the start of a backward pass; return whether it is measured: one within another is not."""
         if self._in_backward:
             return False
         output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
