@@ -203,7 +203,7 @@ class FiniteCheck:
         )
 
     def _places(self, batch: Any) -> str:
-        """Have every rank compute its batch, if any, again; return where non-finite numbers begin. All ranks call this."""
+        """Have each rank compute its batch, if any, again; return the places of bad numbers. All ranks call this."""
         found = distributed.all_gather_list("" if batch is None else self._locate(batch))
         return "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(found) if where)
 
