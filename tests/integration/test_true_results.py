@@ -396,7 +396,7 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
         worker_context(
             rank,
             world_size,
-            waits=waits.stop,  # before the last evaluation and the save, which may wait
+            before_wait=waits.stop,  # before the last evaluation and the save, which may wait
             copies=waits.copies,
         ),
     )

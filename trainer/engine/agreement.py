@@ -75,8 +75,8 @@ class Agreement:
                 self._due = self._last_update + interval
         if update >= self._due:
             self._rescheduled = False
-            mine = self._requests()
-            self._pending = self._begin([mine.stop, mine.end, mine.save, self._next_interval(update)])
+            own = self._requests()
+            self._pending = self._begin([own.stop, own.end, own.save, self._next_interval(update)])
         return agreed
 
     def soon(self, update: int) -> None:

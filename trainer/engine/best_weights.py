@@ -77,7 +77,7 @@ class BestWeights:
             ctx: context of this rank, which gets a warning if there are none.
             last_step: optimizer steps of the weights that the model has.
         """
-        ctx.waits()
+        ctx.before_wait()
         weights, reason = distributed.from_master(lambda: self._find(best))
         if weights is None:
             text = f"the last weights are tested, of step {last_step}, not the best, of step {best.step}: {reason}"

@@ -42,7 +42,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()
-    ctx.waits()
+    ctx.before_wait()
     samples: dict[str, DataSample] = {}
     sample = data_sample(splits[split], task.collate, num_workers=0)
     if ctx.world_size > 1 and isinstance(sample, DataSample):
@@ -69,7 +69,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
         device=ctx.device,
         autocast=autocast(options, ctx.device),
         stop_requested=ctx.stop_requested,
-        waits=ctx.waits,
+        before_wait=ctx.before_wait,
     )
     if result is not None:
         if not math.isfinite(result.loss):

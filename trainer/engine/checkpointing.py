@@ -74,7 +74,7 @@ class Saving:
             epoch: the epoch that ends here, if one does.
         """
         self.last_update, self.last_epoch, self.last_time = step, epoch, time.monotonic()
-        self._ctx.waits()
+        self._ctx.before_wait()
         rng = distributed.all_gather_list(capture_rng())
         if self._writer is not None:
             self._ctx.set_state("saving")
@@ -125,7 +125,7 @@ class Saving:
     def _failed(self, step: int, why: str) -> None:
         """Report a checkpoint that was not written; training goes on."""
         why = why.encode(errors="backslashreplace").decode()  # it may hold the path
-        self._ctx.say(why)
+        self._ctx.print_line(why)
         self._ctx.writer.write(
             record.Finding(
                 time=time.time(),

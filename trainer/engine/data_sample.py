@@ -55,8 +55,8 @@ class DataSample:
     def repeatable(self, indices: Sequence[int]) -> list[int]:
         """Return the indices of samples whose digest is the same when they are read again."""
         known = dict(self.state_dict()["known"])
-        again = zip(indices, self._digests(indices), strict=False)
-        return [index for index, digest in again if digest and digest == known.get(index)]
+        read = zip(indices, self._digests(indices), strict=False)
+        return [index for index, digest in read if digest and digest == known.get(index)]
 
     def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
         """Return in words how the data differs from that of a checkpoint; empty without a difference.

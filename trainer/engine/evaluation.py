@@ -37,7 +37,7 @@ def evaluate(
     device: torch.device,
     autocast: AbstractContextManager[Any],
     stop_requested: Callable[[], bool],
-    waits: Callable[[], None],
+    before_wait: Callable[[], None],
 ) -> Evaluation | None:
     """Evaluate this rank's share of a split and sum over all ranks; None on all ranks if one was asked to stop.
 
@@ -51,7 +51,7 @@ def evaluate(
         device: where the batches go.
         autocast: the precision of the forward pass.
         stop_requested: returns whether this rank is to stop; called after every batch.
-        waits: called before this rank waits for the others.
+        before_wait: called before this rank waits for the others.
 
     Raises:
         TrainingError: the task gives other metrics on other ranks.
@@ -72,9 +72,9 @@ def evaluate(
                 break
     finally:
         model.train(training)
-    waits()
-    mine = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
-    ranks = distributed.all_gather_list((stopped, mine))
+    before_wait()
+    own = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
+    ranks = distributed.all_gather_list((stopped, own))
     if any(rank_stopped for rank_stopped, _ in ranks):
         return None
     named = [", ".join(values) for _, values in ranks]
@@ -82,7 +82,7 @@ def evaluate(
         raise TrainingError(
             f"ranks sum unlike values: {'; '.join(f'rank {n} has {text}' for n, text in enumerate(named))}"
         )
-    totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in mine}
+    totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in own}
     if isinstance(batches, StreamEvalBatches):
         batches.require_same()
     count = totals["count"]

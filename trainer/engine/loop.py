@@ -81,7 +81,7 @@ class Loop:
         if options.activation_checkpointing:
             checkpoint_activations(task, model)
         samples = samples_to_compare(self.splits, task.collate, train=train_sample, world_size=ctx.world_size)
-        ctx.waits()  # until the others have read their data and built their models, which DDP compares
+        ctx.before_wait()  # until the others have read their data and built their models, which DDP compares
         require_same_data(samples, ctx.request)
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
@@ -301,7 +301,7 @@ class Loop:
         step, scaler = self.updates + 1, self.scaler
         self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
         self.meter.discard()
-        self.ctx.say(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
+        self.ctx.print_line(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
 
     @property
     def validation_missing(self) -> bool:
@@ -342,7 +342,7 @@ class Loop:
         self._save()
         not_kept = self._saving.close()
         saved = self._saving.path_of(self.updates)
-        self.ctx.say(describe_stop(self.updates, None if saved is None else str(saved), not_kept))
+        self.ctx.print_line(describe_stop(self.updates, None if saved is None else str(saved), not_kept))
         return TrainingOutcome(
             updates=self.updates,
             epoch=self.epoch,
@@ -398,7 +398,7 @@ class Loop:
             raise NotKeptError(f"trained, but {not_kept}")
         if difference := self._desync.unresolved:
             raise TrainingError(f"trained, but {difference}")
-        self.ctx.say(f"finished: {reason}")
+        self.ctx.print_line(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
 
@@ -430,7 +430,7 @@ class Loop:
             device=self.ctx.device,
             autocast=self.autocast,
             stop_requested=self.ctx.stop_requested,
-            waits=self.ctx.waits,
+            before_wait=self.ctx.before_wait,
         )
         self._stopped |= result is None
         return result
@@ -464,7 +464,7 @@ class Loop:
         Raises:
             NonFiniteError: a loss, gradient, parameter or buffer is not finite.
         """
-        self.ctx.waits()
+        self.ctx.before_wait()
         self._finite.require_all(step=self.updates)
         share_buffers(self.raw_model)
 

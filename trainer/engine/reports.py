@@ -78,13 +78,13 @@ def report_validation(
     )
     metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
     which = f"at step {step}" if weights_step is None else f"(weights of step {weights_step})"
-    ctx.say(f"{split} {which}: loss {result.loss:.4f} nats{metrics}")
+    ctx.print_line(f"{split} {which}: loss {result.loss:.4f} nats{metrics}")
 
 
 def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
     """Report a sample of the model's output."""
     ctx.writer.write(record.Sample(time=time.time(), step=step, text=text))
-    ctx.say(text)
+    ctx.print_line(text)
 
 
 def remark(
@@ -94,7 +94,7 @@ def remark(
     if ctx.rank != 0 or not text:
         return
     text = text.encode(errors="backslashreplace").decode()  # it may hold a path
-    ctx.say(text)
+    ctx.print_line(text)
     ctx.writer.write(
         record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
     )
@@ -134,11 +134,11 @@ class DesyncReports:
         for cause, finding in self._reported.items():
             if cause not in found or found[cause].rank != finding.rank:
                 writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
-                self._ctx.say(f"desync is over at step {step}: {finding.message}")
+                self._ctx.print_line(f"desync is over at step {step}: {finding.message}")
         for cause, finding in found.items():
             if cause not in self._reported or self._reported[cause].message != finding.message:
                 writer.write(finding)
-                self._ctx.say(f"desync at step {step}: {finding.message}; {finding.advice}")
+                self._ctx.print_line(f"desync at step {step}: {finding.message}; {finding.advice}")
         self._reported = found
 
 
@@ -165,4 +165,4 @@ class Progress:
         if self._pending is not None and self._pending[2].arrived():
             before, after, copy = self._pending
             self._pending = None
-            ctx.say(f"{before} {copy.numbers()[0]:.4f} {after}")
+            ctx.print_line(f"{before} {copy.numbers()[0]:.4f} {after}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.options import Training
@@ -95,16 +96,13 @@ class Best:
         """Return the entry of a checkpoint."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the entry of a checkpoint, unless it is of another metric."""
-        if state.get("metric") != self.metric:
+        if state["metric"] != self.metric:
             return
-        value, step, since = state["value"], state["step"], state["since"]
-        assert isinstance(step, int)
-        assert isinstance(since, int)
-        kept = math.nan if value is None else float(str(value))
-        self.value = kept if math.isfinite(kept) else None
-        self.step, self.since = step, since
+        value = state["value"]
+        self.value = value if value is not None and math.isfinite(value) else None
+        self.step, self.since = state["step"], state["since"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,24 +104,24 @@ class TrainingState:
         Raises:
             RequestError: the file cannot be read, or does not fit; one line that names what does not.
         """
-        weights, other = fit(load_weights(file), self.model.state_dict())
-        if other and not (partial and weights):
+        weights, misfits = fit(load_weights(file), self.model.state_dict())
+        if misfits and not (partial and weights):
             hint = "; --finetune-partial takes those that fit" if weights else ""
-            raise RequestError(f"{file} does not fit this model, {other}{hint}")
-        return weights, other
+            raise RequestError(f"{file} does not fit this model, {misfits}{hint}")
+        return weights, misfits
 
     def begin_with(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights of another training into the model; everything else begins fresh."""
         self.model.load_state_dict(weights, strict=False)
         self.average.begin()
 
-    def load_state_dict(self, state: Mapping[str, Any], *, source: str, again: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, source: str, own_checkpoint: bool = False) -> None:
         """Restore a checkpoint: exactly on the same world size; on another one, samples are still read once per epoch.
 
         Args:
             state: the checkpoint.
             source: its path, for messages.
-            again: whether this run wrote it, after the resets that its options require.
+            own_checkpoint: whether this run wrote it, after the resets that its options require.
 
         Raises:
             RequestError: the checkpoint is damaged or belongs to another task or model.
@@ -129,7 +129,8 @@ class TrainingState:
         ctx, options = self.ctx, self.options
         kept = self.require_fit(state, source=source)
         fresh_state, fresh_data, fresh_best = (
-            not again and reset for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
+            not own_checkpoint and reset
+            for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
         )
         compare = ctx.rank == 0 and not fresh_data
         altered = self.data_sample.altered(kept.data.samples, kept.data.known) if compare else ""
@@ -155,7 +156,7 @@ class TrainingState:
         position = self.train_batches.position
         fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
-        ctx.say(f"resumed at {where}, after {self.updates} updates{fresh}")
+        ctx.print_line(f"resumed at {where}, after {self.updates} updates{fresh}")
         same_ranks = len(kept.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)

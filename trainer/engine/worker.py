@@ -161,7 +161,7 @@ class _Rank:
         values, rest = read_flags(words, schema)
         rest, notes = settle(rest)
         for note in notes if self.assignment.rank == 0 else ():
-            self._say(note)
+            self._print_line(note)
         if rest:
             raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
         flags = {option.name: option.flag for option in schema}
@@ -182,12 +182,12 @@ class _Rank:
             tf32=tf32,
             writer=self.writer,
             set_state=self.set_state,
-            say=self._say if assignment.rank == 0 else _discard_line,
+            print_line=self._print_line if assignment.rank == 0 else _discard_line,
             checkpoints=None if options.eval_only else folder,
             stop_requested=assignment.stop_requested,
             step_took=assignment.step_took,
             stopping=assignment.stopping,
-            waits=self._report_wait,
+            before_wait=self._report_wait,
             run_id=assignment.run_id,
             request=request,
             recipe=_recipe_in(self.run_dir),
@@ -204,12 +204,12 @@ class _Rank:
             reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
         # Rank 0 reads and sends: the others need no file, and cannot read a different one.
-        weights, other = distributed.from_master(
+        weights, misfits = distributed.from_master(
             lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
         )
         loop.state.begin_with(weights)
         took = f"the model begins with {len(weights)} weights of {file}"
-        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {other}" if other else took)
+        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {misfits}" if misfits else took)
 
     def _resume(self, loop: Loop, options: Training) -> None:
         """Restore the checkpoint of ``--resume``, if given.
@@ -227,7 +227,8 @@ class _Rank:
         # Rank 0 reads and sends: the others need no file, and cannot choose a different one.
         source, state, passed_over = distributed.from_master(lambda: _open_fitting(loop, path))
         # A run that continues from its own checkpoint has made the resets of its options already.
-        loop.state.load_state_dict(state, source=source, again=distributed.from_master(lambda: self._is_own(source)))
+        own_checkpoint = distributed.from_master(lambda: self._is_own(source))
+        loop.state.load_state_dict(state, source=source, own_checkpoint=own_checkpoint)
         reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
         if not (reason := loop.end_reason()):
             return
@@ -253,7 +254,7 @@ class _Rank:
             or source.absolute() in recorded_checkpoints(self.run_dir)
         )
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._narration.say(line)
 
     def _report_wait(self) -> None:
@@ -272,7 +273,7 @@ class _Rank:
 
     def _report_missing(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
-        self._say(
+        self._print_line(
             f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
         )
 

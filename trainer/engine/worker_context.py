@@ -21,7 +21,7 @@ class WorkerContext:
     device: torch.device
     writer: EventWriter
     set_state: Callable[[RankStateName], None]
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     """Prints a line for people; rank 0 only."""
     checkpoints: Path | None
     """The folder for checkpoints; None keeps none."""
@@ -41,5 +41,5 @@ class WorkerContext:
     """Called with the recent duration of a step, in seconds, if it has changed much."""
     stopping: Callable[[], None] = lambda: None
     """Called before the last checkpoint is written: all ranks have agreed to stop, or training is complete."""
-    waits: Callable[[], None] = lambda: None
+    before_wait: Callable[[], None] = lambda: None
     """Called before this rank, having done its own part, waits for all others outside of steps."""

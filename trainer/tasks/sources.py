@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import refuse_unreadable
+from trainer.contract.task_files import refuse_unreadable, text_files
+from trainer.contract.task_options import TextOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,19 @@ class Piece:
     """First byte."""
     end: int
     """One past the last byte."""
+
+
+Splits = Mapping[str, Sequence[Piece]]
+"""Pieces of text by split."""
+
+
+def text_splits(options: TextOptions) -> Splits:
+    """Return the pieces of ``train`` and, if it has any, of ``valid``: its own text, or the tail of the other."""
+    files = text_files(options.data, options.pattern)
+    train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
+    if options.valid_data:
+        valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
+    return {"train": train, "valid": valid} if valid else {"train": train}
 
 
 def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], list[Piece]]:
