@@ -27,7 +27,7 @@ REPEATABLE_WORKSPACE = ":4096:8"
 
 
 def prepare_environment(options: Training, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set environment variables that CUDA and torch's allocator read at their first use; keep those of the user."""
+    """Set environment variables that CUDA and torch's allocator read at their first use; keep the user's own."""
     if not any(name in environ for name in ALLOCATOR):
         environ[ALLOCATOR[0]] = EXPANDABLE
     if options.deterministic:

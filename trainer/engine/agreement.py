@@ -62,7 +62,7 @@ class Agreement:
         self._interval = 1
         self._pending: Callable[[], list[int]] | None = None
         self._rescheduled = False
-        """Whether ``soon`` set the next agreement, so that a pending result does not."""
+        """Whether ``reschedule`` set the next agreement, so that a pending result does not."""
 
     def after(self, update: int) -> LoopRequests:
         """Return the requests agreed on; every rank returns the same ones after the same update."""
@@ -79,7 +79,7 @@ class Agreement:
             self._pending = self._begin([own.stop, own.end, own.save, self._next_interval(update)])
         return agreed
 
-    def soon(self, update: int) -> None:
+    def reschedule(self, update: int) -> None:
         """Schedule an agreement after the next update, because the duration of updates is about to change."""
         self._interval, self._due, self._rescheduled = 1, update + 1, True
         self._last_update, self._last_time = update, self._now()

@@ -20,7 +20,7 @@ from trainer.tasks.task import Task
 
 
 def batch_sizes(options: Training, world_size: int) -> tuple[int, ...]:
-    """Return the samples per micro-step of each rank; with ``--max-tokens``, which leaves them open, the default."""
+    """Return the samples per micro-step of each rank; the default with ``--max-tokens``, where they vary."""
     return rank_batch_sizes(None if options.max_tokens else options.batch_size, world_size)
 
 

@@ -93,7 +93,7 @@ class DataSample:
         try:
             with _keep_random_state():
                 for index in indices:
-                    seed_all(mix_seed(_SEED, index))  # as a reading process does
+                    seed_all(mix_seed(_SEED, index))  # as a loader process does
                     found.append(next(read).batch)
                     if time.monotonic() - began > BUDGET_S:
                         break

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class WeightAverage:
     """The average of a model's trained weights over the updates; with a decay of 0 there is none.
 
-    After each update it becomes ``decay`` of itself and ``1 - decay`` of the weights; it begins with the first ones.
+    It begins with the initial weights; after each update it becomes ``decay`` of itself and ``1 - decay`` of the weights.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:

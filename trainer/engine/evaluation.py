@@ -54,7 +54,7 @@ def evaluate(
         before_wait: called before this rank waits for the others.
 
     Raises:
-        TrainingError: the task gives other metrics on other ranks.
+        TrainingError: the ranks sum different metrics.
     """
     training = model.training
     model.eval()

@@ -1,7 +1,7 @@
 """Formulas for the floating-point operations of matrix products, convolutions, attention and recurrent layers.
 
 Not taken from ``torch.utils.flop_counter``, which ignores the groups of a convolution in its backward pass, counts
-attention scores that the backward pass computes again, and knows neither attention on CPUs nor recurrent layers.
+attention scores that the backward pass computes again, and covers neither attention on CPUs nor recurrent layers.
 A multiplication and an addition are two operations. Causal attention is counted in full (Chowdhery et al., PaLM,
 appendix B).
 """

@@ -187,7 +187,7 @@ class Loop:
         while not (self._stopped or (reason := self.end_reason())):
             self.epoch = epoch = self.train_batches.position.epoch
             if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
-                agreement.soon(tried)
+                agreement.reschedule(tried)
             for update in self.train_batches.updates(self._update_freq(epoch)):
                 stepped = self._update(update)
                 tried += 1
@@ -305,7 +305,7 @@ class Loop:
 
     @property
     def validation_missing(self) -> bool:
-        """Whether the last update has not been validated, which every training does before it is finished."""
+        """Whether the last update still has to be validated, as that of every training with validation data."""
         return "valid" in self.splits and self.state.validated_at != self.updates
 
     def end_reason(self) -> str:

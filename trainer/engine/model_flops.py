@@ -141,7 +141,7 @@ class FlopCount:
         if self._passes > 2 and shape in self._shapes:
             return nullcontext()
         self._passes += 1
-        # A function that first runs while operators are counted is never compiled; the first pass runs without.
+        # A function that first runs while operators are counted is never compiled, so the first pass is not counted.
         if self._passes == 1:
             return nullcontext()
         if _has_compiled():

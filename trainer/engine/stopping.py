@@ -55,7 +55,7 @@ class StepTimes:
 
 @dataclass(kw_only=True)
 class Best:
-    """The best validation so far and how many have passed without a better one."""
+    """The best validation so far, and the number of validations since."""
 
     metric: str
     maximize: bool
@@ -107,7 +107,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """How a training ended."""
+    """Outcome of a training."""
 
     updates: int
     epoch: int

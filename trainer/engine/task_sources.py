@@ -63,7 +63,7 @@ def _names(tree: ast.AST, path: Path, root: Path) -> Iterator[list[str]]:
             if not base.is_relative_to(root):
                 continue
             before = [*base.relative_to(root).parts, *(node.module.split(".") if node.module else [])]
-            for alias in node.names:  # each may be a module or something in one
+            for alias in node.names:  # each may be a module or a name in one
                 yield [*before, alias.name]
 
 
@@ -72,5 +72,5 @@ def _files(parts: list[str], root: Path) -> Iterator[Path]:
     for count in range(1, len(parts) + 1):
         place = root.joinpath(*parts[:count])
         for file in (place.with_name(place.name + ".py"), place / "__init__.py"):
-            if os.path.isfile(file):  # noqa: PTH113 - also where the name is too long to ask
+            if os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises for a name that is too long
                 yield file

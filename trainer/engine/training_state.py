@@ -60,7 +60,7 @@ class TrainingState:
     """Optimizer steps done at the last validation; -1 before the first."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint but the random states; call this while the weight average is in place."""
+        """Return the entries of a checkpoint, except random states; call this while the weight average is in place."""
         return {
             "task": self.options.task,
             "updates": self.updates,

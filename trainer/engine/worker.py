@@ -77,7 +77,7 @@ class _Rank:
         except Exception as error:  # noqa: BLE001  (any error is recorded and ends the run)
             failure = self._failure(error)
             self._end_failed(failure)
-            distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
+            distributed.shutdown(abort=True)  # without waiting for peers, which may be gone
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
             self.writer.flush()
@@ -214,9 +214,9 @@ class _Rank:
     def _resume(self, loop: Loop, options: Training) -> None:
         """Restore the checkpoint of ``--resume``, if given.
 
-        No run ends with exit code 0 without having trained, except that a training which was stopped after its last
-        update, but before its last validation, is not finished: that validation is made, and the test if there is one,
-        and a finding reports that no update is left.
+        A finished training is refused, because no run may end with exit code 0 without having trained. One that was
+        stopped between its last update and its last validation is not finished: the validation is made, and the test if
+        there is one, and a finding reports that no update is left.
 
         Raises:
             RequestError: there is no checkpoint, or it does not fit, or its training is finished.
@@ -305,7 +305,7 @@ class _Rank:
         failure = failure_of(
             error,
             kind=kind,
-            # A line break in the message about a request is part of a name that it quotes, not its end.
+            # The message about a request is kept whole: it may quote a name with a line break.
             message=printable(str(error)) if kind == "request" else first_line if explained else "",
             rank=self.assignment.rank,
             host=self.assignment.host,

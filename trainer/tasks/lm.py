@@ -192,7 +192,7 @@ class LanguageModel(Task):
         if not self.options.sample_bytes:
             return None
         device = next(model.parameters()).device
-        # An own generator leaves the random state of the training as it is.
+        # A separate generator, so that the random state of the training does not change.
         generator = torch.Generator().manual_seed(0)
         text = list(self.options.prompt.encode() or b"\n")
         training = model.training

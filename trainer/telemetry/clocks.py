@@ -65,7 +65,7 @@ class Clock(Protocol):
         ...
 
     def memory_peak_bytes(self) -> int | None:
-        """Return the most memory that tensors have held on the device; None where it is not counted."""
+        """Return the peak memory of tensors on the device, bytes; None where it is not counted."""
         ...
 
 

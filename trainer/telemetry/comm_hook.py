@@ -4,9 +4,9 @@ The result is bit for bit that of DDP itself: gradients times ``1 / world_size``
 hook would leave the peers waiting for ever: everything but the collective itself is guarded, and the first fault ends
 the measurement.
 
-On CPU ranks the hook of the last bucket waits until all are reduced, as DDP would next, which costs some 20 µs. A
-callback from a gloo thread instead would contend for the interpreter lock and cost 70–100 µs per bucket (torch 2.13).
-On GPU ranks nothing waits, and each bucket's end is an event recorded in its future's callback.
+On CPU ranks the hook of the last bucket waits until all are reduced, as DDP would next. That costs some 20 µs per
+bucket; callbacks from a gloo thread would contend for the interpreter lock and cost 70–100 µs (torch 2.13). On GPU
+ranks nothing waits, and each bucket's end is an event recorded in its future's callback.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class BucketHook:
         inner: Comm hook that averages instead; it is called with ``state``.
         waits: Whether the hook of the last bucket waits for all: on CPU ranks, without an inner hook.
         sparse: Parameters whose gradients have few rows that are not zero; used where ``waits``.
-        register: Takes the state and the hook instead of the model, which has a relay to it.
+        register: Registers state and hook in place of ``model.register_comm_hook``, for a model with a relay.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class BucketHook:
     def _norm(self, buffer: Tensor) -> Tensor | None:
         """Return the norm [] of a bucket before it is averaged."""
         try:
-            # Of 16-bit numbers the squares may overflow; 64-bit ones are not narrowed before they are summed.
+            # Squares of 16-bit numbers may overflow; 64-bit ones keep their type until they are summed.
             wider = torch.float32 if buffer.dtype.itemsize < 4 else None
             norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wider).to(torch.float32)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting

@@ -30,10 +30,10 @@ DRIFT = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Checksums of a model's tensors, in the order of their names, and of all parameters and of all buffers."""
+    """Checksums of a model's tensors, in the order of ``ReplicatedTensors``, and digests of them."""
 
     digests: tuple[int, int]
-    """Of all parameters and of all buffers; 64 bits."""
+    """Digest of all parameters and digest of all buffers; 64 bits each."""
     parameters: tuple[int, ...]
     buffers: tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Fingerprint:
         return parameters, buffers
 
 
-class _Held(NamedTuple):
+class _ModelTensor(NamedTuple):
     """Tensor with its name, and the module's dictionary and key that hold it."""
 
     name: str
@@ -62,8 +62,8 @@ class ReplicatedTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.parameters: list[_Held] = []
-        self.buffers: list[_Held] = []
+        self.parameters: list[_ModelTensor] = []
+        self.buffers: list[_ModelTensor] = []
         self._found = False
         self._addresses: list[int] = []
         """Address of each tensor's memory."""
@@ -84,7 +84,7 @@ class ReplicatedTensors:
         Returns:
             Digests of all parameters and of all buffers, then the checksum of each, [2 + tensors], int64.
         """
-        held, count = self._held(), len(self.parameters)
+        held, count = self._all_tensors(), len(self.parameters)
         with torch.no_grad():
             for (_, tensor, _, _), words, slot in zip(held, self._words, self._slots, strict=True):
                 if words is None:
@@ -100,7 +100,7 @@ class ReplicatedTensors:
         digests, count = (checksums[0], checksums[1]), 2 + len(self.parameters)
         return Fingerprint(digests=digests, parameters=tuple(checksums[2:count]), buffers=tuple(checksums[count:]))
 
-    def _held(self) -> list[_Held]:
+    def _all_tensors(self) -> list[_ModelTensor]:
         """Return all tensors, parameters first; collect them again if one was replaced or moved."""
         held = [*self.parameters, *self.buffers]
         if self._found and all(
@@ -123,11 +123,11 @@ class ReplicatedTensors:
 class DesyncCheck:
     """Comparison of the model across the ranks: started after one step, completed after the next.
 
-    So no rank waits for the others, which have all started it by the next step's synchronisation. All ranks start it
-    at the same step, and read its result at the same place in their order of collectives.
+    No rank waits for the others, which have all started it by the next step's synchronisation. All ranks start it at
+    the same step, and read its result at the same place in their order of collectives.
 
-    Ranks on unlike processors may differ in the last bits of what they compute alone. Where the norms of a tensor
-    agree to ``DRIFT`` among such ranks, the difference is reported as drift.
+    Ranks on unlike processors may differ in the last bits of their own computations. If the norms of a tensor agree to
+    ``DRIFT`` among such ranks, the difference is reported as drift.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class DesyncCheck:
         self._time = time.time() if now is None else now
         checksums = replica.checksums()
         processor = torch.full((1,), _processor(device), dtype=torch.int64, device=checksums.device)
-        held = torch.cat([processor, checksums[:2]])
+        compared = torch.cat([processor, checksums[:2]])
         # Maximum and complement of the minimum (the negative could overflow): one reduction shows whether all are
         # equal, whatever the number of ranks.
-        self._extremes = max_async(torch.cat([held, ~held]), copies)
+        self._extremes = max_async(torch.cat([compared, ~compared]), copies)
         self._checksums = begin_copy(checksums, copies or host_copies(checksums.device))
 
     def result(self) -> tuple[Checksum, list[Finding]]:
@@ -170,10 +170,10 @@ class DesyncCheck:
         parameters, buffers = own.texts
         checksum = Checksum(time=self._time, rank=self._rank, step=self.step, parameters=parameters, buffers=buffers)
         found: list[Finding] = []
-        held, extremes = [_processor(self._device), *own.digests], self._extremes()
-        if all(high == ~low for high, low in zip(extremes, extremes[len(held) :], strict=False)):
+        compared, extremes = [_processor(self._device), *own.digests], self._extremes()
+        if all(high == ~low for high, low in zip(extremes, extremes[len(compared) :], strict=False)):
             return checksum, found
-        rows = _gather([self._rank, *held], torch.int64, self._device)
+        rows = _gather([self._rank, *compared], torch.int64, self._device)
         ranks = [int(row[0]) for row in rows]
         unlike = len({row[1] for row in rows}) > 1
         for column, kind, tensors, sums in (
@@ -189,7 +189,7 @@ class DesyncCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference:
-    """Ranks that differ from the rest, and where."""
+    """Ranks that differ from the rest, and the first tensor that does."""
 
     ranks: list[int]
     """The minority; of two equal parts the one without the first rank."""
@@ -200,7 +200,7 @@ class _Difference:
 
 def _find_difference(
     kind: str,
-    tensors: Sequence[_Held],
+    tensors: Sequence[_ModelTensor],
     sums: Sequence[int],
     *,
     ranks: Sequence[int],
@@ -255,19 +255,19 @@ def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> l
     return gathered
 
 
-def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
+def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
     """Return the parameters and the buffers that should be equal, each once.
 
     Statistics of a BatchNorm are left out: each rank has those of its own data.
     """
-    parameters: dict[Tensor, _Held] = {}
-    buffers: dict[Tensor, _Held] = {}
+    parameters: dict[Tensor, _ModelTensor] = {}
+    buffers: dict[Tensor, _ModelTensor] = {}
     own_data: set[Tensor] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                parameters.setdefault(parameter, _Held(prefix + key, parameter, module._parameters, key))
+                parameters.setdefault(parameter, _ModelTensor(prefix + key, parameter, module._parameters, key))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for key, buffer in module._buffers.items():
             if buffer is None:
@@ -275,7 +275,7 @@ def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
             if batch_norm:
                 own_data.add(buffer)
             else:
-                buffers.setdefault(buffer, _Held(prefix + key, buffer, module._buffers, key))
+                buffers.setdefault(buffer, _ModelTensor(prefix + key, buffer, module._buffers, key))
     return [*parameters.values()], [held for buffer, held in buffers.items() if buffer not in own_data]
 
 

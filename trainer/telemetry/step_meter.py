@@ -137,7 +137,7 @@ class StepMeter:
         Args:
             ddp: The model.
             relay: Relay of its own comm hook, around which the measuring is put; None without one.
-            own_hook: Whether it has a comm hook already, or averages in a way that only DDP knows.
+            own_hook: Whether it has a comm hook already, or averages in another way than by a hook.
 
         Returns:
             The comm hook that was registered with the model; None without one.
