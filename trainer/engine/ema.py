@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class WeightAverage:
     """The average of a model's trained weights over the updates; with a decay of 0 there is none.
 
-    It begins with the initial weights; after each update it becomes ``decay`` of itself and ``1 - decay`` of the weights.
+    It begins with the initial weights; an update makes it ``decay`` of itself and ``1 - decay`` of the weights.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:

@@ -54,7 +54,7 @@ def evaluate(
         before_wait: called before this rank waits for the others.
 
     Raises:
-        TrainingError: the ranks sum different metrics.
+        TrainingError: the ranks sum different metrics, or no item counts.
     """
     training = model.training
     model.eval()
@@ -86,6 +86,8 @@ def evaluate(
     if isinstance(batches, StreamEvalBatches):
         batches.require_same()
     count = totals["count"]
+    if not count:
+        raise TrainingError("the loss of every sample of the split counts no item")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
 

@@ -119,7 +119,7 @@ def _is_number(wanted: str, names: list[str]) -> bool:
 
 def _column(path: Path, names: list[str], option: str, wanted: str) -> int:
     if _is_number(wanted, names):
-        if int(wanted[:9]) < len(names):
+        if len(wanted) <= 9 and int(wanted) < len(names):
             return int(wanted)
         raise RequestError(f"{path}, line 1: {option} is {wanted[:9]}, but there are columns 0 to {len(names) - 1}")
     for known, name in ((names, wanted), (_lower(names), wanted.lower())):
