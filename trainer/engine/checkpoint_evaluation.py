@@ -14,7 +14,7 @@ from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
-from trainer.engine.data_sample import DataSample, data_sample, require_same_data
+from trainer.engine.data_sample import require_same_data, samples_to_compare
 from trainer.engine.evaluation import evaluate
 from trainer.engine.model import autocast
 from trainer.engine.resuming import require_weights
@@ -42,11 +42,8 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()
+    samples = samples_to_compare({split: splits[split]}, task.collate, world_size=ctx.world_size)
     ctx.before_wait()
-    samples: dict[str, DataSample] = {}
-    sample = data_sample(splits[split], task.collate, num_workers=0)
-    if ctx.world_size > 1 and isinstance(sample, DataSample):
-        samples[split] = sample
     require_same_data(samples, ctx.request)
 
     def read() -> tuple[str, dict[str, Any], int, int, list[str]]:

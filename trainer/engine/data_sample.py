@@ -133,14 +133,26 @@ def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> D
 
 
 def samples_to_compare(
-    splits: Mapping[str, AnyDataset], collate: Collate, *, train: DataSample | NoDataSample, world_size: int
+    splits: Mapping[str, AnyDataset],
+    collate: Collate,
+    *,
+    world_size: int,
+    train: DataSample | NoDataSample | None = None,
 ) -> dict[str, DataSample]:
-    """Read the samples by which the ranks compare their data, by split; none if there is one rank."""
+    """Read the samples by which the ranks compare their data, by split; none if there is one rank.
+
+    Args:
+        splits: data by split.
+        collate: makes a batch of one sample.
+        world_size: number of ranks.
+        train: the sample of the training data; None leaves that out.
+    """
     if world_size == 1:
         return {}
     others = {split: data for split, data in splits.items() if split != "train"}
     every = {split: data_sample(data, collate, num_workers=0) for split, data in others.items()}
-    every["train"] = train
+    if train is not None:
+        every["train"] = train
     samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
     for sample in samples.values():
         sample.state_dict()

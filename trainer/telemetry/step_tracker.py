@@ -112,7 +112,7 @@ class StepTracker:
         if trained or phase == "backward":
             self._training_laps = self.laps
 
-    def evaluate(self) -> None:
+    def mark_evaluation(self) -> None:
         """Count the time from the model's last training up to the next mark as an evaluation."""
         if self.open_phase == "backward" or self.forward_done:
             self.mark(trained=True)

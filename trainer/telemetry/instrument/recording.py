@@ -152,7 +152,7 @@ class Recording:
         """Record the start of a model's forward pass."""
         if not _trains(model):
             if self._tracker is not None:
-                self._tracker.evaluate()
+                self._tracker.mark_evaluation()
             return
         tracker = self._tracker
         if tracker is None:
@@ -272,12 +272,14 @@ class Recording:
         if tracker is None:
             return False
         if not torch.is_grad_enabled():
-            tracker.evaluate()
+            tracker.mark_evaluation()
             return False
-        # An evaluation's iterator differs from that of the training only in that its batches are not trained on.
+        # Batches that are not trained on are an evaluation's: those of another iterator since the last training, or
+        # earlier ones of this iterator.
         this = ref(iterator)
-        if not self._fetched <= self._trained if this in self._trained else this in self._fetched:
-            tracker.evaluate()
+        evaluated = bool(self._fetched - self._trained) if this in self._trained else this in self._fetched
+        if evaluated:
+            tracker.mark_evaluation()
             self._fetched.clear()
         tracker.mark(self._open_phase(tracker), then="data")
         return True
@@ -300,7 +302,7 @@ class Recording:
             return
         this = ref(iterator)
         if this in self._fetched and this not in self._trained:
-            self._tracker.evaluate()
+            self._tracker.mark_evaluation()
         self._trained.discard(this)
         self._fetched.discard(this)
         self._tracker.mark("other")
