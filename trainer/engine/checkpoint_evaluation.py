@@ -48,8 +48,8 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
 
     def read() -> tuple[str, dict[str, Any], int, int, list[str]]:
         source, state, passed_over = open_checkpoint(path, asked="--eval-only")
-        kept = require_weights(state, model, task=options.task, source=str(source))
-        return str(source), kept.weights, kept.updates, kept.epoch, passed_over
+        checkpoint = require_weights(state, model, task=options.task, source=str(source))
+        return str(source), checkpoint.weights, checkpoint.updates, checkpoint.epoch, passed_over
 
     source, weights, updates, epoch, passed_over = distributed.from_master(read)
     reports.remark(ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")

@@ -79,8 +79,8 @@ class Saving:
         if self._writer is not None:
             self._ctx.set_state("saving")
             self._begun = step
-            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
-            self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best, epoch=epoch)
+            entries = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
+            self._writer.save({**entries, ENTRIES: kinds(entries)}, step=step, best=best, epoch=epoch)
             self._ctx.set_state("training")
 
     def close(self) -> str:

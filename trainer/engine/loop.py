@@ -71,7 +71,6 @@ class Loop:
         self.splits = task.datasets()
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
-        self.sizes = sizes = batch_sizes(options, ctx.world_size)
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)
         self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
         train_sample = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
@@ -121,7 +120,7 @@ class Loop:
         self.epoch = 1
         # One item per sample until a count is known; a far smaller estimate would overflow the first gradient in fp16.
         self._items = ItemCount(
-            float(sum(sizes) * self._update_freq(1)),
+            float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
             finite=None if self._copies is None else self._finite,
         )

@@ -119,12 +119,12 @@ def require_weights(state: Mapping[str, Any], model: nn.Module, *, task: str, so
     Raises:
         RequestError: one line that names the file and the entry.
     """
-    kept = _convert(state, _WeightEntries, source)
-    _require_task(kept.task, task, source)
+    entries = _convert(state, _WeightEntries, source)
+    _require_task(entries.task, task, source)
     weights = weights_of(state, source=source)
     if wrong := difference(kinds(weights, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"):
         raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    return CheckpointWeights(weights=weights, updates=kept.updates, epoch=kept.position.epoch)
+    return CheckpointWeights(weights=weights, updates=entries.updates, epoch=entries.position.epoch)
 
 
 def require_fit(
@@ -154,36 +154,36 @@ def require_fit(
     found = kinds({key: value for key, value in state.items() if key != ENTRIES})
     if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
         raise CheckpointError(f"{source}: {_line(wrong)}")
-    kept = _convert(state, CheckpointEntries, source)
-    if kept.scaler:
+    entries = _convert(state, CheckpointEntries, source)
+    if entries.scaler:
         _convert(state, _InFp16, source)
-    if kept.schedule.updates != kept.updates:
+    if entries.schedule.updates != entries.updates:
         raise CheckpointError(
-            f"{source}: entry schedule['updates'] is {kept.schedule.updates}, but updates is {kept.updates}"
+            f"{source}: entry schedule['updates'] is {entries.schedule.updates}, but updates is {entries.updates}"
         )
-    _require_task(kept.task, task, source)
+    _require_task(entries.task, task, source)
     own = kinds(model.state_dict(), "model")
-    wrong = difference(kinds(kept.model, "model"), own, of="in the model of this run")
+    wrong = difference(kinds(entries.model, "model"), own, of="in the model of this run")
     if optimizer is not None:
-        wrong = wrong or _parameter_difference(kept.parameters, parameter_names(model, optimizer))
+        wrong = wrong or _parameter_difference(entries.parameters, parameter_names(model, optimizer))
     if wrong:
         raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    if kept.plain is not None:
+    if entries.plain is not None:
         trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-        if wrong := difference(kinds(kept.plain, "plain"), kinds(trained, "plain"), of="in the model of this run"):
+        if wrong := difference(kinds(entries.plain, "plain"), kinds(trained, "plain"), of="in the model of this run"):
             raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
     if optimizer is None:
-        return kept
+        return entries
     try:
-        require_state_of(optimizer, kept.optimizer)
+        require_state_of(optimizer, entries.optimizer)
     except RequestError as error:
         raise RequestError(f"{source} does not fit this model: entry optimizer: {error}") from None
-    return kept
+    return entries
 
 
-def _require_task(kept: str, task: str, source: str) -> None:
-    if kept != task:
-        raise RequestError(f"{source} is of task {kept!r}, but this run trains {task!r}: see its entry task")
+def _require_task(saved: str, task: str, source: str) -> None:
+    if saved != task:
+        raise RequestError(f"{source} is of task {saved!r}, but this run trains {task!r}: see its entry task")
 
 
 def _convert(state: Mapping[str, Any], schema: type[S], source: str) -> S:
@@ -210,15 +210,15 @@ def _parameter_difference(saved: Sequence[str], own: Sequence[str]) -> str:
     return ""
 
 
-def resume_model(kept: CheckpointEntries, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
+def resume_model(entries: CheckpointEntries, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
     """Load a checkpoint that ``require_fit`` accepted into the model, and into the optimizer unless that is None.
 
     Raises:
         RequestError: a module or an optimizer of the user's own refuses it.
     """
     for entry, load in (
-        ("model", lambda: model.load_state_dict(kept.model)),
-        ("optimizer", lambda: None if optimizer is None else restore(optimizer, kept.optimizer)),
+        ("model", lambda: model.load_state_dict(entries.model)),
+        ("optimizer", lambda: None if optimizer is None else restore(optimizer, entries.optimizer)),
     ):
         try:
             load()
@@ -226,16 +226,16 @@ def resume_model(kept: CheckpointEntries, model: nn.Module, optimizer: Optimizer
             raise RequestError(f"{source} does not fit this model: entry {entry}: {_line(str(error))}") from None
 
 
-def resume_rng(kept: CheckpointEntries, *, rank: int, world_size: int, source: str) -> None:
+def resume_rng(entries: CheckpointEntries, *, rank: int, world_size: int, source: str) -> None:
     """Restore this rank's random state from a checkpoint; do nothing if that is of another world size.
 
     Raises:
         CheckpointError: torch or Python does not accept it.
     """
-    if len(kept.rng) != world_size:
+    if len(entries.rng) != world_size:
         return
     try:
-        restore_rng(kept.rng[rank])
+        restore_rng(entries.rng[rank])
     except (RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{source}: entry rng[{rank}] cannot be restored: {_line(str(error))}") from None
 

@@ -84,16 +84,16 @@ class TrainingState:
             RequestError: one line that names the file, and the entry that is wrong or does not fit.
         """
         fresh_state = self.options.reset_optimizer
-        kept = require_fit(
+        entries = require_fit(
             state, self.model, None if fresh_state else self.optimizer, task=self.options.task, source=source
         )
         if self.options.reset_dataloader:
-            return kept
+            return entries
         try:
             self.train_batches.require_fit(state["position"])
         except RequestError as error:
             raise RequestError(f"{source}: entry position: {error}") from None
-        return kept
+        return entries
 
     def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
         """Read the weights of a file that fit this model; change nothing.
@@ -127,37 +127,37 @@ class TrainingState:
             RequestError: the checkpoint is damaged or belongs to another task or model.
         """
         ctx, options = self.ctx, self.options
-        kept = self.require_fit(state, source=source)
+        entries = self.require_fit(state, source=source)
         fresh_state, fresh_data, fresh_best = (
             not own_checkpoint and reset
             for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
         )
         compare = ctx.rank == 0 and not fresh_data
-        altered = self.data_sample.altered(kept.data.samples, kept.data.known) if compare else ""
-        resume_model(kept, self.model, None if fresh_state else self.optimizer, source=source)
-        self.average.load(kept.plain, self.model)
-        if self.average.enabled != (kept.plain is not None):
+        altered = self.data_sample.altered(entries.data.samples, entries.data.known) if compare else ""
+        resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
+        self.average.load(entries.plain, self.model)
+        if self.average.enabled != (entries.plain is not None):
             begins = "begins with these weights" if self.average.enabled else "ends, and the weights beside it go on"
             reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
         self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(kept.scaler)
+        self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
             self.train_batches.load_state_dict(state["position"])
         self.schedule.begin_epoch(self.train_batches.position.epoch)
         if not fresh_best:
             self.best.load_state_dict(state["best"])
-        self.updates = self.saving.last_update = kept.updates
-        self.validated_at = kept.validated_at
-        self.items.estimate = kept.count_estimate
+        self.updates = self.saving.last_update = entries.updates
+        self.validated_at = entries.validated_at
+        self.items.estimate = entries.count_estimate
         best_file = self.best_weights.find_beside(source, self.best) if ctx.rank == 0 and not fresh_best else None
         if best_file is not None:
             self.saving.inherit_best(best_file, step=self.best.step)
-        resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
+        resume_rng(entries, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
         fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
         ctx.print_line(f"resumed at {where}, after {self.updates} updates{fresh}")
-        same_ranks = len(kept.rng) == ctx.world_size
+        same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
         if altered:
