@@ -174,7 +174,7 @@ class Watched:
 
     def _before_forward(self, model: nn.Module, arguments: Any, named: Any) -> None:
         if not (model.training and torch.is_grad_enabled()):
-            self._tracker.evaluate()
+            self._tracker.mark_evaluation()
             return
         self._tracker.mark()
         batch = first_tensor([arguments, named])

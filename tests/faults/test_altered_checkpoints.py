@@ -40,7 +40,9 @@ def make_loop(
     return Loop(
         TinyTask(TinyOptions(samples=10, valid_samples=3, dropout=0.2, width=4)),
         Training(task="tiny", batch_size=(5,), max_updates=updates, valid_every_updates=2, **options),
-        worker_context(say=lambda line: None if narration is None else narration.append(line), checkpoints=folder),
+        worker_context(
+            print_line=lambda line: None if narration is None else narration.append(line), checkpoints=folder
+        ),
     )
 
 

@@ -63,7 +63,7 @@ def on_ranks(
             rank,
             world_size,
             writer=writer,
-            say=narration.append,
+            print_line=narration.append,
             checkpoints=Path(folder, "checkpoints") if kept else None,
             stop_requested=stop,
         )

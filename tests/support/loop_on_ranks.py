@@ -36,7 +36,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
     narration: list[str] = []
     context = worker_context(
-        rank, world_size, say=narration.append, checkpoints=None if folder is None else Path(folder)
+        rank, world_size, print_line=narration.append, checkpoints=None if folder is None else Path(folder)
     )
     seen: list[Any] = []
     weights: list[dict[str, torch.Tensor]] = []
@@ -58,7 +58,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
             narration.append(other)
         if training.resume:
             state = state_of(training.resume)
-            loop.state.load_state_dict(state, source=training.resume, again=again)
+            loop.state.load_state_dict(state, source=training.resume, own_checkpoint=again)
         loop.run()
     except (RequestError, TrainingError) as error:
         return {"error": str(error), "narration": narration}
