@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_log import newest
 from worker_contexts import worker_context
 
-from trainer.checkpoint import load, newest
+from trainer.checkpoint import load
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.options import Training
 from trainer.engine.loop import Loop

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_log import newest
 from forked_trainer import ForkedTrainer
 from torch import Tensor
 from waiting import LIMIT_S
-
-from trainer.checkpoint import newest
 
 TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
 
