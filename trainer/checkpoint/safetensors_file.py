@@ -43,9 +43,8 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Ma
 
 
 def _serialize(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    dense = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()
-    }  # keeps the memory alive while it is written
+    # Keeps the memory alive while it is written.
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         specs = {
             name: TensorSpec(
