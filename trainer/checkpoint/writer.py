@@ -89,7 +89,7 @@ class _Queue:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background; training pauses only for the copy of the state.
+    """Background writer of checkpoints; training pauses only for the copy of the state.
 
     If saves come faster than the disk writes them, the next save supersedes one whose writing has not begun, so that at
     most three copies of the state are in memory. A save that fails is reported and the training continues; unless a

@@ -26,7 +26,7 @@ class StreamBatches:
     """Training batches of one rank from a stream; the counterpart of ``EpochBatches``."""
 
     smallest = 2
-    """Placeholder for ``EpochBatches.smallest``: the size of the last batch is not known beforehand."""
+    """In place of ``EpochBatches.smallest``: enough for a batch norm, because the last batch's size is not known."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class StreamBatches:
         self._position = Position(state["epoch"], state["consumed"])
         begun = state["consumed"] > 0
         self._seed = state["seed"] if begun else self._own_seed
-        self._head = state["head"] if begun and not self._reader.shards else ""  # of shards it is rank 0's
+        self._head = state["head"] if begun and not self._reader.shards else ""  # with shards it is that of rank 0
 
     def require_fit(self, state: Mapping[str, Any]) -> None:
         """Require that a saved position is valid for this stream.

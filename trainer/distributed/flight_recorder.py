@@ -19,8 +19,13 @@ ENTRIES = "2000"
 """Size of the recorder: the default of newer torch versions; older ones record nothing by default."""
 SHOWN = 3
 """Collectives named in one line."""
+OLD_NAMES = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Environment variables of torch, and their names in earlier versions."""
 RENAMED_IN = (2, 10)
-"""First version of torch that warns about the old names of these variables."""
+"""First version of torch that warns about the old names."""
 
 _file: Path | None = None
 
@@ -38,23 +43,17 @@ def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.enviro
     global _file
     _file = file.with_name(f"{file.name}.json")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    sizes, files = ["TORCH_FR_BUFFER_SIZE"], ["TORCH_FR_DUMP_TEMP_FILE"]
-    if version < RENAMED_IN:
-        sizes.append("TORCH_NCCL_TRACE_BUFFER_SIZE")
-        files.append("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     settings = {
-        **dict.fromkeys(sizes, ENTRIES),
-        **dict.fromkeys(files, str(file).removesuffix(str(rank))),  # torch adds the rank
+        "TORCH_FR_BUFFER_SIZE": ENTRIES,
+        "TORCH_FR_DUMP_TEMP_FILE": str(file).removesuffix(str(rank)),  # torch adds the rank
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         # A collective that fails or takes too long ends the process, and its node agent reports it.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     }
-    old_names = {
-        "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
-        "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    }
+    if version < RENAMED_IN:
+        settings |= {old: settings[name] for name, old in OLD_NAMES.items()}
     for name, value in settings.items():
-        if name not in environ and old_names.get(name, name) not in environ:
+        if name not in environ and OLD_NAMES.get(name, name) not in environ:
             environ[name] = value
 
 

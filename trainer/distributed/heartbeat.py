@@ -74,7 +74,7 @@ class Heartbeat:
         return f"no sign of life from {', '.join(machines[index].name for index in silent[:4])} for {LOST_S:g} s"
 
     def leave(self) -> None:
-        """Mark this machine as left in order, so that the others do not count its silence as a loss."""
+        """Write that this machine has left in order, so that the others do not count its silence as a loss."""
         run_with_timeout(self._timeout_s, lambda: self._keys.set(str(self._own), LEFT))
 
     def _exchange(self) -> list[str]:
