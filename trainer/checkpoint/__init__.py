@@ -6,21 +6,19 @@ weights alone, and ``folder_lock`` keeps a folder to one training.
 """
 
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
-from trainer.checkpoint.file import BEST, MAGIC, step_name, write_file
+from trainer.checkpoint.file import BEST, step_name, write_file
 from trainer.checkpoint.reader import good_ones, load, open_checkpoint, peek
 from trainer.checkpoint.state import HostTensors, capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.weights import fit, load_weights, weights_of
-from trainer.checkpoint.writer import CheckpointWriter, NotSaved, Saved
+from trainer.checkpoint.writer import CheckpointWriter, Saved
 from trainer.contract.errors import CheckpointError
 
 __all__ = [
     "BEST",
     "ENTRIES",
-    "MAGIC",
     "CheckpointError",
     "CheckpointWriter",
     "HostTensors",
-    "NotSaved",
     "Saved",
     "capture_rng",
     "copy_to_cpu",
