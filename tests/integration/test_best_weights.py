@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import newest
 from gloo_group import Processes, Raised
 from tiny_task import TaskWithTest, TinyOptions
 
 from trainer import distributed
-from trainer.checkpoint import load, newest
+from trainer.checkpoint import load
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter, Finding, Validation, decode_events
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import newest
 from odd_tasks import NormTask
 from rank_group import Gang
 from tiny_task import TinyOptions
 from trained import TASK, TrainingResult, train, train_spawned
 
-from trainer.checkpoint import newest
 from trainer.contract.options import Training
 from trainer.engine.stopping import Best
 

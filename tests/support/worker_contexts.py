@@ -1,4 +1,4 @@
-"""The context of a rank in a test: on the CPU, without a record, narration or checkpoints unless they are given."""
+"""Worker context for tests: on the CPU, by default without record, narration and checkpoints."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.contract.record import Checksum, EventWriter
-from trainer.distributed.host_copies import HostCopy, NumbersHere, begin_copy, host_copies
+from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
@@ -72,7 +72,7 @@ class StepTracker:
         self._checksum_every = checksum_every
         self._replica: ReplicatedTensors | None = None
         """The model whose checksums are recorded; None without one."""
-        self._checksums: tuple[int, float, HostCopy | NumbersHere] | None = None
+        self._checksums: tuple[int, float, HostCopy | CpuNumbers] | None = None
         """Step and time of a checksum, and the checksum on its way to the host."""
         self.evaluated = False
         """Whether the time up to the next mark is an evaluation."""
