@@ -32,7 +32,7 @@ from gputrain_tui.console import settings, stderr_guard, tmux_buffer
 from gputrain_tui.console.actions import EVERYWHERE, available, bindings
 from gputrain_tui.console.end_notice import EndNotice
 from gputrain_tui.console.launch_session import LaunchSession
-from gputrain_tui.console.live import BACKLOG_PAUSE_S, LiveRun
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
@@ -256,7 +256,7 @@ class GputrainApp(OrderedKeys):
         former, former_mode = self.live, self._run_mode
         live = self.live = self._follow(run)
         self._end_notice.check(live)
-        live.poll()
+        live.poll(FIRST_POLL_BUDGET_S)
         self._opened += 1
         self._run_mode = f"run-{self._opened}"
         self.add_mode(self._run_mode, lambda: RunScreen(live))

@@ -25,6 +25,11 @@ from trainer.contract.record.regular_file import size_of
 
 POLL_BUDGET_S = 0.02
 """Seconds that one poll may take, so that keys are handled in time."""
+FIRST_POLL_BUDGET_S = 0.1
+"""Seconds of the poll before a run's first frame: enough for every downsampled record, so that the frame is complete.
+
+A frame of an earlier step would take as long to paint as the rest of the record takes to read.
+"""
 BACKLOG_PAUSE_S = 0.004
 """Seconds between two polls of a backlog, during which keys are handled."""
 PORTION_BYTES = 256 << 10
