@@ -161,7 +161,7 @@ class LiveRun:
         """Apply events to the state, the series and the times of the logs."""
         for event in events:
             self.state.apply(event)
-            if isinstance(event, Step | DownsampledBlock):
+            if isinstance(event, Step):
                 self.series.apply(event)
             elif isinstance(event, NodeSample):
                 self.hardware.apply(event)

@@ -247,13 +247,14 @@ class HistoryScreen(Page):
 
     def action_compare(self) -> None:
         """Compare the marked runs."""
-        marked = self.query_one(RunList).marked
+        # A marked run may have become unreadable since.
+        marked = [self._runs[run] for run in self.query_one(RunList).marked if run in self._runs]
         if len(marked) < MIN_RUNS:
             self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 
-        self.app.push_screen(CompareScreen([self._runs[run] for run in marked]))
+        self.app.push_screen(CompareScreen(marked))
 
     def action_resume(self) -> None:
         """Resume from the run's last checkpoint as a new run, after a dialog."""
