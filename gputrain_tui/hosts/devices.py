@@ -39,7 +39,7 @@ class NodeDevices:
     devices: tuple[Device, ...]
     """One per rank, in the order of the local ranks."""
     visible: tuple[Device, ...] = ()
-    """Value of CUDA_VISIBLE_DEVICES, in PCI order; empty: leave the variable alone."""
+    """Value of CUDA_VISIBLE_DEVICES, in PCI order; empty: the environment's value stays."""
     shared: bool = False
     """Whether two ranks use one GPU."""
 

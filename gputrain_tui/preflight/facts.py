@@ -1,4 +1,4 @@
-"""Facts that the preflight checks read, as plain values: tests make them up."""
+"""Facts that the preflight checks read, as plain values: tests of the checks need no machine."""
 
 from __future__ import annotations
 

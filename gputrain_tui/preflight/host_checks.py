@@ -42,7 +42,7 @@ MAX_PAIRS = 6
 
 
 def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> list[CheckResult]:
-    """Run all checks of other hosts.
+    """Run all checks of the hosts of a run over ssh.
 
     Args:
         recipe: the recipe.
