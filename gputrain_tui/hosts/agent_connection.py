@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from gputrain_tui.hosts.host_agent import MAX_DATA_BYTES
 from gputrain_tui.hosts.host_pipes import HostPipes
 from gputrain_tui.hosts.inventory_program import packed_program
 from gputrain_tui.hosts.open_connections import OpenConnection
@@ -41,8 +42,6 @@ MAX_NOISE_BYTES = 1 << 20
 """Limit of the output of a host's start-up files, on each of both streams."""
 MAX_LINE_BYTES = 1 << 16
 """Limit of the line of JSON before a frame's data; the agent writes some hundred bytes."""
-MAX_DATA_BYTES = 1 << 24
-"""Limit of a frame's data; a longer frame was not written by the agent."""
 
 
 class RefusedError(Exception):

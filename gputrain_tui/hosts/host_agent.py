@@ -46,6 +46,8 @@ FRAME_BYTES = 1 << 18
 """Most bytes of a file in one frame."""
 ROUND_BYTES = 1 << 20
 """Most bytes of the record that are sent before messages are read again."""
+MAX_DATA_BYTES = 1 << 24
+"""Limit of a frame's data. A larger replaced file, such as a collectives dump with a huge buffer, stays on the host."""
 TOKEN, AGENT, STARTED, BEAT, EXIT = "token", "agent.json", "started", "beat", "exit"
 """Files of an attempt's folder. Their writers: the launching side, the agent at its start, the session that starts it,
 the newest session, the agent at its end."""
@@ -148,7 +150,7 @@ class Session:
         self.send(word="hello", shared=self.shared, run_dir=str(self.run_dir), agent=agent)
         while True:
             code = self._exit_code(agent)  # read before the record, so that all of an ended node's record is sent
-            sent = self._send_record()
+            sent = self.send_record()
             if code is not None and not sent:
                 self.send(word="exit", code=code)
                 return
@@ -190,7 +192,7 @@ class Session:
 
     # --- the record ---------------------------------------------------------------------------------------------
 
-    def _send_record(self) -> int:
+    def send_record(self) -> int:
         """Send the growth of the node's files unless the launching side shares them; return the number of bytes."""
         if self.shared:
             return 0
@@ -220,7 +222,7 @@ class Session:
             stat = (self.run_dir / name).stat()
         except OSError:
             return False
-        if (stat.st_mtime_ns, stat.st_size) == self._replaced.get(name):
+        if (stat.st_mtime_ns, stat.st_size) == self._replaced.get(name) or stat.st_size > MAX_DATA_BYTES:
             return False
         self._replaced[name] = stat.st_mtime_ns, stat.st_size
         self.send(_part(self.run_dir / name, 0, stat.st_size), word="whole", name=name)
