@@ -35,13 +35,13 @@ class PipeSink:
 
     def __call__(self, report: RankReport, /) -> None:
         """Send a report."""
-        if self._descriptor.is_ours:
+        if self._descriptor.is_unchanged:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send_bytes(msgspec.json.encode(report))
 
     def stop_requested(self) -> bool:
         """Whether the node agent has sent a stop request, which is all it ever sends and stays in the pipe."""
-        return self._descriptor.is_ours and self._pipe.poll()
+        return self._descriptor.is_unchanged and self._pipe.poll()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,7 @@ class EventWriter:
         """Return how many bytes the disk took."""
         written = 0
         try:
-            if not self._file.is_ours:
+            if not self._file.is_unchanged:
                 self._file = OwnedDescriptor(_open_to_append(path))
             while written < len(data):
                 written += os.write(self._file.fd, data[written:])
