@@ -18,7 +18,7 @@ from typing import NoReturn
 from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
-from trainer.agent.node_sampler import NodeSampler, gpus_of
+from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.contract.errors import ExitCode, narration_line
 from trainer.contract.outcome import (
     SAVE_TIMEOUT_S,
@@ -35,16 +35,12 @@ from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
 from trainer.host.stop_request import LEASE, StopRequest
 
-SAMPLE_S = 1.0
-"""Time between two samples of the node, if a record is kept."""
 FLUSH_S = 0.15
 """Time before a stopped rank exits: a little more than ``EventWriter.interval_s``."""
 
 
-def run_in_process(
-    assignment: RankAssignment, *, environ: Mapping[str, str], target: str = "trainer.engine.worker:run_rank"
-) -> int:
-    """Run the rank to its end in this process and return its exit code."""
+def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], target: str) -> int:
+    """Run the rank, ``module:function``, to its end in this process and return its exit code."""
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
     process_guard.adopt_orphans()
@@ -112,9 +108,7 @@ class _InProcessAgent:
         local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
         writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
         log_of = self._run_dir.rank_log
-        sampler = NodeSampler(
-            assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of, interval_s=SAMPLE_S
-        )
+        sampler = NodeSampler(assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of)
         gpus_known = False
         while not self._over.wait(SAMPLE_S):
             local_ranks.read()

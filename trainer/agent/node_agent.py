@@ -19,7 +19,7 @@ from trainer.agent import forkserver
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.failure_attribution import FailureAttribution
 from trainer.agent.local_ranks import LocalRanks
-from trainer.agent.node_sampler import NodeSampler, gpus_of
+from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess, start_worker
@@ -30,8 +30,6 @@ from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
 
-SAMPLE_S = 1.0
-"""Time between two samples of the node, if a record is kept."""
 UNKNOWN_EXIT = 255
 """Exit code that ``multiprocessing`` assigns to a process whose fork server has ended."""
 SERVER_EXIT_S = 1.0
@@ -43,7 +41,7 @@ def run_node(
     *,
     start_method: Literal["forkserver", "spawn"],
     environ: Mapping[str, str],
-    target: str = "trainer.engine.worker:run_rank",
+    target: str,
     preloaded: Sequence[str] | None = None,
 ) -> NodeOutcome:
     """Run the ranks to their end and leave no process behind.
@@ -126,7 +124,7 @@ class _NodeAgent:
         """Start all ranks.
 
         Raises:
-            StopRequested: a stop request came meanwhile.
+            StopRequested: a stop request interrupted the start.
         """
         # The start blocks until the fork server has loaded torch, which takes seconds.
         with self._stop_request.raising():
@@ -148,7 +146,6 @@ class _NodeAgent:
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
             log_of=RunDir(first.run_dir).rank_log,
-            interval_s=SAMPLE_S,
         )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:

@@ -17,6 +17,8 @@ from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, read_u
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
 
+SAMPLE_S = 1.0
+"""Minimum time between two samples."""
 ASLEEP_PERCENT = 2.0
 """Use of a core below which a process counts as asleep; two ticks of the kernel's clock in a second."""
 WAITS_PERCENT = 10.0
@@ -119,7 +121,6 @@ class NodeSampler:
         gpus: the GPUs of this node's ranks; None for CPU ranks.
         writer: writer of the events; if it is not enabled, nothing is sampled.
         log_of: returns the log of a rank, whose size is sampled; None samples no logs.
-        interval_s: minimum time between two samples.
         proc: mount point of procfs.
     """
 
@@ -132,14 +133,12 @@ class NodeSampler:
         writer: EventWriter,
         gpus: Gpus | None = None,
         log_of: Callable[[int], Path] | None = None,
-        interval_s: float = 1.0,
         proc: Path = PROC,
     ) -> None:
         self._node = node
         self._host = host
         self._pids = pids
         self._writer = writer
-        self._interval_s = interval_s
         self._proc = proc
         self._gpus = gpus
         self._log_of = log_of
@@ -156,7 +155,7 @@ class NodeSampler:
         Args:
             now: Unix seconds.
         """
-        if not self._writer.enabled or (self._last is not None and 0 <= now - self._last < self._interval_s):
+        if not self._writer.enabled or (self._last is not None and 0 <= now - self._last < SAMPLE_S):
             return None
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now

@@ -66,7 +66,7 @@ def _set_environment(assignment: RankAssignment) -> None:
 
 def run(target: str, assignment: RankAssignment) -> int:
     """Call the rank's function and return the exit code."""
-    # numpy is no dependency; torch says so at the first use of what would work without it.
+    # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = load(target)(assignment)

@@ -183,7 +183,7 @@ class StopRequest:
         self._forward()
 
     def _forward(self) -> None:
-        # From the handler, because the main thread may be blocked by output that nobody reads.
+        # From the handler, because the main thread may be blocked by output whose reader has stalled.
         while self._forward_to is not None and self._unsent:
             with suppress(ProcessLookupError, IndexError):  # a handler that came in between has sent it
                 signal.pidfd_send_signal(self._forward_to, self._unsent.pop(0))
