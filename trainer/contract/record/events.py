@@ -18,7 +18,7 @@ RankStateName = Literal["spawned", "joining", "ready", "training", "validating",
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
 
 MAX_RANKS = 1 << 16
-"""Maximum ranks of a run; a reader can hold the state of that many in memory."""
+"""Maximum ranks of a run: 64 nodes with the 1024 ranks that a recipe allows per node; their state fits in memory."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 """Number of a rank, or index of a node, of which there are at most as many."""
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
