@@ -43,5 +43,5 @@ def run(args: Namespace) -> int:
     recipe = evaluation_recipe(
         source, overrides=args.overrides, checkpoint=chosen.path, split=args.split, stdin=sys.stdin
     )
-    narrate(f"evaluating {args.split} with {chosen.why}, {chosen.path}")
+    narrate(f"evaluating {args.split} with {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

@@ -71,7 +71,7 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
     written = msgspec.json.decode(done.stdout, type=Written)
     for line in written.passed_over:
         narrate(line)
-    narrate(f"exported {chosen.why}, {written.checkpoint}")
+    narrate(f"exported {chosen.description}, {written.checkpoint}")
     if written.left_out:
         narrate(f"left out, because they are no tensors: {', '.join(written.left_out)}")
     print(printable(f"{output}: weights of step {written.step}, {written.tensors} tensors, {size(written.bytes)}"))

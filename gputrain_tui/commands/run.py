@@ -75,9 +75,9 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
         train, world_size = prepared.recipe.train, prepared.plan.world_size
         out, err = SafeStream(sys.stdout), SafeStream(sys.stderr)
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
-        view = None if json else foreground.show(state, os.environ, err)
+        view = None if json else foreground.progress_view(state, os.environ, err)
         if view is not None:
-            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {progress.placed(prepared.plan)}", "dim")])
+            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {progress.placement(prepared.plan)}", "dim")])
 
         def say(line: str) -> None:
             if view is not None:
@@ -90,7 +90,7 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
                 supervisor, state=state, view=view, reader=reader, stop_request=stop_request, say=say
             )
 
-        with closing(foreground.reader_of(started, out=out, json=json)) as reader:
+        with closing(foreground.open_reader(started, out=out, json=json)) as reader:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
                 # It was killed, and with it the nodes of this machine; another one takes over those of other hosts, or
@@ -101,7 +101,7 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
                 code = follow(supervisor)
             if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
                 code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
-                foreground.catch_up(reader, state)
+                foreground.read_rest(reader, state)
         if view is not None and code not in (ExitCode.BAD_REQUEST, ExitCode.REFUSED):
             view.open()
         code = foreground.conclude(

@@ -73,9 +73,9 @@ def run(args: Namespace) -> int:
     sorted_runs([], args.sort or NEWEST_FIRST)
     runs, unreadable = list_all()
     if any(run.state not in ENDED and read_job(run.dir) is not None for run in runs):
-        from gputrain_tui.lifecycle.slurm_jobs import refreshed
+        from gputrain_tui.lifecycle.slurm_jobs import refresh
 
-        runs = [refreshed(run) for run in runs]
+        runs = [refresh(run) for run in runs]
     listed = summarize_runs(runs, unreadable, now=time.time())
     entries: list[Entry] = [entry for entry in listed if wanted.keeps(entry)]
     if args.sort or args.reverse:

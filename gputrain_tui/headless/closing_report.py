@@ -105,7 +105,7 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
     return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
 
 
-def ending(state: RunState) -> list[Piece]:
+def status_line(state: RunState) -> list[Piece]:
     """Return the last line: status, duration, steps and samples."""
     took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())

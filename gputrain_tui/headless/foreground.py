@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, ending, failure_block
+from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
 from gputrain_tui.headless.progress import REDRAW_S, ProgressView
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.headless.styled_text import Piece, paint
@@ -24,7 +24,7 @@ from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.runs import Run
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.remote_nodes import shown
+from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.state import RunState
@@ -139,7 +139,7 @@ def follow(
                 poll.poll(1e3 * REDRAW_S)
                 stop_request.drain()
     finally:
-        give_up(supervisor)
+        end_lease(supervisor)
         try:
             supervisor.wait(GIVEN_UP_S)
         except subprocess.TimeoutExpired:
@@ -150,7 +150,7 @@ def follow(
             view.erase()
 
 
-def catch_up(reader: RecordReader, state: RunState) -> None:
+def read_rest(reader: RecordReader, state: RunState) -> None:
     """Read the rest of the record."""
     while True:
         state.apply_all(reader.poll())
@@ -158,7 +158,7 @@ def catch_up(reader: RecordReader, state: RunState) -> None:
             return
 
 
-def give_up(supervisor: subprocess.Popen[bytes]) -> None:
+def end_lease(supervisor: subprocess.Popen[bytes]) -> None:
     """End the lease: the supervisor stops every process of the run at once and leaves."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
@@ -214,7 +214,7 @@ def conclude(
     colour = use_colour(sys.stderr.isatty(), environ)
     if narrate and (state.validations or all(view.last is not None for view in state.ranks.values())):
         columns = shutil.get_terminal_size().columns
-        place = shown(run.dir, 0, "")
+        place = path_with_host(run.dir, 0, "")
 
         def is_there(path: str) -> bool:
             return bool(place) or Path(path).exists()
@@ -237,7 +237,7 @@ def _last_status(run: Run, state: RunState) -> Status:
     status = read_status(run.dir)
     if status is not None or not attempt_outcome.is_deleted(run.dir):
         return status or run.status
-    failure = attempt_outcome.deleted(run.dir, time.time())
+    failure = attempt_outcome.deletion_failure(run.dir, time.time())
     if state.ended is None:
         ended = RunEnded(time=failure.time, status="failed", exit_code=ExitCode.FAILED, message=failure.message)
         state.apply_all([failure, ended])
@@ -254,7 +254,7 @@ def _log_tail(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
     if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
         # What ended the last attempt, where it is not what ended the first; what the record could not take.
         lines.append([(status.message, "alarm")])
-    lines.append(ending(state))
+    lines.append(status_line(state))
     if status.status == "finished" and status.message:
         lines.append([(status.message, "alarm")])
     if status.status == "stopped":
@@ -269,7 +269,7 @@ def use_colour(terminal: bool, environ: Mapping[str, str]) -> bool:
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> ProgressView:
+def progress_view(state: RunState, environ: Mapping[str, str], err: SafeStream) -> ProgressView:
     """Return the view that fits this terminal, or the log that stands in its place."""
     terminal = sys.stderr.isatty()
     return ProgressView(
@@ -282,6 +282,6 @@ def show(state: RunState, environ: Mapping[str, str], err: SafeStream) -> Progre
     )
 
 
-def reader_of(run: Run, *, out: SafeStream, json: bool) -> RecordReader:
+def open_reader(run: Run, *, out: SafeStream, json: bool) -> RecordReader:
     """Return what reads the run's record, and passes it on where that is asked for."""
     return JsonStream(run, out) if json else RecordReader(run.dir)

@@ -13,7 +13,7 @@ from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent, ranks_text
 from gputrain_tui.headless.styled_text import Piece, clip, length, paint
 from gputrain_tui.hosts.host_names import is_pending
-from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
+from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, size
@@ -123,7 +123,7 @@ def _starting(state: RunState, now: float) -> list[Piece]:
     return [(text, ""), (waited, "dim")]
 
 
-def placed(plan: Plan) -> str:
+def placement(plan: Plan) -> str:
     """Return how many ranks run where: ``2 ranks on localhost (cpu)``."""
     hosts = list(dict.fromkeys(node.host for node in plan.nodes))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
@@ -236,7 +236,7 @@ class ProgressView:
 
     def update(self, events: Iterable[AnyEvent]) -> None:
         """Show the changes by events that are already applied to the state."""
-        if any(view.state in PAST_REFUSAL for view in self._state.ranks.values()):
+        if any(view.state in ACCEPTED_STATES for view in self._state.ranks.values()):
             self.open()
         for event in roll_up(events, self._state.ranks):
             # A terminal shows the last checkpoint at the end, a log each one as it comes.

@@ -53,7 +53,7 @@ class Attempt:
     """When what is still running is killed, monotonic seconds."""
 
 
-class Launched(msgspec.Struct, kw_only=True):
+class AttemptRecord(msgspec.Struct, kw_only=True):
     """What a supervisor that takes over must know, ``attempt.json``."""
 
     since: dict[str, Count]
@@ -82,26 +82,26 @@ def is_temporary_of(run_dir: RunDir, path: Path) -> bool:
     return named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
-_decode = msgspec.json.Decoder(Launched)
+_decode = msgspec.json.Decoder(AttemptRecord)
 
 
-def write_launched(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
+def write_attempt(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
     """Write what a supervisor that takes over must know; on a full disk go on without."""
     running = [(process.node, process.identity) for process in attempt.running.values()]
     processes = {node: identity for node, identity in running if identity is not None}
-    launched = Launched(since=dict(attempt.since), processes=processes, tmp=tmp)
+    launched = AttemptRecord(since=dict(attempt.since), processes=processes, tmp=tmp)
     try:
         write_atomically(run_dir.attempt, msgspec.json.encode(launched))
     except OSError as error:
         print(f"cannot write {run_dir.attempt}: {error.strerror}", file=sys.stderr, flush=True)
 
 
-def read_launched(run_dir: RunDir) -> Launched:
+def read_attempt(run_dir: RunDir) -> AttemptRecord:
     """Read what a killed supervisor has left; empty where it was killed before that, and what it started is killed."""
     try:
         launched = read_json(run_dir.attempt, _decode)
     except RecordError:
-        return Launched(since={}, processes={}, tmp=str(run_dir.tmp))
+        return AttemptRecord(since={}, processes={}, tmp=str(run_dir.tmp))
     if not is_temporary_of(run_dir, Path(launched.tmp)):
         launched.tmp = str(run_dir.tmp)
     return launched

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain_tui.lifecycle.remote_nodes import shown
+from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
@@ -26,7 +26,7 @@ LOG_BYTES = 64 << 10
 """How much of the end of a log is searched."""
 ROOM_BYTES = 16 << 10
 """With less free space ranks may have been unable to write their last events."""
-PAST_REFUSAL = ("training", "validating", "saving", "finished")
+ACCEPTED_STATES = ("training", "validating", "saving", "finished")
 """States of a rank that has accepted the request."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
 """Exit codes of a node agent that was stopped on its machine; the negative ones before it had its handlers."""
@@ -41,7 +41,7 @@ class NodeEnd:
     """A signal's number negated."""
     unfinished: list[int]
     """Its ranks that did not record that they finished."""
-    why: str = ""
+    host_error: str = ""
     """Why its host did not start or keep it; empty where its log has the last word."""
     killed_by_us: bool = False
     """Whether the supervisor killed it; which of two nodes is seen to end first may be chance."""
@@ -65,7 +65,7 @@ def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[
     ]
 
 
-def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
+def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe what of the record is missing and why; empty when it is complete."""
     outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
     why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
@@ -114,7 +114,7 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
     found = [*failures(run_dir, since), *_reported_failures(run_dir, ended)]
     recorded = root_cause((int(failure.time * 1e9), failure) for failure in found)
     missing = [(node, end) for node, end in ended.items() if end.unfinished]
-    killed = [(node, end) for node, end in missing if end.why or (end.exit_code < 0 and not end.killed_by_us)]
+    killed = [(node, end) for node, end in missing if end.host_error or (end.exit_code < 0 and not end.killed_by_us)]
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in killed or missing:
@@ -139,7 +139,7 @@ def is_deleted(run_dir: RunDir) -> bool:
         return False  # the file system does not answer, and may do so again
 
 
-def deleted(run_dir: RunDir, now: float) -> Failure:
+def deletion_failure(run_dir: RunDir, now: float) -> Failure:
     """Return the failure of a run whose directory was deleted while it went on.
 
     Args:
@@ -181,7 +181,9 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     if not stopped and not_kept:  # the stop request came while the last update was saved
         parts.append(f"but {not_kept}")
     if stopped:
-        saved = next((shown(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None)
+        saved = next(
+            (path_with_host(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None
+        )
         words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
         parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
@@ -219,7 +221,7 @@ def _trained(path: Path) -> bool:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
-            return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
+            return any(isinstance(event, RankState) and event.state in ACCEPTED_STATES for event in events)
     except OSError:
         return True  # it may have
 
@@ -254,8 +256,8 @@ def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> 
     """Return the failure that a node's exit code and log tail show, where nothing else is recorded."""
     host, code, ranks = end.host, end.exit_code, end.unfinished
     # A process prints nothing about SIGKILL: its last line is about something else.
-    if end.why:
-        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.why}")
+    if end.host_error:
+        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.host_error}")
     words = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
     if code == ExitCode.BAD_REQUEST:

@@ -37,7 +37,7 @@ class ChosenCheckpoint:
     """A file, or a folder whose newest good one is meant; absolute."""
     run: Run | None
     """The run that it belongs to, where that is known."""
-    why: str
+    description: str
     """Which one it is, in words."""
 
 
@@ -57,32 +57,32 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
             raise RequestError(f"--checkpoint {which} chooses among those of a run, but {named} is a file: name one")
         return _named_file(path)
     run = last_trained() if named == "last" else find(named)
-    if checkpoint := evaluates(run.dir):
+    if checkpoint := evaluated_checkpoint(run.dir):
         raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
     if which not in (None, "best", "newest"):
         return _file_of(run, str(which))
     newest = resumable_checkpoint(run.dir)
     if newest is None:
-        raise RequestError(none_left(run))
+        raise RequestError(describe_missing_checkpoint(run))
     best = newest / BEST
     # In a folder that is not the run's alone it is another's, unless the run has written one there.
     own = newest == run.dir.checkpoints or any(
         path.parent == newest.absolute() for path in recorded_checkpoints(run.dir, only_best=True)
     )
     if which != "newest" and own and best.is_file():
-        return ChosenCheckpoint(path=best.absolute(), run=run, why=f"the best checkpoint of {run.id}")
+        return ChosenCheckpoint(path=best.absolute(), run=run, description=f"the best checkpoint of {run.id}")
     if which == "best":
         raise RequestError(f"{run.id} has no best checkpoint: take the newest with --checkpoint newest")
-    why = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
-    return ChosenCheckpoint(path=newest.absolute(), run=run, why=why)
+    description = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
+    return ChosenCheckpoint(path=newest.absolute(), run=run, description=description)
 
 
 def last_trained() -> Run:
     """Return the newest run that is no evaluation."""
-    return next((run for run in list_runs() if not evaluates(run.dir)), None) or find("last")
+    return next((run for run in list_runs() if not evaluated_checkpoint(run.dir)), None) or find("last")
 
 
-def evaluates(run_dir: RunDir) -> str:
+def evaluated_checkpoint(run_dir: RunDir) -> str:
     """Return the checkpoint that a run evaluates; empty for a run that trains."""
     try:
         recipe = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
@@ -99,7 +99,9 @@ def _named_file(path: Path) -> ChosenCheckpoint:
     path = path.absolute()
     folder = path.parent
     run = open_run(folder.parent) if folder == RunDir(folder.parent).checkpoints else None
-    return ChosenCheckpoint(path=path, run=run, why="the checkpoint" if run is None else f"a checkpoint of {run.id}")
+    return ChosenCheckpoint(
+        path=path, run=run, description="the checkpoint" if run is None else f"a checkpoint of {run.id}"
+    )
 
 
 def _file_of(run: Run, name: str) -> ChosenCheckpoint:
@@ -107,7 +109,7 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     folders = dict.fromkeys([run.dir.checkpoints, *(path.parent for path in recorded_checkpoints(run.dir))])
     for path in (Path(name), *(folder / name for folder in folders)):
         if path.is_file():
-            return ChosenCheckpoint(path=path.absolute(), run=run, why=f"a checkpoint of {run.id}")
+            return ChosenCheckpoint(path=path.absolute(), run=run, description=f"a checkpoint of {run.id}")
     known = sorted(set().union(*map(checkpoints_in, folders)))
     listed = f"; it has {', '.join(known)}" if known else ""
     raise RequestError(
@@ -116,7 +118,7 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     )
 
 
-def none_left(run: Run) -> str:
+def describe_missing_checkpoint(run: Run) -> str:
     """Describe in one line that a run has no checkpoint, or no longer."""
     gone = recorded_checkpoints(run.dir)[-1:]
     where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from gputrain_tui.hosts.survey import HostReport
 
 
-def plan_here(
+def plan_with_inventories(
     recipe: Recipe,
     *,
-    ask: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    remark: Callable[[str], None] = lambda line: None,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> tuple[Plan, LocalFacts]:
     """Plan a recipe with the machines as they are now.
 
@@ -28,25 +28,25 @@ def plan_here(
 
     Args:
         recipe: what was asked for.
-        ask: asks hosts for their inventories; over ssh where it is not given.
-        remark: takes a line about a host that was believed because it did not answer.
+        query: asks hosts for their inventories; over ssh where it is not given.
+        warn: takes a line about a host that was believed because it did not answer.
 
     Raises:
         RequestError: the machines cannot do what the recipe asks for, it contradicts itself, or a host whose GPUs must
             be known does not answer.
     """
     local = local_facts(node.host for node in recipe.cluster.nodes)
-    return plan(recipe, inventories_for(recipe, local, ask=ask, remark=remark), local=local), local
+    return plan(recipe, inventories_for(recipe, local, query=query, warn=warn), local=local), local
 
 
 def inventories_for(
     recipe: Recipe,
     local: LocalFacts,
     *,
-    ask: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    remark: Callable[[str], None] = lambda line: None,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Inventory]:
-    """Return what a plan must know of its machines, by host as the plan names it; arguments as of ``plan_here``.
+    """Return what a plan must know of its machines, by host as the plan names it; arguments as of ``plan_with_inventories``.
 
     Raises:
         DeviceUnavailableError: a host whose GPUs must be known does not answer.
@@ -63,17 +63,17 @@ def inventories_for(
     away = {index: node for index, node in enumerate(nodes) if needs_inventory(node) and not is_local(node.host, local)}
     if not away:
         return inventories
-    if ask is None:
+    if query is None:
         from gputrain_tui.hosts.survey import query_hosts
 
-        ask = query_hosts
-    answers = {found.host: found for found in ask(list(dict.fromkeys(str(node.host) for node in away.values())))}
+        query = query_hosts
+    answers = {found.host: found for found in query(list(dict.fromkeys(str(node.host) for node in away.values())))}
     for index, node in away.items():
         found = answers[str(node.host)]
         if found.inventory is not None:
             inventories[found.host] = found.inventory
         else:
-            _without_inventory(recipe, index, node, found.problem, remark)
+            _without_inventory(recipe, index, node, found.problem, warn)
     return inventories
 
 
@@ -82,10 +82,10 @@ def needs_inventory(node: Node) -> bool:
     return node.cpu_ranks is None and not isinstance(node.gpus, int)
 
 
-def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, remark: Callable[[str], None]) -> None:
+def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, warn: Callable[[str], None]) -> None:
     """Accept that a host has no inventory where its node lists its GPUs, else refuse."""
     if isinstance(node.gpus, tuple):
-        remark(f"{node.host}: {problem}; its list of GPUs is believed")
+        warn(f"{node.host}: {problem}; its list of GPUs is believed")
         return
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 

@@ -24,20 +24,20 @@ SUPERVISOR = "GPUTRAIN_SUPERVISOR"
 
 def processes_of(run_dir: Path) -> list[int]:
     """Return the living processes of a run, supervisors excepted; never this one or one that led to it."""
-    return _naming(run_dir, MARK)
+    return _pids_naming(run_dir, MARK)
 
 
 def supervisors_of(run_dir: Path) -> list[int]:
     """Return the living supervisors of a run: one, or two for the moment in which one is refused."""
-    return _naming(run_dir, SUPERVISOR)
+    return _pids_naming(run_dir, SUPERVISOR)
 
 
 def living_runs(folder: Path) -> dict[str, Path]:
     """Return the runs of a folder that have a living process, by their ids, also where the directory is gone."""
     found = {}
-    for _, named in _named([MARK, SUPERVISOR]):
+    for _, named in _marked_processes([MARK, SUPERVISOR]):
         path = Path(named)
-        if _same(path.parent, folder):
+        if _same_directory(path.parent, folder):
             found[path.name] = path
     return found
 
@@ -49,8 +49,8 @@ def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
     except (OSError, OverflowError):
         return None
     # Asked after it was opened: the descriptor means the process that was asked, or one that has ended.
-    named = _value(pid, mark)
-    if named is not None and _same(Path(named), run_dir):
+    named = _marked_path(pid, mark)
+    if named is not None and _same_directory(Path(named), run_dir):
         return descriptor
     os.close(descriptor)
     return None
@@ -72,26 +72,26 @@ def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[i
     return left
 
 
-def _naming(run_dir: Path, mark: str) -> list[int]:
-    return sorted(pid for pid, named in _named([mark]) if _same(Path(named), run_dir))
+def _pids_naming(run_dir: Path, mark: str) -> list[int]:
+    return sorted(pid for pid, named in _marked_processes([mark]) if _same_directory(Path(named), run_dir))
 
 
-def _named(marks: list[str]) -> Iterator[tuple[int, str]]:
+def _marked_processes(marks: list[str]) -> Iterator[tuple[int, str]]:
     """Yield the processes that have a mark, and what it names."""
     spared = {1, os.getpid(), *ancestors()}
     for pid in pids():
         if pid not in spared:
             for mark in marks:
-                if (named := _value(pid, mark)) is not None:
+                if (named := _marked_path(pid, mark)) is not None:
                     yield pid, named
 
 
-def _value(pid: int, mark: str) -> str | None:
+def _marked_path(pid: int, mark: str) -> str | None:
     """Return the absolute path that a process's environment gives for a mark; None where there is none."""
     value = environ_value(pid, mark)
     return os.fsdecode(value) if value is not None and value.startswith(b"/") else None
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same_directory(first: Path, second: Path) -> bool:
     """Whether two paths name one directory, which may be gone."""
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
+    return first == second or os.path.realpath(first) == os.path.realpath(second)

@@ -38,7 +38,7 @@ def write_remote_node(run_dir: RunDir, attempt: str, remote: RemoteNode) -> None
     write_atomically(run_dir.agents / attempt / FILE, msgspec.json.encode(remote))
 
 
-def shown(run_dir: RunDir, node: int, path: str) -> str:
+def path_with_host(run_dir: RunDir, node: int, path: str) -> str:
     """Return a path of a node's as people read it: with its host where that has a run directory of its own."""
     remote = remote_node(run_dir, node)
     return path if remote is None else f"{remote.host}:{path}"

@@ -38,7 +38,7 @@ def is_repeated(failure: Failure, before: Failure | None) -> bool:
     return same and failure.kind == "exception"
 
 
-def given_up(failure: Failure) -> Failure:
+def with_repetition(failure: Failure) -> Failure:
     """Return a repeated failure, whose message says that the run is not started again."""
     at = f" after step {failure.step}" if failure.step else ""
     return msgspec.structs.replace(

@@ -16,7 +16,7 @@ from typing import IO
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from gputrain_tui.lifecycle.attempt import AttemptResult, read_launched
+from gputrain_tui.lifecycle.attempt import AttemptResult, read_attempt
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
@@ -101,7 +101,7 @@ def settle(
             return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
         if (code := recorded_exit_code(run_dir, plan, now=now)) is not None:
             return code
-        launched = read_launched(run_dir)
+        launched = read_attempt(run_dir)
         left = leftovers.kill_processes(run_dir.path)
         shutil.rmtree(launched.tmp, ignore_errors=True)
         if not left:

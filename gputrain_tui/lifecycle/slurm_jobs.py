@@ -26,7 +26,7 @@ from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, placed
+from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, place_on_allocation
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
@@ -43,16 +43,16 @@ from trainer.host.stop_request import LEASE_LOST, StopRequest
 
 POLL_S = 0.2
 """Time between two looks at the status of a run."""
-FIRST_ASK_S, LAST_ASK_S = 1.0, 15.0
+MIN_QUERY_INTERVAL_S, MAX_QUERY_INTERVAL_S = 1.0, 15.0
 """Time between two questions to Slurm: it doubles, because a cluster has one controller for all."""
-REMIND_S = 2.0
+SIGNAL_INTERVAL_S = 2.0
 """Time between two signals to a job: the first may come before its supervisor listens; all of them are one request."""
-LAST_WORDS_S = 5.0
+RECORD_TIMEOUT_S = 5.0
 """How long the supervisor of a job that is over may take to write how the run ended."""
 LINES = 40
 """Last lines of a node's log that are searched for what Slurm says."""
 REQUEUED = "Slurm put it back into its queue"
-MARKS = (
+SLURM_MESSAGES = (
     ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
     ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
     ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
@@ -61,7 +61,7 @@ MARKS = (
 """What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
 CANCELLED = "CANCELLED AT"
 """Printed with no more words by ``scancel``, and where a supervisor ends the steps of a run that has failed."""
-LOST = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
+NODE_FAILURE = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
 """What the step of a lost node prints."""
 OUT_OF_MEMORY = re.compile(
     r"oom.kill|out of memory|exceeded (?:job |step )?memory limit(?: \(\d+ > (\d+)\))?", re.IGNORECASE
@@ -71,10 +71,10 @@ CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "
 """Kinds of failures that may follow from what Slurm did; a rank that has another one knows its cause itself."""
 KILLED_WORKER = "killed by signal"
 """In what torch's DataLoader raises when one of its processes was killed."""
-ASKED = ("USR1", "USR2", "INT", "from another host")
+USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "from another host")
 """How reasons of a stop end that a person asked for, and not Slurm."""
 FIX = "`sinfo` lists what the cluster has"
-KEYS = {
+KEY_OF_WORD = {
     "partition": "partition",
     "account": "account",
     "qos": "qos",
@@ -96,7 +96,9 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
         said = slurm.test(words, script)
     except RequestError as error:
         what = str(error)
-        key = next((("slurm", key) for word, key in KEYS.items() if word in what.lower()), ("cluster", "launcher"))
+        key = next(
+            (("slurm", key) for word, key in KEY_OF_WORD.items() if word in what.lower()), ("cluster", "launcher")
+        )
         where = recipe.where(*key)
         return CheckResult(status="error", check="Slurm", what=what, fix=FIX, key=".".join(key), where=where)
     return CheckResult(status="ok", check="Slurm", what=said.removeprefix("sbatch: "))
@@ -142,7 +144,7 @@ def place(run_dir: RunDir, plan: Plan) -> Plan:
     Raises:
         RequestError: the allocation has too few hosts.
     """
-    chosen = placed(plan)
+    chosen = place_on_allocation(plan)
     before, status = read_job(run_dir), read_status(run_dir)
     job = SlurmJob(
         number=int(os.environ.get("SLURM_JOB_ID", "0")),
@@ -169,7 +171,7 @@ def log_sizes(run_dir: RunDir) -> dict[str, int]:
     return {path.name: size_of(path) for path in [*run_dir.logs.glob("node-*.log"), run_dir.logs / "supervisor.log"]}
 
 
-def explained(
+def with_slurm_cause(
     ended: AttemptResult,
     plan: Plan,
     run_dir: RunDir,
@@ -188,19 +190,19 @@ def explained(
         environ: of the job.
         requeues: whether a run whose node was lost goes on later.
     """
-    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(ASKED)):
+    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
         return ended
     said = [(node, _log_end(run_dir.node_log(node.node), since)) for node in plan.nodes]
     texts = [*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log", since)]
     last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
-    words = next((words for mark, words in MARKS if any(mark in line for line in last)), "")
+    words = next((words for mark, words in SLURM_MESSAGES if any(mark in line for line in last)), "")
     failure = ended.failure
     is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
     for node, text in said:
         if is_consequence and (found := OUT_OF_MEMORY.search(text)) is not None:
             limit = int(found[1]) if found[1] else _memory_bytes(environ)
             return _out_of_memory(node, failure, limit, run_dir)
-    lost = [node for node, text in said if LOST.search(text) or _is_cut_off(run_dir, node)]
+    lost = [node for node, text in said if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
     if words == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
         return _lost(lost, requeued=bool(words) and requeues(run_dir))
     if ended.status == "stopped":
@@ -232,7 +234,7 @@ def _lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
     return _failed("node_lost", f"{what}; `scontrol show node {','.join(hosts)}` says more", host=hosts[0])
 
 
-def _is_cut_off(run_dir: RunDir, node: PlannedNode) -> bool:
+def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
     """Whether a node's step ended while its supervisor was there and had not asked for it."""
     outcome = node_outcome(run_dir, node.node)
     return outcome is not None and outcome.stop_reason == LEASE_LOST
@@ -263,7 +265,7 @@ def _failed(kind: str, message: str, *, host: str | None = None) -> AttemptResul
     return AttemptResult(status="failed", failure=failure)
 
 
-def refreshed(run: Run) -> Run:
+def refresh(run: Run) -> Run:
     """Return a run as it is now: one whose job is over without having said so has ended, and its record gets that."""
     job = read_job(run.dir)
     if job is None or run.state in ENDED:
@@ -277,11 +279,11 @@ def refreshed(run: Run) -> Run:
 
 def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
     """Write how a run ended whose job is over, unless its supervisor still does."""
-    deadline = time.monotonic() + LAST_WORDS_S
+    deadline = time.monotonic() + RECORD_TIMEOUT_S
     while not settle.is_settled(run_dir) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
-        if not settle.take_lock(lock, patience_s=LAST_WORDS_S) or settle.is_settled(run_dir):
+        if not settle.take_lock(lock, patience_s=RECORD_TIMEOUT_S) or settle.is_settled(run_dir):
             return
         plan = read_plan(run_dir)
         if settle.recorded_exit_code(run_dir, plan) is not None:
@@ -323,7 +325,7 @@ class JobStop:
         self._due = 0.0
         """When the job is asked again, monotonic seconds."""
 
-    def ask(self, level: StopLevel) -> None:
+    def send(self, level: StopLevel) -> None:
         """Ask for a stop; to be called until the run has ended.
 
         Raises:
@@ -339,7 +341,7 @@ class JobStop:
             slurm.signal_script(self._job.number, "USR1")
         else:
             slurm.signal_steps(self._job.number, self._dir.path.name, "USR1")
-        self._due = time.monotonic() + REMIND_S
+        self._due = time.monotonic() + SIGNAL_INTERVAL_S
 
 
 def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
@@ -350,7 +352,7 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
     """
     request, level = JobStop(run.dir, job), StopLevel.SAVE
     deadline = time.monotonic() + timeout_s
-    ask_at = time.monotonic() + FIRST_ASK_S
+    query_at = time.monotonic() + MIN_QUERY_INTERVAL_S
     if run.state in ENDED:
         if (waiting := slurm.job(job.number)) is not None and waiting.state == "PENDING":  # put back into the queue
             slurm.cancel(job.number)
@@ -359,9 +361,9 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
         now = open_run(run.dir.path) or run
         if now.state in ENDED:
             return now
-        request.ask(level)
-        if time.monotonic() >= ask_at:
-            now, ask_at = refreshed(now), time.monotonic() + FIRST_ASK_S
+        request.send(level)
+        if time.monotonic() >= query_at:
+            now, query_at = refresh(now), time.monotonic() + MIN_QUERY_INTERVAL_S
         if time.monotonic() >= deadline and level > StopLevel.SAVE:
             raise RequestError(
                 f"stop: job {job.number} of {run.id} does not end; `scontrol show job {job.number}` says more"
@@ -385,7 +387,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
     job = read_job(run_dir)
     assert job is not None
     request = JobStop(run_dir, job)
-    ask_at, interval_s = 0.0, FIRST_ASK_S
+    query_at, interval_s = 0.0, MIN_QUERY_INTERVAL_S
     shown: tuple[str, float | None] | None = None
     with StopRequest(lease=leased) as stop_request:
         while True:
@@ -396,17 +398,17 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 return ExitCode.FINISHED
             with suppress(RequestError):
                 if stop_request.level:
-                    request.ask(stop_request.level)
-                    interval_s = FIRST_ASK_S
-                if time.monotonic() >= ask_at:
+                    request.send(stop_request.level)
+                    interval_s = MIN_QUERY_INTERVAL_S
+                if time.monotonic() >= query_at:
                     found = slurm.job(job.number)
                     if found is None or found.is_over:
                         _record_end(run_dir, found)
                     elif shown != (found.reason, found.starts):
                         shown = (found.reason, found.starts)
                         record_queued(run_dir, found)
-                    ask_at = time.monotonic() + interval_s
-                    interval_s = min(2 * interval_s, LAST_ASK_S)
+                    query_at = time.monotonic() + interval_s
+                    interval_s = min(2 * interval_s, MAX_QUERY_INTERVAL_S)
             stop_request.wait(POLL_S)
 
 

@@ -68,7 +68,7 @@ class Planned:
     local: LocalFacts
     inventories: Mapping[str, Inventory]
     """Of the machines that were asked, by host, ``localhost`` for this one."""
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """A line for each host that was believed because it did not answer."""
 
 
@@ -95,7 +95,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             )
         found = checkpoints.resumable_checkpoint(run.dir)
         if found is None:
-            raise RequestError(f"--resume {resume}: {checkpoints.none_left(run)}")
+            raise RequestError(f"--resume {resume}: {checkpoints.describe_missing_checkpoint(run)}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
                 f"--resume {resume}: {run.id} has finished, nothing is left to train; "
@@ -158,9 +158,9 @@ def planned(recipe: Recipe) -> Planned:
     """
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 
-    facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    facts, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
     try:
-        inventories = inventories_for(recipe, facts, remark=remarks.append)
+        inventories = inventories_for(recipe, facts, warn=warnings.append)
         found = plan(recipe, inventories, local=facts)
     except DeviceUnavailableError as error:
         what, _, fix = error.reason.partition("; ")
@@ -168,7 +168,7 @@ def planned(recipe: Recipe) -> Planned:
         raise NotReadyError(
             [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
         ) from None
-    return Planned(plan=found, local=facts, inventories=inventories, remarks=tuple(remarks))
+    return Planned(plan=found, local=facts, inventories=inventories, warnings=tuple(warnings))
 
 
 def checked(
@@ -186,7 +186,7 @@ def checked(
         NotReadyError: a check failed.
         RequestError: nothing would end the training.
     """
-    if problem := endless(recipe):
+    if problem := endless_reason(recipe):
         raise RequestError(problem)
     results = check_launcher(recipe, planned.plan)
     answers = ask_hosts(recipe, planned, max_age_s=max_age_s, connections=connections)
@@ -197,7 +197,7 @@ def checked(
         from gputrain_tui.preflight.host_checks import check_hosts
 
         results += check_hosts(recipe, planned.plan, answers)
-    results += [CheckResult(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
+    results += [CheckResult(status="warning", check="other hosts", what=warning) for warning in planned.warnings]
     if errors(results):
         raise NotReadyError(results, plan=planned.plan)
     return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
@@ -209,14 +209,14 @@ def ask_hosts(
     """Ask the hosts of a run over ssh what they have; none for any other run."""
     if planned.plan.launcher != "ssh" or all(is_local(node.host, planned.local) for node in planned.plan.nodes):
         return ()
-    from gputrain_tui.lifecycle.launchers.ssh import travelling
+    from gputrain_tui.lifecycle.launchers.ssh import forwarded_environment
     from gputrain_tui.preflight.collect_hosts import collect_hosts
 
     return collect_hosts(
         recipe,
         planned.plan,
         planned.local,
-        env=travelling(os.environ),
+        env=forwarded_environment(os.environ),
         max_age_s=max_age_s,
         connections=connections,
     )
@@ -236,7 +236,7 @@ def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
     return msgspec.structs.replace(plan, nodes=nodes)
 
 
-def endless(recipe: Recipe) -> str:
+def endless_reason(recipe: Recipe) -> str:
     """Describe in one line why a training would never end; empty when it would, and for a script."""
     if recipe.script is not None:
         return ""

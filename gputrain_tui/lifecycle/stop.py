@@ -36,7 +36,7 @@ SUPERVISOR_START_S = 3.0
 """How long the supervisor of a new run may take to appear as a process; its modules may take longer to load."""
 POLL_S = 0.02
 """Time between two looks for the supervisor of a new run."""
-MOST_SUPERVISORS = 3
+MAX_SUPERVISORS = 3
 """Supervisors that are stopped in turn: the run's own, and adopters that another command may start meanwhile."""
 
 
@@ -94,13 +94,13 @@ def stop(found: Run) -> tuple[str, list[int]]:
         and is_alive(supervisor) is None
     ):
         if supervisor_beats(found.dir):
-            return _stop_from_here(found, supervisor.host)
+            return _stop_through_file(found, supervisor.host)
         if not all(attempt_folders(found.dir, node.node) for node in read_plan(found.dir).nodes):
             raise RequestError(f"stop: {found.id} runs on {supervisor.host}, also some of its ranks; stop it there")
         print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
         found = start.adopt(found)
-    now, trouble = found, ""
-    for _ in range(MOST_SUPERVISORS):
+    now, problem = found, ""
+    for _ in range(MAX_SUPERVISORS):
         _end_supervisors(path, _stop_timeout_s(found.dir))
         if not path.exists():
             return _stop_without_record(path)
@@ -110,14 +110,14 @@ def stop(found: Run) -> tuple[str, list[int]]:
         try:
             now = start.adopt(now)
         except RequestError as error:  # or another supervisor was faster, and is stopped in the next round
-            trouble = str(error)
+            problem = str(error)
     left = kill_processes(path)
     if now.state not in ENDED:
-        raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
+        raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left)}")
     return _report(now, left, was_over=found.state in ENDED), left
 
 
-def _stop_from_here(found: Run, host: str) -> tuple[str, list[int]]:
+def _stop_through_file(found: Run, host: str) -> tuple[str, list[int]]:
     """Ask the supervisor on another host through the run directory, and wait for the end.
 
     Raises:

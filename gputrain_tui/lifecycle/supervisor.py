@@ -33,9 +33,9 @@ from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
     is_temporary_of,
-    read_launched,
+    read_attempt,
     temporary_prefix,
-    write_launched,
+    write_attempt,
 )
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
@@ -132,7 +132,7 @@ class Supervisor:
         if self._plan.launcher == "slurm":
             from gputrain_tui.lifecycle import slurm_jobs
 
-            ended = slurm_jobs.explained(ended, self._plan, self.dir, since=self._log_sizes)
+            ended = slurm_jobs.with_slurm_cause(ended, self._plan, self.dir, since=self._log_sizes)
         return self._close(ended, left)
 
     # ------------------------------------------------------------------------------------------------ attempts
@@ -162,7 +162,7 @@ class Supervisor:
             attempt = self._launch(plan, node_launcher, env)
             if restarts is None:  # the nodes are on their way: nothing before them delays the first step
                 self._status_writer.started()
-            write_launched(self.dir, attempt, str(self._tmp))
+            write_attempt(self.dir, attempt, str(self._tmp))
             if restarts is None:
                 self._begin_report()
             self._watch(attempt)
@@ -175,7 +175,7 @@ class Supervisor:
             if not restarts or self._stop_request.reason is not None or self._sweep():
                 return ended
             if restart.is_repeated(ended.failure, failed_before):
-                return replace(ended, failure=restart.given_up(ended.failure))
+                return replace(ended, failure=restart.with_repetition(ended.failure))
             failed_before = ended.failure
             restarts -= 1
             if not ended.recorded:
@@ -210,7 +210,7 @@ class Supervisor:
 
     def _adopt(self) -> AttemptResult:
         """Watch the nodes that a killed supervisor launched; those of a leased run have ended with it."""
-        launched = read_launched(self.dir)
+        launched = read_attempt(self.dir)
         tmp = Path(launched.tmp)
         self._tmp = tmp if is_temporary_of(self.dir, tmp) else self.dir.tmp
         self._status_writer.take_over()
@@ -249,7 +249,7 @@ class Supervisor:
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
                 elif process is not None:  # its host has answered
-                    write_launched(self.dir, attempt, str(self._tmp))
+                    write_attempt(self.dir, attempt, str(self._tmp))
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
                 self._check_hosts(attempt)
@@ -280,7 +280,7 @@ class Supervisor:
         if (level := read_stop_file(self.dir)) > self._stop_request.level:
             self._stop_request.ask(level, "stopped from another host")
         if self._deleted is None and attempt_outcome.is_deleted(self.dir):
-            self._deleted = attempt_outcome.deleted(self.dir, self._now())
+            self._deleted = attempt_outcome.deletion_failure(self.dir, self._now())
             print(self._deleted.message, file=sys.stderr, flush=True)
             self._stop_request.ask(StopLevel.SAVE, self._deleted.message)  # the ranks may save somewhere else
 
@@ -340,7 +340,7 @@ class Supervisor:
             host=process.host,
             exit_code=code,
             unfinished=missing,
-            why=printable(process.why),
+            host_error=printable(process.host_error),
             killed_by_us=bool(by_us),
         )
         if missing and not attempt.stop_level:
@@ -425,7 +425,9 @@ class Supervisor:
             shutil.rmtree(self._tmp, ignore_errors=True)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
-        self._status_writer.remark = attempt_outcome.not_recorded(self.dir, [node.node for node in self._plan.nodes])
+        self._status_writer.remark = attempt_outcome.describe_missing_record(
+            self.dir, [node.node for node in self._plan.nodes]
+        )
         level = self._stop_request.level
         code = self._status_writer.close(ended, left=left, state=self._state_at_end())
         if self._report is not None:

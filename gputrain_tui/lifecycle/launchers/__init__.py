@@ -28,7 +28,7 @@ class NodeProcess(Protocol):
     node: int
     """Index of the node in the plan."""
     host: str
-    why: str
+    host_error: str
     """Why its host did not start or keep it, in one line; empty where its own log has the last word."""
 
     @property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class LocalProcess:
     """A node agent that this process started."""
 
-    why = ""
+    host_error = ""
 
     def __init__(self, node: int, host: str, process: subprocess.Popen[bytes]) -> None:
         self.node = node
@@ -76,7 +76,7 @@ class LocalProcess:
 class AdoptedProcess:
     """A node agent that a killed supervisor started."""
 
-    why = ""
+    host_error = ""
 
     def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
         self.node = node

@@ -34,7 +34,7 @@ exit {ExitCode.REFUSED}
 """Starts a node's command where the run directory is what it is here."""
 
 
-def placed(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
+def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
     """Return a plan whose nodes are hosts of this process's allocation, with a port of the job's own.
 
     Raises:

@@ -38,9 +38,16 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.launchers import NodeProcess
     from gputrain_tui.plan.planner import PlannedNode
 
-TRAVELLING = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
+FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
 """Beginnings of the environment variables that go along to other hosts."""
-STAYING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUTRAIN_SSH", "GPUTRAIN_RUN", "GPUTRAIN_SUPERVISOR", HOME)
+NOT_FORWARDED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "GPUTRAIN_SSH",
+    "GPUTRAIN_RUN",
+    "GPUTRAIN_SUPERVISOR",
+    HOME,
+)
 """Those of them that are about this machine."""
 BEAT_S = 1.0
 """Time between two words to a session, from which the agent knows that somebody waits for its node."""
@@ -109,7 +116,7 @@ class SshProcess:
     ) -> None:
         self.node = node.node
         self.host = node.host
-        self.why = ""
+        self.host_error = ""
         self.identity: ProcessIdentity | None = None
         """Of the agent on the host, once that has answered."""
         self._planned = node
@@ -170,10 +177,10 @@ class SshProcess:
         try:
             code = self._serve()
         except Exception as error:  # noqa: BLE001 - the supervisor waits for this node
-            self.why = f"{type(error).__name__}: {error}"
+            self.host_error = f"{type(error).__name__}: {error}"
             code = ExitCode.FAILED
-        if self.why:
-            print(f"node {self.node} on {self.host}: {self.why}", file=sys.stderr, flush=True)
+        if self.host_error:
+            print(f"node {self.node} on {self.host}: {self.host_error}", file=sys.stderr, flush=True)
         self._code = code
         os.eventfd_write(self._changed, 1)
 
@@ -189,7 +196,7 @@ class SshProcess:
             try:
                 code = self._talk(connection)
             except RefusedError as refused:
-                self.why = str(refused)
+                self.host_error = str(refused)
                 return ExitCode.FAILED
             except ConnectionError as error:
                 code, why = None, str(error)
@@ -201,7 +208,7 @@ class SshProcess:
                 return code
             failures = failures + 1 if not connection.answered else 1
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
-                self.why = why
+                self.host_error = why
                 return ExitCode.FAILED
             print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
             self._pause(RETRY_S[min(failures, len(RETRY_S)) - 1])
@@ -217,16 +224,16 @@ class SshProcess:
             RefusedError: the node cannot be started there.
             ConnectionError: the connection broke.
         """
-        told = StopLevel.NONE
+        sent_level = StopLevel.NONE
         beat_at = 0.0
         self._unwritten.clear()
         while True:
             now = time.monotonic()
             if now >= self._give_up_at:
                 raise ConnectionError("it does not answer; its agent ends the node once its ranks make no steps")
-            if connection.answered and self._level > told:
-                told = self._level
-                connection.send(word="stop", level=int(told))
+            if connection.answered and self._level > sent_level:
+                sent_level = self._level
+                connection.send(word="stop", level=int(sent_level))
             if connection.answered and now >= beat_at:
                 beat_at = now + BEAT_S
                 connection.send(word="beat")
@@ -234,7 +241,7 @@ class SshProcess:
                 self._heard_at = time.monotonic()
                 match frame["word"]:
                     case "hello":
-                        self._said_hello(frame)
+                        self._accept_hello(frame)
                     case "refused":
                         raise RefusedError(str(frame["why"]))
                     case "file":
@@ -248,7 +255,7 @@ class SshProcess:
             if connection.ended:
                 return None
 
-    def _said_hello(self, frame: Mapping[str, Any]) -> None:
+    def _accept_hello(self, frame: Mapping[str, Any]) -> None:
         self.identity = IDENTITY.decode(msgspec.json.encode(frame["agent"]))
         if not frame["shared"]:
             write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=str(frame["run_dir"])))
@@ -288,7 +295,7 @@ class SshProcess:
 def session_request(
     node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
 ) -> dict[str, Any]:
-    """Return what a session of the host agent is told first."""
+    """Return what a session of the host agent is sent_level first."""
     sizes = {}
     for folder in (run_dir.events, run_dir.logs, run_dir.digest):
         for path in folder.glob("*"):
@@ -299,7 +306,7 @@ def session_request(
         "node": node.node,
         "ranks": node.ranks,
         "argv": node.argv,
-        "env": {**travelling(os.environ), **node.env},
+        "env": {**forwarded_environment(os.environ), **node.env},
         "workdir": node.workdir or str(Path.cwd()),
         "setup": node.setup,
         "home": os.environ.get(HOME, ""),
@@ -335,9 +342,13 @@ def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
     return False
 
 
-def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of this process that go along to other hosts."""
-    return {name: value for name, value in environ.items() if name.startswith(TRAVELLING) and name not in STAYING}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
+    }
 
 
 def distributed_timeout(node: PlannedNode) -> float:
