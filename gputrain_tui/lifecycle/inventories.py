@@ -1,4 +1,4 @@
-"""Takes the inventories that a plan needs, and plans with them."""
+"""Takes the inventories of the machines of a recipe, and plans with them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ def plan_with_inventories(
     query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> tuple[Plan, LocalFacts]:
-    """Plan a recipe with the machines as they are now.
+    """Plan a recipe on its machines in their current state.
 
-    This machine is read when ranks may use its GPUs. Another one is asked over ssh when its node has ``all``, ``free``,
-    ``ranks`` or a list of GPUs; a count is believed, and so is a list where the host does not answer.
+    The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
+    ``all``, ``free``, ``ranks`` or a list of GPUs. A count of GPUs is accepted unchecked, and so is a list if the host
+    does not answer.
 
     Args:
-        recipe: what was asked for.
-        query: asks hosts for their inventories; over ssh where it is not given.
-        warn: takes a line about a host that was believed because it did not answer.
+        recipe: the recipe.
+        query: returns the inventories of hosts; by default over ssh.
+        warn: receives a line for each host whose list of GPUs was accepted because it did not answer.
 
     Raises:
-        RequestError: the machines cannot do what the recipe asks for, it contradicts itself, or a host whose GPUs must
-            be known does not answer.
+        RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
+            whose inventory is needed does not answer.
     """
     local = local_facts(node.host for node in recipe.cluster.nodes)
     return plan(recipe, inventories_for(recipe, local, query=query, warn=warn), local=local), local
@@ -46,16 +47,16 @@ def inventories_for(
     query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Inventory]:
-    """Return what a plan must know of its machines, by host as the plan names it; arguments as of ``plan_with_inventories``.
+    """Return the inventories that a plan needs, by host as in the plan; arguments as of ``plan_with_inventories``.
 
     Raises:
-        DeviceUnavailableError: a host whose GPUs must be known does not answer.
+        DeviceUnavailableError: a host whose inventory is needed does not answer.
     """
     inventories: dict[str, Inventory] = {}
     if recipe.is_for_slurm:
-        return inventories  # which GPUs a node has is Slurm's to say
+        return inventories  # Slurm assigns the GPUs
     nodes = recipe.cluster.nodes
-    # Asking the driver takes longer than everything else here, so only for ranks that may use it.
+    # NVML takes longer than everything else here: it is read only if ranks may use the GPUs.
     if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):
         from gputrain_tui.hosts.inventory import take_inventory
 
@@ -78,12 +79,16 @@ def inventories_for(
 
 
 def needs_inventory(node: Node) -> bool:
-    """Whether a node's devices depend on what its machine has."""
+    """Whether a node's devices depend on the GPUs of its machine."""
     return node.cpu_ranks is None and not isinstance(node.gpus, int)
 
 
 def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, warn: Callable[[str], None]) -> None:
-    """Accept that a host has no inventory where its node lists its GPUs, else refuse."""
+    """Warn that a node's list of GPUs is unchecked, as its host did not answer.
+
+    Raises:
+        DeviceUnavailableError: the node does not list its GPUs.
+    """
     if isinstance(node.gpus, tuple):
         warn(f"{node.host}: {problem}; its list of GPUs is believed")
         return

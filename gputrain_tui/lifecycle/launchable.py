@@ -1,4 +1,4 @@
-"""Checks whether the nodes of a plan can be launched from here, with the fix where they cannot."""
+"""Checks whether the launcher of a plan accepts its nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gputrain_tui.recipe.model import Recipe
 
 
 def check_launcher(recipe: Recipe, plan: Plan) -> list[CheckResult]:
-    """Return the answer of Slurm where it is to launch; hosts over ssh answer for themselves."""
+    """Return whether Slurm would accept the job; no result for other launchers, which the host checks cover."""
     if plan.launcher != "slurm":
         return []
     from gputrain_tui.lifecycle import slurm_jobs
