@@ -1,4 +1,4 @@
-"""``gputrain eval``: evaluates a checkpoint on a split, as a run of its own that trains nothing."""
+"""``gputrain eval``: evaluates a checkpoint on a split, as a run that does not train."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Evaluate; return the run's exit code.
+    """Evaluate the checkpoint; return the run's exit code.
 
     Raises:
-        RequestError: there is no such run or checkpoint, or nothing says which task it is of.
+        RequestError: there is no such run or checkpoint, or no recipe of its training is known.
     """
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe

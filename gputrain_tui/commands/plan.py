@@ -1,4 +1,4 @@
-"""``gputrain plan``: what every node would run, with nothing started."""
+"""``gputrain plan``: prints the commands of all nodes; starts nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
 
 
 def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
-    """Return why the rendezvous would fail or the run never end; ``gputrain check`` does the other checks."""
+    """Return the problems of rendezvous and stop condition; ``gputrain check`` does the other checks."""
     rendezvous, port = rendezvous_facts(plan, local)
     found = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
     return [problem for problem in (endless_reason(recipe), *(result.line for result in found)) if problem]
@@ -93,5 +93,5 @@ def report(plan: Plan, name: str) -> str:
     return "\n\n".join([f"{head}, started by {plan.launcher}", table(columns, rows), shell_commands(plan)])
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
