@@ -35,7 +35,7 @@ from trainer.host.process_identity import HELD_S
 from trainer.host.processes import is_held
 from trainer.host.stop_request import StopRequest
 
-GIVEN_UP_S = 30.0
+LEASE_END_TIMEOUT_S = 30.0
 """Time for a supervisor to kill all processes of the run after its lease ended, before it is killed."""
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
 NOT_WAITING = "not waiting"
@@ -139,7 +139,7 @@ def follow(
     finally:
         end_lease(supervisor)
         try:
-            supervisor.wait(GIVEN_UP_S)
+            supervisor.wait(LEASE_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             supervisor.kill()
             supervisor.wait()

@@ -25,7 +25,6 @@ from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnections
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
-from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
@@ -188,7 +187,11 @@ def check_planned(
     """
     if problem := endless_reason(recipe):
         raise RequestError(problem)
-    results = check_launcher(recipe, planned.plan)
+    results: list[CheckResult] = []
+    if planned.plan.launcher == "slurm":
+        from gputrain_tui.lifecycle import slurm_jobs
+
+        results.append(slurm_jobs.check(recipe, planned.plan))
     answers = collect_answers(recipe, planned, max_age_s=max_age_s, connections=connections)
     asked = {answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.here}
     found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})

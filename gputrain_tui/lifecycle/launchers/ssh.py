@@ -54,7 +54,7 @@ RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """Pauses before a broken connection is opened again; the last one repeats."""
 FIRST_TRIES = 3
 """Maximum number of connection attempts to a host that has not answered yet."""
-KILLED_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """Time to wait for the end of a killed node on a host that does not answer."""
 
 
@@ -83,7 +83,7 @@ class SshLauncher:
         folder.mkdir(mode=0o700, parents=True)
         (folder / TOKEN).touch(mode=0o600)
         opened = self._opened.pop(node.node, None)
-        return _started(SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened))
+        return SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened)
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
@@ -92,12 +92,7 @@ class SshLauncher:
         folders = attempt_folders(run_dir, node.node)
         if not folders:  # started as a local process, or not at all
             return self._local.adopt(node, run_dir, identity, leased=leased)
-        return _started(SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased))
-
-
-def _started(process: SshProcess) -> SshProcess:
-    process.start()
-    return process
+        return SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased)
 
 
 class SshProcess:
@@ -113,6 +108,16 @@ class SshProcess:
         leased: bool,
         opened: OpenConnection | None = None,
     ) -> None:
+        """Start the thread that connects.
+
+        Args:
+            node: node of the plan.
+            run_dir: run directory of this machine.
+            attempt: name of the attempt's folder.
+            start: whether the host agent starts the node; else it must run already.
+            leased: whether the node ends when this process does.
+            opened: connection of the preflight to start with.
+        """
         self.node = node.node
         self.host = node.host
         self.host_error = ""
@@ -135,9 +140,6 @@ class SshProcess:
         self._unwritten: set[str] = set()
         """Files that could not be written here; skipped until the next connection."""
         self._thread = threading.Thread(target=self._run, name=f"node-{node.node}", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread, which connects."""
         self._thread.start()
 
     def fileno(self) -> int:
@@ -157,7 +159,7 @@ class SshProcess:
 
     def kill(self) -> None:
         """Kill the node; on a host that cannot be reached, its host agent ends the node later."""
-        self._give_up_at = min(self._give_up_at, time.monotonic() + KILLED_S)
+        self._give_up_at = min(self._give_up_at, time.monotonic() + KILL_TIMEOUT_S)
         self.stop(StopLevel.KILL)
 
     def close(self) -> None:
