@@ -132,6 +132,6 @@ def _detached(prepared: start.Prepared, connections: OpenConnections) -> int:
         print(start.submit(prepared).id)
         return ExitCode.FINISHED
     started, supervisor = start.launch(prepared, leased=False, connections=connections)
-    start.await_supervisor(started, supervisor, was=started.status.supervisor)
+    start.await_supervisor(started, supervisor, previous=started.status.supervisor)
     print(started.id)
     return ExitCode.FINISHED

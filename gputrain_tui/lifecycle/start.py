@@ -387,19 +387,19 @@ def adopt(run: Run) -> Run:
     """
     status = read_status(run.dir) or run.status
     supervisor = start_supervisor(run.dir, leased=False, adopting=True)
-    await_supervisor(run, supervisor, was=status.supervisor)
+    await_supervisor(run, supervisor, previous=status.supervisor)
     return open_run(run.dir.path) or run
 
 
 def await_supervisor(
-    run: Run, supervisor: subprocess.Popen[bytes], *, was: ProcessIdentity | None, patience_s: float = 30.0
+    run: Run, supervisor: subprocess.Popen[bytes], *, previous: ProcessIdentity | None, patience_s: float = 30.0
 ) -> None:
     """Wait until a new supervisor is in the status of its run, which other commands take for lost until then.
 
     Args:
         run: the run.
         supervisor: the new supervisor.
-        was: the previous supervisor in the status.
+        previous: the supervisor before, as in the status.
         patience_s: time limit.
 
     Raises:
@@ -408,7 +408,7 @@ def await_supervisor(
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         status = read_status(run.dir)
-        if status is not None and (status.supervisor != was or status.status in ENDED):
+        if status is not None and (status.supervisor != previous or status.status in ENDED):
             return
         try:
             supervisor.wait(0.01)
@@ -416,7 +416,7 @@ def await_supervisor(
             continue
         break
     status = read_status(run.dir)
-    if status is None or (status.supervisor == was and status.status not in ENDED):
+    if status is None or (status.supervisor == previous and status.status not in ENDED):
         raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 

@@ -49,7 +49,7 @@ NOT_FORWARDED = (
 )
 """Variables with these prefixes that concern this machine only."""
 BEAT_S = 1.0
-"""Time between two heartbeats to a host agent, without which it ends its node."""
+"""Time between two heartbeats to a host agent, which ends a node without heartbeats and new events."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """Pauses before a broken connection is opened again; the last one repeats."""
 FIRST_TRIES = 3
