@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings of all tests: signals, terminal, bytecode, examples, and reruns of timing tests."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import pytest
 from cores import lacked_s
 
 HELD_UP_S = 0.05
-"""A test of ``timing`` that had to do without a core for so long may have failed by that alone."""
+"""Seconds of waiting for a core that may alone have made a ``timing`` test fail."""
 LACKED = pytest.StashKey[float]()
-"""The value of ``lacked_s`` when the test began."""
+"""Value of ``lacked_s`` at the start of the test."""
 
-# A pytest in the background of a script or under nohup, as under some CI, inherits an ignored SIGINT or SIGHUP, and so
-# would each process that the tests start: the tests that send one would wait for ends that never come.
+# In the background of a script or under nohup, as in some CI, pytest inherits an ignored SIGINT or SIGHUP, and so would
+# each process that the tests start: a test that sends one would wait until its time-out.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# The console takes its colours from the terminal; its tests take none from that in which they run.
+# The console takes its colours from the terminal; the tests must not depend on the one in which they run.
 os.environ["TERM"] = "xterm-256color"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the number of examples before the tests that have them are read, and compile the packages.
+    """Set the number of hypothesis examples, compile the packages, and keep test processes from writing bytecode.
 
-    No process of a test writes bytecode: under a limit on a file's size, which some tests set, CPython 3.11 leaves half
-    a ``.pyc``, and no later import of that module works. The workers of xdist do, which begin before the variable is
-    set: pytest's own copies of the test files cost seconds in each worker where none are kept.
+    Under a limit on file sizes, which some tests set, CPython 3.11 leaves a truncated ``.pyc``, and every later import
+    of that module fails. xdist workers do write bytecode, because they start before the variable is set: without
+    pytest's cached copies of the test files each worker would need seconds more.
     """
     examples.configure(config)
     is_worker = hasattr(config, "workerinput")
@@ -44,14 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run three tests at a time, most of which wait for processes; what compares speeds or takes the GPU runs alone."""
-    wanted = config.option.markexpr.replace("not benchmark", "").replace("not gpu", "")
-    return 0 if "benchmark" in wanted or "gpu" in wanted else min(3, 1 + (os.cpu_count() or 1))
+    """Return up to three workers, because most tests wait for processes; benchmarks and GPU tests run one by one."""
+    selected = config.option.markexpr.replace("not benchmark", "").replace("not gpu", "")
+    return 0 if "benchmark" in selected or "gpu" in selected else min(3, 1 + (os.cpu_count() or 1))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have a failed test of ``timing`` run again where the machine, and perhaps nothing else, made it fail."""
+    """Mark slow examples, and rerun failed ``timing`` tests that had to wait for a core."""
     for item in items:
         examples.mark_long(item)
         if item.get_closest_marker("timing"):
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note how long cores had been lacking before the test."""
+    """Store the waits for cores before the test."""
     item.stash[LACKED] = lacked_s()
 
 

@@ -27,20 +27,20 @@ from trainer.contract.schema import Option, check, describe, read_flags
 S = TypeVar("S")
 
 SIGPIPE_EXIT_CODE = 141
-"""Exit code of a program whose reader has closed the pipe: 128 + SIGPIPE."""
+"""Exit code after the reader of standard output has closed the pipe: 128 + SIGPIPE."""
 
 
 def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run the command line and return the exit code; a wrong request is one line on standard error."""
     words = list(sys.argv[1:] if words is None else words)
     try:
-        ours, after = _split_at_dashes(words)
+        own, script_words = _split_at_dashes(words)
         require_utf8(words)
-        if "--describe-task" in ours:
-            return _describe_task(ours)
-        if "--help" in ours or "-h" in ours:
-            return _help(ours)
-        return _train(ours, after, environ)
+        if "--describe-task" in own:
+            return _describe_task(own)
+        if "--help" in own or "-h" in own:
+            return _help(own)
+        return _train(own, script_words, environ)
     except MachineNotReadyError as error:
         return _refuse(error, ExitCode.REFUSED)
     except RequestError as error:
@@ -57,25 +57,25 @@ def _refuse(error: Exception, code: ExitCode) -> ExitCode:
 
 
 def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Split the words at ``--``: the trainer's, and the script's or None."""
+    """Split the words at ``--`` into the trainer's and the script's; the latter are None without ``--``."""
     if "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], words[at + 1 :]
 
 
-def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[str, str]) -> int:
+def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     try:
         Path.cwd()
-    except FileNotFoundError:  # without one torch's libraries cannot be loaded, and the ranks would die
+    except FileNotFoundError:  # torch's libraries cannot be loaded without one, and the ranks would die
         raise RequestError("the working directory is gone: change to one that exists") from None
     with _refuse_os_errors():
-        options, left = _read(Distributed, words)
-        script = _script(left, after)
+        options, remaining = _read(Distributed, words)
+        script = _script(remaining, script_words)
         if script is None:
-            _check_training(left)
+            _check_training(remaining)
 
-    # Imported only once the flags are right, so that help and refusals answer at once.
+    # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.environments.dispatch import decide
@@ -92,12 +92,12 @@ def _train(words: Sequence[str], after: Sequence[str] | None, environ: Mapping[s
         refuse_file_rendezvous(decision.init_method)
     if decision.spawn:
         narrate(decision.why, program="trainer")
-    return launch(decision, options, left, devices=devices, environ=environ, script=script)
+    return launch(decision, options, remaining, devices=devices, environ=environ, script=script)
 
 
 @contextmanager
 def _refuse_os_errors() -> Iterator[None]:
-    """Turn an ``OSError`` about a path, such as a name that is too long, into a ``RequestError``."""
+    """Convert an ``OSError`` about a path, such as a name that is too long, into a ``RequestError``."""
     try:
         yield
     except OSError as error:
@@ -107,33 +107,37 @@ def _refuse_os_errors() -> Iterator[None]:
 
 
 def _max_local_ranks(options: Distributed, environ: Mapping[str, str]) -> int:
-    """Return the ranks that the flags ask for on this node: all of them where nothing indicates other nodes."""
+    """Return the number of ranks requested on this node: the world size if nothing indicates other nodes."""
     from trainer.environments import slurm
 
     elsewhere = options.distributed_init_method is not None or "WORLD_SIZE" in environ or slurm.is_task(environ)
     return max(options.distributed_gpus or 0, 0 if elsewhere else options.distributed_world_size or 0)
 
 
-def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
-    """Read ``--script`` and its arguments; None without it. A script replaces the task and all options of training.
+def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script | None:
+    """Read ``--script`` and its arguments; None without it. A script excludes the task and all training options.
+
+    Args:
+        words: the trainer's words, without the distributed options.
+        script_words: words after ``--``; None without ``--``.
 
     Raises:
-        RequestError: the script does not exist, or a flag applies to nothing.
+        RequestError: the script does not exist, or a flag has no effect.
     """
     flags = [option for option in describe(Script) if option.name != "args"]
-    values, left = read_flags(words, flags)
+    values, remaining = read_flags(words, flags)
     if "script" not in values:
         if "instrument" in values:
             raise RequestError("--instrument belongs to --script FILE, which is not given")
-        if after is not None:
+        if script_words is not None:
             raise RequestError("the words after -- are the arguments of a script: name it with --script")
         return None
     path = Path(values["script"])
     if path.is_dir() or not path.exists():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise RequestError(f"--script {path} {what}: name a Python file")
-    _, unknown = read_flags(left, describe(Training))
-    task_flags = [word for word in left if word not in unknown]
+        reason = "is a folder" if path.is_dir() else "does not exist"
+        raise RequestError(f"--script {path} {reason}: name a Python file")
+    _, unknown = read_flags(remaining, describe(Training))
+    task_flags = [word for word in remaining if word not in unknown]
     if task_flags:
         flag = task_flags[0].partition("=")[0]
         if flag == "--task":
@@ -143,11 +147,11 @@ def _script(words: Sequence[str], after: Sequence[str] | None) -> Script | None:
         names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"
         raise RequestError(f"{quoted(unknown[0])} is no option of the trainer{hint}")
-    return check(Script, values | {"script": str(path), "args": list(after or ())}, where=_flag_names(flags))
+    return check(Script, values | {"script": str(path), "args": list(script_words or ())}, where=_flag_names(flags))
 
 
 def _check_training(words: Sequence[str]) -> None:
-    """Check the options before anything starts; the ranks check those of a user's own task, which they import.
+    """Check the options before any process starts; the ranks, which import a user's own task, check its options.
 
     Raises:
         RequestError: an option is wrong, or data of a built-in task is missing.
@@ -155,15 +159,14 @@ def _check_training(words: Sequence[str]) -> None:
     from trainer.contract.builtin_tasks import check_data, options_schema
     from trainer.contract.seed_flags import settle
 
-    training, left = _read(Training, words)
+    training, remaining = _read(Training, words)
     schema = options_schema(training.task)
     if schema is None:
-        stray = [word for word in left[:1] if not word.startswith("--")]
-        if stray:
-            raise RequestError(f"{quoted(stray[0])} belongs to no option")
+        if remaining and not remaining[0].startswith("--"):
+            raise RequestError(f"{quoted(remaining[0])} belongs to no option")
         return
-    values, unknown = read_flags(left, describe(schema))
-    unknown, _ = settle(unknown)  # rank 0 says which have no effect, also where the ranks are of several nodes
+    values, unknown = read_flags(remaining, describe(schema))
+    unknown, _ = settle(unknown)  # rank 0 reports flags without effect, once for all nodes
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
     check_data(check(schema, values, where=_flag_names(describe(schema))))
@@ -172,8 +175,8 @@ def _check_training(words: Sequence[str]) -> None:
 def _read(schema: type[S], words: Sequence[str]) -> tuple[S, list[str]]:
     """Read the flags of a schema; return its object and the remaining words."""
     known = describe(schema)
-    values, left = read_flags(words, known)
-    return check(schema, values, where=_flag_names(known)), left
+    values, remaining = read_flags(words, known)
+    return check(schema, values, where=_flag_names(known)), remaining
 
 
 def _flag_names(options: Sequence[Option]) -> Any:
@@ -211,7 +214,7 @@ def _describe_task(words: Sequence[str]) -> int:
 
 
 def _print(text: str) -> int:
-    """Print a text whose reader may close the pipe early, as ``head`` does."""
+    """Print a text and return the exit code; the reader may close the pipe early, as ``head`` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

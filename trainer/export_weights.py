@@ -1,7 +1,7 @@
 """``python -m trainer.export_weights CHECKPOINT OUTPUT``: write a checkpoint's weights as a safetensors file.
 
-For the console, which does not import torch; prints as JSON what it wrote. What takes long to import is imported only
-once the request is known to be right.
+The console, which does not import torch, runs it and reads the JSON report on standard output. Torch is imported only
+after the request is checked, so that refusals come at once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from trainer.contract.output_file import require_place
 if TYPE_CHECKING:
     from torch import Tensor
 
-MISSING = "safetensors is not installed: pip install 'safetensors>=0.8'"
+NOT_INSTALLED = "safetensors is not installed: pip install 'safetensors>=0.8'"
 
 
 class Exported(msgspec.Struct, kw_only=True):
-    """What was written."""
+    """Report of an export."""
 
     checkpoint: str
-    """The file that was read."""
+    """Checkpoint file that was read."""
     step: int
     """Optimizer steps of the weights."""
     tensors: int
+    """Number of tensors written."""
     bytes: int
-    """Size of the file."""
+    """Size of the file written."""
     left_out: list[str] = []
-    """Entries of the model's state that are no dense tensors, which the format does not have."""
+    """Entries of the model's state that are not dense tensors, which the format does not support."""
     passed_over: list[str] = []
-    """A line for each newer checkpoint that cannot be used."""
+    """One line for each newer checkpoint that cannot be used."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code; what is wrong is one line on standard error."""
+    """Run the command line and return the exit code; an error is one line on standard error."""
     parser = ArgumentParser(prog="python -m trainer.export_weights", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a file, or a folder whose newest good one is taken")
     parser.add_argument("output", type=Path)
@@ -51,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         require_place(output, force=args.force)
         if not _has_safetensors():
-            narrate(MISSING, program="trainer")
+            narrate(NOT_INSTALLED, program="trainer")
             return ExitCode.REFUSED
         exported = _export(args.checkpoint, output)
     except RequestError as error:
@@ -67,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _has_safetensors() -> bool:
-    """Whether the package is there, in a version that takes tensors by their address."""
+    """Return whether safetensors is installed, in a version that takes tensors by their address."""
     try:
         return hasattr(import_module("safetensors"), "TensorSpec")
     except ImportError:

@@ -1,6 +1,6 @@
 """``python -m trainer.warm_agent``: load torch ahead, then wait for a run on standard input and become its node agent.
 
-Started by a supervisor of the warm pool. The end of standard input means that no run comes.
+The supervisor of the warm pool starts it. At the end of standard input it exits without a run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _run_request(request: WarmRequest) -> int:
-    """Run the node agent of the request, with its environment and log."""
+    """Run the node agent of a request, with the request's environment and log."""
     os.environ.clear()
     os.environ.update(request.environment)
     show_run_in_proc()
@@ -64,17 +64,17 @@ def _run_request(request: WarmRequest) -> int:
 
 @contextmanager
 def _end_with_parent() -> Iterator[None]:
-    """End this process when its parent ends, and the fork server with it."""
+    """End this process, and its fork server, if its parent ends within the block."""
     before = signal.signal(signal.SIGTERM, _exit_on_signal)
     process_guard.signal_on_parent_death(signal.SIGTERM)
-    request_came = False
+    completed = False
     try:
         yield
-        request_came = True
+        completed = True
     finally:
         process_guard.signal_on_parent_death(0)
         signal.signal(signal.SIGTERM, before)
-        if not request_came:
+        if not completed:
             forkserver.stop()
 
 
@@ -83,7 +83,7 @@ def _exit_on_signal(number: int, _: FrameType | None) -> None:
 
 
 def _wait_for_preload(context: BaseContext) -> None:
-    """Fork an empty process: it ends once the server has loaded everything."""
+    """Wait until the fork server has loaded its modules, by forking a process that exits at once."""
     process = context.Process(target=_exit_at_once)  # type: ignore[attr-defined]
     process.start()
     process.join()
@@ -94,7 +94,7 @@ def _exit_at_once() -> None:
 
 
 def _read_line() -> bytes:
-    """Read one line, no more: what follows on standard input belongs to the run."""
+    """Read one line and nothing after it: the rest of standard input belongs to the run."""
     line = b""
     while not line.endswith(b"\n"):
         part = os.read(0, 1 << 16)

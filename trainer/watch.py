@@ -5,7 +5,8 @@
         for batch in watched.batches(loader): ...      # instead of: for batch in loader
 
 A step ends with the optimizer's step, hooks of the model mark the forward pass, and the time between the two is the
-backward pass. Without a run directory in the environment no hook is registered and ``batches`` returns the loader.
+backward pass. Without a run directory in the environment no hook is registered and ``batches`` returns the loader
+unchanged.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ def watch(
     """Record the training of ``model`` until the ``with`` block ends.
 
     Works under torchrun, under ``mp.spawn`` and in one process. Call it after the process group is initialised, the
-    model is wrapped and any comm hook of the script's own is registered. What gputrain measures of a script by itself
-    ends with this call, so no step counts twice.
+    model is wrapped and any comm hook of the script is registered. The automatic measurement of scripts ends with this
+    call, so that no step counts twice.
 
     Args:
         model: The model whose forward is called: wrapped in DistributedDataParallel, or alone.
         optimizer: The optimizer whose step ends a training step.
-        detail_every: Measure each gradient bucket and the local gradient norm every so many steps, by a comm hook;
-            0 installs no hook, and then a GPU's synchronisation is not measured.
-        checksum_every: Record a checksum of the parameters every so many steps, for readers to compare; 0: never.
+        detail_every: Steps between two measurements of each gradient bucket and the local gradient norm, by a comm
+            hook; 0 installs no hook, and then a GPU's synchronisation is not measured.
+        checksum_every: Steps between two checksums of the parameters, which readers of the record compare; 0: none.
             No collective is added to the script. Without DDP over all ranks none is recorded.
-        first_step: Steps done before this start, when the script resumes.
+        first_step: Steps done before the script was resumed.
         environ: Environment with ``GPUTRAIN_RUN_DIR``, and ``RANK`` and ``LOCAL_RANK`` without a process group.
     """
     run_dir = environ.get(RUN_DIR)
@@ -117,7 +118,7 @@ class Watched:
         )
         self._handles: list[Any] = []
         self._records_states = not launched
-        """Whether to record the rank's states and its failure, which a node agent would otherwise."""
+        """Whether to record the rank's states and its failure; if launched by a node agent, the agent does."""
 
     @property
     def step(self) -> int:
@@ -174,7 +175,7 @@ class Watched:
 
     def _before_forward(self, model: nn.Module, arguments: Any, named: Any) -> None:
         if not (model.training and torch.is_grad_enabled()):
-            self._tracker.evaluate()
+            self._tracker.mark_evaluation()
             return
         self._tracker.mark()
         batch = first_tensor([arguments, named])
@@ -225,4 +226,4 @@ class _TimedLoader(Iterable[Batch]):
             tracker.mark()
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # like the loader's: a TypeError where it has none
+        return len(self._loader)  # type: ignore[arg-type]  # raises TypeError like the loader

@@ -193,7 +193,9 @@ def check_planned(
 
         results.append(slurm_jobs.check(recipe, planned.plan))
     answers = collect_answers(recipe, planned, max_age_s=max_age_s, connections=connections)
-    asked = {answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.here}
+    asked = {
+        answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
+    }
     found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
     results += run_checks(recipe, planned.plan, found, local=planned.local)
     if answers:

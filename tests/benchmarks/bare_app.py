@@ -1,4 +1,4 @@
-"""The yardstick of the console: a Textual app with one line, which ``down`` changes and a clock changes each second."""
+"""Baseline of the console benchmarks: a Textual app of one line, changed by ``down`` and each second by a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop written by hand with torch alone: the measure of our loop's speed."""
+"""Training loop written with torch alone: the baseline of the training loop's speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 def endless(
     dataset: Any, collate: Callable[[list[Any]], Any], epoch: Callable[[int], list[list[int]]]
 ) -> Iterator[Any]:
-    """Yield batches epoch after epoch; ``epoch`` gives the indices of each batch of an epoch, from 1."""
+    """Yield batches of consecutive epochs; ``epoch`` returns the indices of each batch of an epoch, from 1."""
     number = 1
     while True:
         yield from DataLoader(dataset, batch_sampler=epoch(number), collate_fn=collate)
@@ -23,7 +23,7 @@ def endless(
 
 
 class BareLoop:
-    """A plain DDP loop without record, checks or output."""
+    """Plain DDP loop without record, checks or output."""
 
     def __init__(
         self,

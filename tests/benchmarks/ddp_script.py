@@ -1,4 +1,4 @@
-"""What a user would write for torchrun: the smallest honest DDP training of a byte-level language model."""
+"""Minimal DDP training of a byte-level language model, as a user would write it for torchrun."""
 
 import argparse
 import time

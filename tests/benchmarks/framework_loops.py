@@ -1,7 +1,7 @@
-"""The training loop that a user of DDP, accelerate or Lightning would write for one of our tasks; torchrun starts it.
+"""Training loops for a built-in task as a user of DDP, accelerate or Lightning would write them; torchrun starts it.
 
-Model, data, order of the batches, threads and optimizer settings are those of our own run; what a framework does by
-default stays. Rank 0 prints the samples per second of all ranks after a warm-up.
+Model, data, order of the batches, threads and optimizer settings are those of gputrain's run; all other settings are
+the framework's defaults. Rank 0 prints the samples per second of all ranks after a warm-up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adadelta": 
 
 
 class EndlessBatches:
-    """Endless batches of one rank, in the order of our loop."""
+    """Endless batches of one rank, in the order of gputrain's loop."""
 
     def __init__(self, task: Task, batch_size: int, rank: int, world_size: int) -> None:
         self.dataset, self.collate = task.datasets()["train"], task.collate
@@ -55,7 +55,7 @@ class EndlessBatches:
 
 
 class Stopwatch:
-    """Counts steps and measures their time after the warm-up."""
+    """Counter of steps that measures their time after the warm-up."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.warm_up, self.steps, self.done, self.since = warm_up, steps, 0, 0.0

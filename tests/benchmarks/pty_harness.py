@@ -1,4 +1,4 @@
-"""Runs a command in a pseudo-terminal and measures it from outside: what a person and the machine notice of it."""
+"""Run a command in a pseudo-terminal and measure it from outside: output, latency, CPU time and memory."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from pathlib import Path
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[PX^_\]].*?(?:\x1b\\|\x07)|\x1b[@-Z\\-_=>78]", re.DOTALL)
-"""Escape sequences: what is not text."""
+"""Escape sequences, which are removed from the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a process used over a time."""
+    """Resources that a process used during an interval."""
 
     cpu_percent: float
-    """Of one core."""
+    """CPU time in percent of one core."""
     bytes_per_s: float
-    """Written to the terminal."""
+    """Output to the terminal."""
     rss_bytes: int
-    """At the end."""
+    """Resident memory at the end of the interval."""
     read_bytes: int
-    """Read from files."""
+    """Bytes read from files."""
 
 
 class Terminal:
-    """A command in a pseudo-terminal of its own; a thread takes what it writes at once, as a terminal does."""
+    """Command in a pseudo-terminal; a thread reads its output at once, as a terminal does."""
 
     def __init__(
         self, argv: Sequence[str | Path], *, env: Mapping[str, str], columns: int = 190, rows: int = 52
@@ -68,46 +68,46 @@ class Terminal:
 
     @property
     def written(self) -> int:
-        """Bytes that came out so far."""
+        """Number of bytes written so far."""
         with self._lock:
             return len(self._raw)
 
     def text(self, since: int = 0) -> str:
-        """Return what came out since a position, without escape sequences."""
+        """Return the output after a position, without escape sequences."""
         with self._lock:
             raw = bytes(self._raw[since:])
         return CONTROL.sub(b"", raw).decode("utf-8", "replace")
 
     def wait_for(self, needle: str | re.Pattern[str], *, since: int = 0, timeout_s: float = 20.0) -> float:
-        """Wait until a text came out after a position; return when, in ``perf_counter``'s seconds."""
+        """Wait for a text in the output after a position; return the time, in ``perf_counter``'s seconds."""
         pattern = re.compile(re.escape(needle)) if isinstance(needle, str) else needle
         deadline = time.perf_counter() + timeout_s
-        looked = -1
+        searched = -1
         while True:
             with self._lock:
-                while len(self._raw) == looked:
+                while len(self._raw) == searched:
                     if not self._grown.wait(max(0.0, deadline - time.perf_counter())):
                         break
-                looked = len(self._raw)
+                searched = len(self._raw)
                 now = time.perf_counter()
             if pattern.search(self.text(since)):
                 return now
-            if now >= deadline or (self.process.poll() is not None and self.written == looked):
+            if now >= deadline or (self.process.poll() is not None and self.written == searched):
                 raise AssertionError(f"{pattern.pattern!r} did not come: {self.text(since)[-2000:]!r}")
 
     def send(self, keys: str) -> float:
-        """Press keys; return when, in ``perf_counter``'s seconds."""
+        """Send keys; return the time, in ``perf_counter``'s seconds."""
         now = time.perf_counter()
         os.write(self._master, keys.encode())
         return now
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the terminal's size, as dragging its corner does."""
+        """Change the size of the terminal."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         os.killpg(self.process.pid, signal.SIGWINCH)
 
     def usage(self, seconds: float) -> Usage:
-        """Measure for so many seconds."""
+        """Measure the process for a number of seconds."""
         cpu, read, written, begin = self._cpu_s(), self._read_bytes(), self.written, time.perf_counter()
         time.sleep(seconds)
         took = time.perf_counter() - begin
@@ -119,23 +119,23 @@ class Terminal:
         )
 
     def rss_bytes(self) -> int:
-        """Return the memory that the process holds."""
+        """Return the resident memory of the process."""
         return int((self._proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def modules(self, *names: str) -> list[str]:
-        """Return which of the named libraries the process has mapped."""
+        """Return those of the named libraries that the process has mapped."""
         maps = (self._proc / "maps").read_text()
         return [name for name in names if f"/{name}/" in maps]
 
     def leave(self, key: str = "q", timeout_s: float = 10.0) -> int:
-        """Press the key that ends it; return the exit code."""
+        """Press the key that ends the command; return the exit code."""
         self.send(key)
         return self.process.wait(timeout_s)
 
     def waited_ms(self) -> float:
-        """Return how long those that pass a key and its answer on were ready to run and had no core, ever.
+        """Return the total time for which the threads between a key and its answer were runnable without a core.
 
-        These are this thread, the process's main thread, and the thread that takes what the process writes.
+        These are this thread, the process's main thread, and the thread that reads the output.
         """
         tasks = (
             f"{os.getpid()}/task/{threading.get_native_id()}",
@@ -149,7 +149,7 @@ class Terminal:
         return Path(f"/proc/{self.process.pid}")
 
     def _cpu_s(self) -> float:
-        """Return the processor time of all threads of the process, user and system."""
+        """Return the CPU time of all threads of the process, user and system."""
         fields = (self._proc / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) * TICK_S
 
@@ -171,11 +171,11 @@ class Terminal:
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """How long the answer to a key took."""
+    """Time from a key to its answer."""
 
     ms: float
     waited_ms: float
-    """What of it was waiting for a core, as on a busy machine only."""
+    """Part of the time in which a thread waited for a core, as happens on a busy machine."""
 
     @property
     def own_ms(self) -> float:
@@ -183,12 +183,12 @@ class Latency:
 
 
 def latencies(terminal: Terminal, presses: Sequence[tuple[str, str]], *, pause: Callable[[], float]) -> list[Latency]:
-    """Press keys one after the other; return how long each one's answer took.
+    """Press keys one after the other; return the latency of each.
 
     Args:
-        terminal: where the keys go.
-        presses: what to press, and a pattern that comes out only because of it.
-        pause: seconds to wait before each key, so that they fall anywhere between two paints.
+        terminal: terminal of the command.
+        presses: keys, and a pattern that is written only in answer to them.
+        pause: returns the seconds to wait before each key, so that keys come at any time between two paints.
     """
     found = []
     for keys, answer in presses:

@@ -1,6 +1,6 @@
-"""A DDP script that trains on request: each line of its input, "BATCH STEPS", is one request.
+"""DDP script that trains on request: each line of its input, "BATCH STEPS", is one request.
 
-It knows nothing of what starts it. Its ranks read and answer at named pipes in the folder that is its argument.
+It does not depend on its launcher. Its ranks read and answer through named pipes in the folder given as argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH = 128
 
 
 class RepeatedBatch(Dataset):  # type: ignore[type-arg]
-    """The same batch, again and again."""
+    """Dataset that repeats one batch."""
 
     def __init__(self, batch: int, steps: int) -> None:
         self.batch = torch.randn(batch, WIDTH)

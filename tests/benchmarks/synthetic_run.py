@@ -1,6 +1,6 @@
-"""Runs that never ran, at any size and rate: real run directories, written at once or live by a process of its own.
+"""Synthetic runs of any size and rate: run directories written at once, or live by a separate process.
 
-``python synthetic_run.py live FOLDER --ranks 1024 --rate 10`` prints the run's directory and writes until it is ended.
+``python synthetic_run.py live FOLDER --ranks 1024 --rate 10`` prints the run's directory and writes until it is killed.
 ``python synthetic_run.py whole FOLDER --ranks 64 --steps 100000`` writes a finished run.
 """
 
@@ -36,14 +36,14 @@ from trainer.contract.record import (
 from trainer.contract.record.downsampled import Downsampler
 
 NOISE = 4096
-"""Random numbers that are drawn once and used again: drawing takes longer than writing."""
+"""Number of random numbers, drawn once and reused: drawing takes longer than writing."""
 BLOCK = 500
-"""Steps of a rank that are written together."""
+"""Steps of a rank per write."""
 PER_NODE = 8
 
 
 class SyntheticRun:
-    """A run directory with ranks that have joined; steps are added by ``step``."""
+    """Run directory with ranks that have joined; ``step`` returns further steps."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class SyntheticRun:
         now: Callable[[], float] = time.time,
         seed: int = 1,
     ) -> None:
-        """Make the directory.
+        """Create the directory.
 
         Args:
             root: folder of the runs.
-            ranks: on nodes of eight.
-            rate: steps of every rank per second.
+            ranks: number of ranks, on nodes of eight.
+            rate: steps per second of every rank.
             total: steps after which the run would end; 0: never.
-            straggler: a rank that the others wait for.
-            began: when it started, Unix seconds; by default now.
-            now: Unix seconds.
-            seed: of the noise.
+            straggler: rank for which the others wait.
+            began: start of the run, Unix seconds; default: now.
+            now: clock, in Unix seconds.
+            seed: seed of the noise.
         """
         self.ranks = ranks
         self.began = now() if began is None else began
@@ -97,7 +97,7 @@ class SyntheticRun:
         return [f"node{index:03}" for index in range(math.ceil(self.ranks / PER_NODE))]
 
     def step(self, rank: int, number: int, when: float) -> bytes:
-        """Return one step of a rank as a line; ``number`` counts from 1."""
+        """Return a step of a rank as a line; ``number`` counts from 1, ``when`` is in Unix seconds."""
         noise = self._noise
         place = (number * 61 + rank * 977) % (NOISE - 4)
         loss = 1.5 + 9 * math.exp(-number / 4000) + 0.1 * noise[place]
@@ -130,7 +130,7 @@ class SyntheticRun:
         )  # fmt: skip
 
     def write_whole(self, steps: int) -> None:
-        """Write so many steps of all ranks, and the end."""
+        """Write steps of all ranks, and the end of the run."""
         for rank in range(self.ranks):
             self._write_rank(rank, steps)
         end = self.began + 4 + steps * self._interval
@@ -143,7 +143,7 @@ class SyntheticRun:
         write_status(self.dir, status)
 
     def _write_rank(self, rank: int, steps: int) -> None:
-        """Write a rank's steps, and their digest as the rank's own writer does."""
+        """Write a rank's steps, and their digest as the trainer's writer does."""
         path = self.dir.rank_events(rank)
         digest = Downsampler(self.dir.digest, path.stem, path.stat().st_size)
         with path.open("ab", buffering=0) as file:
@@ -211,7 +211,7 @@ class SyntheticRun:
 
 
 def whole(root: Path, *, ranks: int, steps: int, rate: float = 10.0, straggler: int | None = None) -> Run:
-    """Write a finished run of many steps; it began so long ago that it ends about now."""
+    """Write a finished run that ends about now."""
     synthetic = SyntheticRun(
         root, ranks=ranks, rate=rate, total=steps, straggler=straggler, began=time.time() - steps / rate - 10
     )
@@ -222,7 +222,7 @@ def whole(root: Path, *, ranks: int, steps: int, rate: float = 10.0, straggler: 
 
 
 def live(root: Path, *, ranks: int, rate: float, batch_s: float = 0.1) -> None:
-    """Print the directory of a running run, and write it until this process is ended."""
+    """Print the directory of a running run, and append steps until this process is killed."""
     synthetic = SyntheticRun(root, ranks=ranks, rate=rate, straggler=ranks // 3)
     files = [synthetic.dir.rank_events(rank).open("ab", buffering=0) for rank in range(ranks)]
     nodes = [synthetic.dir.node_events(node).open("ab", buffering=0) for node in range(len(synthetic.hosts))]

@@ -1,4 +1,4 @@
-"""`gputrain attach` on a long run: its whole history in little more time than a short one's."""
+"""Time of `gputrain attach` to show the whole history of a long run, compared with a short run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STEPS = 100_000
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Three gigabytes, which do not stay."""
+    """Run of three gigabytes, deleted afterwards."""
     folder = tmp_path_factory.mktemp("attach")
     yield synthetic_run.whole(folder / "runs", ranks=RANKS, steps=STEPS)
     shutil.rmtree(folder)
 
 
 def time_to_last_step_s(run: Run, steps: int) -> float:
-    """Return how long it takes until the last step stands in the header and under the chart of the whole run."""
+    """Return the seconds until the last step is shown in the header and under the chart of the whole run."""
     env = {**os.environ, "GPUTRAIN_HOME": str(run.dir.path.parent.parent)}
     with Terminal([GPUTRAIN, "attach", run.id], env=env, columns=190, rows=52) as terminal:
         both = re.compile(rf"{steps:,}.*step {steps:,}".replace(",", ",?", 1), re.DOTALL)

@@ -1,4 +1,4 @@
-"""A console that watches a run for a week holds no more than after a day."""
+"""Memory of a console that follows a run for a week, compared with the first day."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ pytestmark = pytest.mark.benchmark
 
 RANKS = 8
 DAY = 24 * 3600
-"""Steps of a day, at one a second."""
+"""Steps of a day, at one per second."""
 PORTION = 600
+"""Steps per poll."""
 
 
 class Week:
-    """The events of a week, a portion with each poll."""
+    """Source of the events of a week, some with each poll."""
 
     backlog_bytes = 0
 
@@ -40,7 +41,7 @@ class Week:
         return list(decode_events(b"".join(lines)))
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
 
 def rss_mib() -> float:

@@ -1,7 +1,7 @@
-"""What the console costs, measured from outside in a pseudo-terminal: start, paint, keys, and rest.
+"""Speed of the console, measured from outside in a pseudo-terminal: start, paint, keys, and CPU time at rest.
 
-Each figure is compared with a yardstick of the same run: importing torch, decoding the same bytes, or a Textual app of
-one line (``bare_app.py``). The load average stands beside it, and a key's wait for a core is printed apart.
+Each figure is compared with a baseline of the same run: importing torch, decoding the same bytes, or a Textual app of
+one line (``bare_app.py``). The load average is printed with it, and the waits of a key for a core separately.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ GENERATOR = Path(__file__).with_name("synthetic_run.py")
 BARE_APP = [sys.executable, Path(__file__).with_name("bare_app.py")]
 DOWN = "\x1b[B"
 CURSOR = r"▸ +{} +node"
-"""How the line of a rank begins while the cursor is on it."""
+"""Start of a rank's line while the cursor is on it."""
 MOST_OF_DECODING = 25.0
-"""Processor time of the console over that of decoding what it reads: 15 on a busy machine."""
+"""Maximum CPU time of the console over that of decoding the bytes that it reads: measured 15 on a busy machine."""
 MOST_OF_BARE_KEY = 10.0
-"""Key to paint of a full screen of 1,024 ranks over that of the app of one line."""
+"""Maximum latency of a key on a full screen of 1,024 ranks over that of the one-line app."""
 MOST_OF_BARE_REST = 4.0
-"""Processor time at rest over that of the app of one line: 2.5 on a busy machine, whose clock counts hundredths."""
+"""Maximum CPU time at rest over that of the one-line app: measured 2.5 on a busy machine, with ticks of 10 ms."""
 SHOWN = "Quit"
-"""Text of the last line of every screen: the frame is complete."""
+"""Text in the last line of every screen: once it is there, the frame is complete."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 @contextmanager
 def live_run(env: dict[str, str], ranks: int, rate: float) -> Iterator[Path]:
-    """A run that a process of its own writes until the block ends."""
+    """Start a process that writes a run until the block ends; yield the run directory."""
     words = [sys.executable, GENERATOR, "live", f"{env['GPUTRAIN_HOME']}/runs", "--ranks", str(ranks)]
     writer = subprocess.Popen([*words, "--rate", str(rate)], stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -59,8 +59,8 @@ def live_run(env: dict[str, str], ranks: int, rate: float) -> Iterator[Path]:
         writer.wait()
 
 
-def report(what: str) -> None:
-    print(f"\n{what}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", end=" ")
+def report(figures: str) -> None:
+    print(f"\n{figures}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", end=" ")
 
 
 def usage_text(usage: Usage) -> str:
@@ -71,7 +71,7 @@ def usage_text(usage: Usage) -> str:
 
 
 def test_the_first_frame_comes_in_a_quarter_of_the_time_of_importing_torch(env: dict[str, str]) -> None:
-    ours, ratios = [], []
+    first_frames, ratios = [], []
     for _ in range(8):
         begin = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch"], check=True, env=env, capture_output=True)
@@ -80,16 +80,16 @@ def test_the_first_frame_comes_in_a_quarter_of_the_time_of_importing_torch(env: 
             first_s = terminal.wait_for(SHOWN) - terminal.started
             assert terminal.modules("torch", "numpy") == []
             assert terminal.leave() == 0
-        ours.append(first_s)
+        first_frames.append(first_s)
         ratios.append(first_s / torch_s)
     # The first pair fills the page cache.
-    first_s, ratio = statistics.median(ours[1:]), statistics.median(ratios[1:])
-    report(f"first frame {first_s:.2f} s (best {min(ours):.2f}), {ratio:.2f} of importing torch")
+    first_s, ratio = statistics.median(first_frames[1:]), statistics.median(ratios[1:])
+    report(f"first frame {first_s:.2f} s (best {min(first_frames):.2f}), {ratio:.2f} of importing torch")
     assert ratio <= 0.25
 
 
 def decode_s_per_byte(run: Path) -> float:
-    """Return the processor time that decoding a byte of a run's record takes."""
+    """Return the CPU time of decoding a run's record, in seconds per byte."""
     data = b"".join(file.read_bytes() for file in sorted((run / "events").iterdir())[:200])
     begin = time.process_time()
     assert list(decode_events(data))
@@ -97,7 +97,7 @@ def decode_s_per_byte(run: Path) -> float:
 
 
 def bare_latencies(env: dict[str, str]) -> tuple[float, float]:
-    """Return how long the one-line app takes from a key to its answer, ms: median and 95th percentile."""
+    """Return the latency of keys in the one-line app, ms: median and 95th percentile."""
     chance = random.Random(2)
     with Terminal(BARE_APP, env=env, columns=190, rows=52) as terminal:
         terminal.wait_for(SHOWN)
@@ -118,7 +118,7 @@ def test_1024_ranks_at_10_events_a_second_cost_a_fixed_multiple_of_decoding_them
         usage = terminal.usage(seconds)
         decoding = usage.cpu_percent / 100 * seconds / (decode_s_per_byte(path) * usage.read_bytes)
         report(f"{usage_text(usage)}; {decoding:.1f} times decoding the same bytes")
-        assert usage.read_bytes > seconds * 9 * 1024 * 300, "it read what was written meanwhile"
+        assert usage.read_bytes > seconds * 9 * 1024 * 300, "it read the events written meanwhile"
         terminal.send(DOWN)
         terminal.wait_for(re.compile(CURSOR.format(0)))
         chance = random.Random(1)

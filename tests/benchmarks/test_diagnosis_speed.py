@@ -1,4 +1,4 @@
-"""What a look of the diagnosis costs per rank: with many ranks it must not cost more than with few."""
+"""CPU time of a diagnosis update per rank, which must not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.contract.record import Step, decode_events, encode_event
 pytestmark = pytest.mark.benchmark
 
 MOST_OF_DECODING = 100.0
-"""A look at 1,024 ranks over decoding one event of each of them from the record: 43 times was measured."""
+"""Maximum time of an update with 1,024 ranks over that of decoding one event of each: measured 43."""
 
 
 def diagnose_and_decode_ms(ranks: int) -> tuple[float, float]:
-    """Return what a look costs after each step of a run with a slow rank, and decoding that step's events.
+    """Return the CPU time of a diagnosis update after each step of a run with a slow rank, and of decoding the events.
 
-    Both are medians, ms of processor time.
+    Both are medians, in ms per step.
     """
     state, diagnosis, costs = RunState(world_size=ranks, history=HISTORY), Diagnosis(), []
     for number in range(1, 140):

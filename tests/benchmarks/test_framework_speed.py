@@ -1,7 +1,7 @@
-"""Samples per second of our runs, recorded as always, beside the loops that users of other frameworks write.
+"""Samples per second of recorded gputrain runs, compared with loops that users of other frameworks write.
 
-Each is started as its users start it, on two ranks of one thread each; they take turns, several rounds in one sitting,
-and the ratios are those of a round.
+Each is started with its usual command, on two ranks of one thread each; they alternate for several rounds, and a ratio
+is taken within a round.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def ours(request: dict[str, Any], folder: Path) -> float:
+def gputrain_rate(request: dict[str, Any], folder: Path) -> float:
     settings = request["optimizer"]["settings"]
     words = ["--cpu", "--distributed-gpus", "2", "--threads", "1", "--run-dir", str(folder)]
     flags = {
@@ -81,7 +81,7 @@ def ours(request: dict[str, Any], folder: Path) -> float:
     return (last.step - first.step) * request["batch_size"] * 2 / (last.time - first.time)
 
 
-def theirs(loop: str, request: dict[str, Any]) -> float:
+def framework_rate(loop: str, request: dict[str, Any]) -> float:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = Path(__file__).with_name("framework_loops.py")
     done = subprocess.run(
@@ -98,9 +98,9 @@ def test_we_are_ahead_of_each(tmp_path: Path, task: str) -> None:
     loops = ["ddp", *(name for name in ("accelerate", "lightning") if find_spec(name))]
     rates: dict[str, list[float]] = {name: [] for name in ("ours", *loops)}
     for number in range(ROUNDS):
-        rates["ours"].append(ours(request, tmp_path / str(number)))
+        rates["ours"].append(gputrain_rate(request, tmp_path / str(number)))
         for name in loops:
-            rates[name].append(theirs(name, request))
+            rates[name].append(framework_rate(name, request))
     print("\n" + ", ".join(f"{task} {name}: {statistics.median(found):.0f} samples/s" for name, found in rates.items()))
     for name in loops:
         ratio = statistics.median(a / b for a, b in zip(rates["ours"], rates[name], strict=True))

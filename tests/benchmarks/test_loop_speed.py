@@ -1,8 +1,8 @@
-"""Steps per second of our loop, recording as in real use, against a bare DDP loop by hand.
+"""Steps per second of the training loop, with recording, compared with a bare DDP loop.
 
-Both train in the same two processes and take turns: our loop runs for a block of steps; within its next call of the
-task's loss the bare loop runs as many steps on the same batches. A machine that gets slower meanwhile slows both, and
-our loop is the real one from its first step to its last.
+Both train in the same two processes and alternate: the training loop runs a block of steps, and within its next call of
+the task's loss the bare loop runs as many steps on the same batches. A machine that becomes slower slows both, and the
+training loop is the real one from its first step to its last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from trainer.tasks.task import Task
 
 pytestmark = pytest.mark.benchmark
 
-LEAST = 0.97
+MIN_RATIO = 0.97
+"""Minimum speed of the training loop over that of the bare loop."""
 WARM_UP = 20
 """Steps of each loop before the first measured block."""
 SST2 = Path(__file__).parents[3] / "shared/data/sst2/train.tsv"
@@ -48,11 +49,11 @@ def gang() -> Iterator[Gang]:
 
 @dataclass
 class Times:
-    """Seconds per step of the blocks, in the order in which they were run."""
+    """Seconds per step of the blocks, in order."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
-    """Of the whole process: the threads of gloo and of the record too."""
+    """CPU time of the whole process, including the threads of gloo and of the record."""
 
     def add(self, since: tuple[float, float], steps: int) -> None:
         wall, cpu = now()
@@ -65,7 +66,7 @@ def now() -> tuple[float, float]:
 
 
 class Turns:
-    """Lets the bare loop run while our loop is inside the task's loss."""
+    """Alternation of the loops: the bare loop runs while the training loop is inside the task's loss."""
 
     def __init__(self, bare: BareLoop, block: int) -> None:
         self.bare = bare
@@ -75,7 +76,7 @@ class Turns:
         self._ours_since: tuple[float, float] | None = None
 
     def take(self) -> None:
-        """Called at the beginning of each of our steps."""
+        """Run the bare loop at the end of a block; called at the start of each step of the training loop."""
         self.calls += 1
         if self.calls == 1:
             self.bare.run(WARM_UP)
@@ -91,7 +92,7 @@ class Turns:
         self._ours_since = now()
 
     def ratios(self) -> dict[str, list[float]]:
-        """Bare time over our time for each of our blocks; the bare time is that of the blocks around it."""
+        """Return bare time over loop time for each block; the bare time is the mean of the blocks before and after."""
         return {
             kind: [(before + after) / 2 / ours for before, after, ours in zip(bare, bare[1:], mine, strict=False)]
             for kind, bare, mine in (
@@ -123,7 +124,7 @@ def compare(
     blocks: int,
     record: str,
 ) -> tuple[float, dict[str, list[float]]]:
-    """Run on each rank: return the bare step's milliseconds, and the ratios of speed."""
+    """Train on one rank; return the bare loop's milliseconds per step, and the ratios of speed."""
     kind = load_task(options.task)
     turns: list[Turns] = []
 
@@ -178,7 +179,7 @@ def compare(
 
 
 def write_rows(path: Path) -> Path:
-    """Write a file of SST-2's size: as many sentences, as many words in them."""
+    """Write a file with as many sentences as SST-2, of similar lengths."""
     generator = torch.Generator().manual_seed(1)
     with path.open("w") as file:
         for row in range(6920):
@@ -207,4 +208,4 @@ def test_our_loop_is_as_fast_as_a_bare_one(gang: Gang, tmp_path: Path, task: str
     for rank, (step_ms, ratios) in enumerate(results):
         medians = ", ".join(f"{kind} {statistics.median(values):.4f}" for kind, values in ratios.items())
         print(f"\n{task} rank {rank}: {step_ms:.1f} ms a step by hand; our speed over it, {blocks} blocks: {medians}")
-    assert statistics.median(results[0][1]["wall"]) >= LEAST
+    assert statistics.median(results[0][1]["wall"]) >= MIN_RATIO

@@ -1,4 +1,4 @@
-"""``--fps`` holds for whatever causes a paint, a key that is held down too."""
+"""``--fps`` limits the paints of any cause, including a key that is held down."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pty_harness import Terminal
 GPUTRAIN = Path(sys.executable).parent / "gputrain"
 DOWN = "\x1b[B"
 CURSOR = re.compile(r"▸ +(\d+) +node")
-"""How the line of a rank begins while the cursor is on it."""
+"""Start of a rank's line while the cursor is on it."""
 HELD_S = 2.0
 REPEAT_S = 0.04
-"""Between two keys of a keyboard that repeats."""
+"""Interval of a keyboard's key repeat."""
 
 
 @pytest.mark.parametrize(("words", "least", "most"), [(["--fps", "2"], 2, 2 * HELD_S + 3), ([], 15, 60)])

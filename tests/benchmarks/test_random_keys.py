@@ -1,4 +1,4 @@
-"""Nothing that a person can press, click or drag ends the console, while a run is being written."""
+"""No key, click or resize crashes the console while a run is being written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = [
     *("\x1b", "\r", "\t", "\x7f", "\x10", "host:", "late>5", "日本", "\x1b[3~", "\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D"),
     *("\x1b[5~", "\x1b[6~", "\x1b[H", "\x1b[F"),
 ]
-"""All that neither leaves the console, nor stops, deletes or launches a run."""
+"""Keys that do not quit the console and do not stop, delete or launch a run."""
 SIZES = [(20, 5), (120, 40), (80, 24), (200, 60), (3, 3), (190, 52), (60, 10), (1, 1)]
 SECONDS = 15.0
 
@@ -33,11 +33,11 @@ def test_no_key_click_or_size_ends_the_console(seed: int, ranks: int, tmp_path: 
     ):
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and terminal.process.poll() is None:
-            what = chance.random()
-            if what < 0.12:
+            draw = chance.random()
+            if draw < 0.12:
                 done.append(chance.choice(SIZES))
                 terminal.resize(*done[-1])  # type: ignore[misc]
-            elif what < 0.3:
+            elif draw < 0.3:
                 spot = f"{chance.choice((0, 0, 64, 65))};{chance.randint(1, 125)};{chance.randint(2, 38)}"
                 done.append(spot)
                 terminal.send(f"\x1b[<{spot}M\x1b[<{spot}m")

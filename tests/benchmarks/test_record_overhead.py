@@ -1,4 +1,4 @@
-"""What full recording costs our training loop on CPU ranks, as a ratio of steps per second."""
+"""Cost of full recording in the training loop on CPU ranks, as a ratio of steps per second."""
 
 from __future__ import annotations
 
@@ -35,27 +35,28 @@ pytestmark = pytest.mark.benchmark
 CPU = torch.device("cpu")
 BLOCK_S = 0.2
 ROUND = 20
-"""Pairs of runs of the same two trainings; then new ones are made, since where their memory lies makes some 2 %."""
-SURE = 0.004
-"""Pairs are run until the median's 95 % interval is no wider than this to either side, or time is up."""
-MOST_S = 120.0
+"""Pairs of blocks of the same two trainings before new trainings are created: memory placement changes speed by 2 %."""
+PRECISION = 0.004
+"""Half width of the median's 95 % confidence interval at which the measurement ends."""
+MAX_S = 120.0
+"""Time after which the measurement ends at any precision."""
 STOLEN = 0.02
-"""Share of a pair's time that the host may give to its other guests; a pair that loses more is left out."""
+"""Share of a pair's time that the hypervisor may steal; a pair that loses more is left out."""
 LEAST_PAIRS = 20
-"""That must be left."""
+"""Minimum pairs for a result."""
 WIDTH = 128
 ROWS = 100_000
 
 
 @pytest.fixture
 def gang() -> Iterator[Gang]:
-    gang = Gang(2, timeout_s=4 * MOST_S)
+    gang = Gang(2, timeout_s=4 * MAX_S)
     yield gang
     gang.close()
 
 
 class Rows:
-    """Random rows [WIDTH], fetched a batch at a time."""
+    """Dataset of random rows [WIDTH], fetched by batch."""
 
     def __init__(self) -> None:
         self.rows = torch.randn(ROWS, WIDTH)
@@ -71,7 +72,7 @@ class Rows:
 
 
 class SmallNet(Task):
-    """A network so small that a step takes as long as its batch is large."""
+    """Task with a small network, so that the time of a step is proportional to its batch size."""
 
     count_per_sample = 1
 
@@ -89,18 +90,18 @@ class SmallNet(Task):
 
 
 class SteppedLoop:
-    """The real loop in a thread of its own, which trains only while ``advance`` waits for it.
+    """Training loop in a thread, which trains only while ``advance`` waits for it.
 
     Args:
-        rank: This one.
-        path: Of the record; None for none.
-        batch: Samples of each rank's batch.
+        rank: This rank.
+        path: File of the record; None for no record.
+        batch: Batch size of each rank.
     """
 
     def __init__(self, rank: int, path: Path | None, batch: int) -> None:
         self._writer = EventWriter(path, rank=rank)
         options = Options(task="", batch_size=(batch,), max_updates=10**9, optimizer="sgd", lr=(0.01,))
-        if path is None:  # what it finds is part of the record
+        if path is None:  # its results are part of the record
             options = structs.replace(options, desync_every=0)
         self._loop = Loop(SmallNet(None), options, worker_context(rank, 2, writer=self._writer))
         self._left = 0
@@ -119,7 +120,7 @@ class SteppedLoop:
         self._left = steps
         self._resumed.release()
         self._wait()
-        self._loop.meter.pause()  # that its steps are made events of is not left to the other one's time
+        self._loop.meter.pause()  # writes its events within this time, not within the other loop's
         return (time.perf_counter() - begin) / steps
 
     def close(self) -> None:
@@ -154,9 +155,9 @@ class SteppedLoop:
 
 
 def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple[list[float], list[float], int]:
-    """Return, for each pair of runs, the plain step's milliseconds and plain time over recorded time.
+    """Return, for each pair, the plain loop's milliseconds per step and plain time over recorded time.
 
-    And how many pairs were left out.
+    The third value is the number of pairs left out.
     """
     _stay_on_a_core(rank)
     batch = 16
@@ -164,7 +165,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
     while True:
         plain = SteppedLoop(rank, None, batch)
         plain.advance(20)
-        # The quicker runs, since a moment in which the machine is slow makes no step that has this length.
+        # The first quartile, because a slow moment of the machine says nothing about the length of a step.
         agreed = torch.tensor(statistics.quantiles([plain.advance(steps) for _ in range(12)], n=4)[0] * 1e3)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if agreed >= target_ms:
@@ -176,7 +177,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
     times: list[float] = []
     left_out = 0
     over = torch.tensor(False)
-    end = time.monotonic() + MOST_S
+    end = time.monotonic() + MAX_S
     for attempt in itertools.count():
         paths = [None, Path(folder) / str(attempt) / "events" / f"{rank}.ndjson"]
         made = {path: SteppedLoop(rank, path, batch) for path in (paths if attempt % 2 else reversed(paths))}
@@ -186,7 +187,7 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
         round_ms = []
         for pair in range(ROUND):
             before_s = stolen_s()
-            # The order alternates, so that a machine that gets slower favours neither.
+            # The order alternates, so that a machine that becomes slower favours neither.
             if pair % 2:
                 on, off = recorded.advance(steps), plain.advance(steps)
             else:
@@ -199,12 +200,12 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
                 left_out += 1
         for each in made.values():
             each.close()
-        # The machine gets faster and slower by a fifth from one minute to the next.
+        # The machine's speed changes by a fifth from one minute to the next.
         agreed.fill_(statistics.median(round_ms))
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         batch = round(batch * min(1.2, max(0.8, target_ms / float(agreed))))
         low, high = interval(ratios) if len(ratios) >= LEAST_PAIRS else (0.0, 1.0)
-        over.fill_((high - low) / 2 <= SURE or time.monotonic() > end)
+        over.fill_((high - low) / 2 <= PRECISION or time.monotonic() > end)
         dist.broadcast(over, src=0)
         if over:
             break
@@ -212,10 +213,10 @@ def _compare(rank: int, world_size: int, folder: str, target_ms: float) -> tuple
 
 
 def _stay_on_a_core(rank: int) -> None:
-    """Keep all threads of a rank on one core, which its writer's thread then takes from the training.
+    """Pin all threads of a rank to one core, where its writer's thread competes with the training.
 
-    Left to themselves they wander, and steps take 3 ms or 6 as they happen to lie, which hides what is measured. So
-    does when the kernel lets the thread that moves the bytes have its turn: at once, here, where that is allowed.
+    Without pinning the threads migrate, and the time of a step varies between 3 and 6 ms, which hides the effect. So
+    does the scheduling of gloo's thread, which therefore gets real-time priority where that is allowed.
     """
     core = sorted(os.sched_getaffinity(0))[rank]
     for thread in Path("/proc/self/task").iterdir():
@@ -226,7 +227,7 @@ def _stay_on_a_core(rank: int) -> None:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return the 95 % confidence interval of the median, from the order of the values alone."""
+    """Return the 95 % confidence interval of the median, from order statistics."""
     ordered = sorted(values)
     reach = 0.98 * math.sqrt(len(ordered))
     median = len(ordered) / 2

@@ -1,4 +1,4 @@
-"""From pressing return to the first optimizer step of both ranks: `gputrain run` against torchrun."""
+"""Time from the command to the first optimizer step of both ranks: `gputrain run` compared with torchrun."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_the_first_step_comes_in_at_most_0_65_of_torchruns_time(tmp_path: Path) 
         f'[task]\ndata = "{text}"\ncontext = 64\nlayers = 2\ndim = 64\nheads = 4\n'
     )
     environment = {**os.environ, "GPUTRAIN_HOME": str(tmp_path / "home"), "GPUTRAIN_CACHE": str(tmp_path / "cache")}
-    ours, theirs = [], []
+    launches, torchruns = [], []
     for pair in range(PAIRS + 1):
         out = tmp_path / str(pair)
         out.mkdir()
-        theirs.append(_torchrun(text, out, environment))
-        ours.append(_gputrain(recipe, environment))
+        torchruns.append(_torchrun(text, out, environment))
+        launches.append(_gputrain(recipe, environment))
     # The first pair fills the page cache.
-    ratios = [mine / other for mine, other in zip(ours[1:], theirs[1:], strict=True)]
+    ratios = [own / torchrun for own, torchrun in zip(launches[1:], torchruns[1:], strict=True)]
     print(
-        f"\ngputrain {statistics.median(ours[1:]):.2f} s, torchrun {statistics.median(theirs[1:]):.2f} s, "
+        f"\ngputrain {statistics.median(launches[1:]):.2f} s, torchrun {statistics.median(torchruns[1:]):.2f} s, "
         f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     )
     assert statistics.median(ratios) <= 0.65

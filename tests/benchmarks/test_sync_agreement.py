@@ -1,4 +1,4 @@
-"""Does the exposed synchronisation that we report agree with an all-reduce measured by other means?"""
+"""Agreement of the reported exposed synchronisation with an independently timed all-reduce."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gang() -> Iterator[Gang]:
 
 
 def _measure(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
-    """Return the reported exposed milliseconds and those of a bare all-reduce after a barrier, in turns."""
+    """Return the reported exposed milliseconds, and those of a bare all-reduce after a barrier, alternately."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH, bias=False), gradient_as_bucket_view=True)
     path = Path(folder) / f"{rank}.ndjson"
@@ -51,7 +51,7 @@ def _measure(rank: int, world_size: int, folder: str) -> tuple[list[float], list
         meter.lap("backward")
         meter.end(step=step, epoch=1, samples=4)
         model.zero_grad()
-        same_bytes.mul_(0.5)  # as near to the processor as a gradient that was just averaged
+        same_bytes.mul_(0.5)  # brings it into the cache, as the gradient is
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(same_bytes)
@@ -64,7 +64,7 @@ def _measure(rank: int, world_size: int, folder: str) -> tuple[list[float], list
 
 def test_exposed_synchronisation_agrees_with_a_bare_all_reduce_within_15_percent(gang: Gang, tmp_path: Path) -> None:
     results = gang.run(_measure, str(tmp_path))
-    # The last to arrive waits for the wire alone; the other one's wait has the difference of their arrivals in it.
+    # The last rank to arrive waits for the transfer only; the wait of the other includes the difference of arrivals.
     reported = statistics.median(min(pair) for pair in zip(*(exposed for exposed, _ in results), strict=True))
     bare = statistics.median(min(pair) for pair in zip(*(times for _, times in results), strict=True))
     print(f"\nexposed {reported:.2f} ms, bare all-reduce {bare:.2f} ms, ratio {reported / bare:.3f}")

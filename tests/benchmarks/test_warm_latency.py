@@ -1,6 +1,6 @@
-"""From the Launch key to the first optimizer step of both ranks, with the form open before it: against torchrun.
+"""Time from the Launch key, with a warm pool, to the first optimizer step of both ranks, compared with torchrun.
 
-What the key does is what the launch screen does: look at the recipe and the machine once more, then launch.
+The benchmark does the work of the key: validate the recipe against the machine again, then launch.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def test_from_the_launch_key_the_first_step_comes_in_at_most_0_15_of_torchruns_t
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 2000)
     recipe = RECIPE.format(data=text)
-    ours, theirs = [], []
+    launches, torchruns = [], []
     for pair in range(PAIRS + 1):
         out = tmp_path / str(pair)
         out.mkdir()
-        theirs.append(_torchrun(text, out))
-        ours.append(_launched(recipe))
+        torchruns.append(_torchrun(text, out))
+        launches.append(_launched(recipe))
     # The first pair fills the page cache.
-    ratios = [mine / other for mine, other in zip(ours[1:], theirs[1:], strict=True)]
+    ratios = [own / torchrun for own, torchrun in zip(launches[1:], torchruns[1:], strict=True)]
     print(
-        f"\nfrom the key {statistics.median(ours[1:]):.3f} s, torchrun {statistics.median(theirs[1:]):.2f} s, "
+        f"\nfrom the key {statistics.median(launches[1:]):.3f} s, torchrun {statistics.median(torchruns[1:]):.2f} s, "
         f"ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     )
     assert statistics.median(ratios) <= 0.15

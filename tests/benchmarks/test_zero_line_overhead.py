@@ -1,4 +1,4 @@
-"""What measuring an unchanged script costs: the same script under us and under torchrun, which take turns."""
+"""Cost of measuring an unchanged script: the script under gputrain and under torchrun, alternating."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.benchmark
 HERE = Path(__file__).parent
 SCRIPT = HERE / "stepping_script.py"
 BLOCK_S = 1.0
-"""Time of a turn: ten times the writer's interval, so that what it does for a turn's steps is in the turn."""
+"""Seconds of a turn: ten times the writer's interval, so that the turn includes the writing of its steps."""
 PAIRS = 60
 STOLEN = 0.02
-"""Share of a pair's time that the host may give to its other guests; a pair that loses more is left out."""
+"""Share of a pair's time that the hypervisor may steal; a pair that loses more is left out."""
 LEAST_PAIRS = 20
 
 
 class ScriptOnTwoRanks:
-    """The script on two ranks, which trains on request."""
+    """``stepping_script.py`` on two ranks."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         folder.mkdir()
@@ -42,7 +42,7 @@ class ScriptOnTwoRanks:
         self._answers: list[TextIO] = [(folder / f"{rank}.answer").open() for rank in range(2)]
 
     def train(self, batch: int, steps: int) -> float:
-        """Return the seconds per step."""
+        """Train and return the seconds per step."""
         for request in self._requests:
             print(batch, steps, file=request, flush=True)
         return statistics.mean(float(answer.readline()) for answer in self._answers)
@@ -73,7 +73,7 @@ def test_measuring_an_unchanged_script_keeps_its_share_of_the_speed(
     began, lacked = time.monotonic(), lacked_s()
     for pair in range(PAIRS):
         stolen = stolen_s()
-        # The order alternates, so that a machine that gets slower favours neither.
+        # The order alternates, so that a machine that becomes slower favours neither.
         if pair % 2:
             on, off = measured.train(batch, steps), plain.train(batch, steps)
         else:

@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
 
 @pytest.fixture(scope="module")
 def environ(server: SshServer) -> Iterator[dict[str, str]]:
-    """What makes the product use the server's configuration and a folder of its own for connections."""
+    """Environment with the server's ssh configuration and a separate folder for connection sockets."""
     folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short: a socket's path has 108 bytes
     yield {"GPUTRAIN_SSH": server.command, "XDG_RUNTIME_DIR": str(folder)}
     for line in (server.folder / "ssh_config").read_text().splitlines():
@@ -45,5 +45,5 @@ def ssh(environ: dict[str, str]) -> Iterator[Ssh]:
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a libnvidia-ml.so.1 that answers as a driver with two GPUs does."""
+    """Folder of a libnvidia-ml.so.1 that reports a driver with two GPUs."""
     return fake_driver(tmp_path_factory.mktemp("nvml"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import newest
 from examples import examples
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from tiny_task import TinyOptions, TinyTask
@@ -18,8 +19,8 @@ from torch import Tensor
 from trained import TASK, TrainingResult, train
 from worker_contexts import worker_context
 
-from trainer.checkpoint import copy_to_cpu, load, newest, write_file
-from trainer.checkpoint.file import place_of
+from trainer.checkpoint import copy_to_cpu, load, write_file
+from trainer.checkpoint.file import sequence_of
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.distributed.encoding import encode
@@ -40,7 +41,9 @@ def make_loop(
     return Loop(
         TinyTask(TinyOptions(samples=10, valid_samples=3, dropout=0.2, width=4)),
         Training(task="tiny", batch_size=(5,), max_updates=updates, valid_every_updates=2, **options),
-        worker_context(say=lambda line: None if narration is None else narration.append(line), checkpoints=folder),
+        worker_context(
+            print_line=lambda line: None if narration is None else narration.append(line), checkpoints=folder
+        ),
     )
 
 
@@ -253,7 +256,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
         os.link(good, folder / good.name)
         state = load(good)
         ALTERED[name][0](state)
-        write_file(folder / bad.name, state, place=place_of(good) + 1)
+        write_file(folder / bad.name, state, sequence=sequence_of(good) + 1)
         return train(folder / "run", "--batch-size", 10, "--max-updates", 6, "--resume", folder)
 
     with ThreadPoolExecutor(2) as pool:

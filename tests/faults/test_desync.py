@@ -217,8 +217,8 @@ def _follow(rank: int, world_size: int, folder: str) -> list[str]:
     weight: Any = model[0].weight
     writer = EventWriter(Path(folder) / f"{rank}.ndjson", rank=rank)
     lines: list[str] = []
-    here: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer, say=lines.append, copies=None)
-    reports = DesyncReports(here, model)
+    ctx: Any = SimpleNamespace(rank=rank, device=CPU, writer=writer, print_line=lines.append, copies=None)
+    reports = DesyncReports(ctx, model)
     first = float(weight[0, 0])
     for step, differs in ((100, False), (200, True), (300, True), (400, False)):
         with torch.no_grad():

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, until
+from checkpoint_log import newest
 
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import leftovers
-from trainer.checkpoint import newest
 from trainer.contract.record import recorded_checkpoints
 
 UPDATES = 60

@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, node_agent_pid, supervisor_pid, until
+from checkpoint_log import newest
 from signals import traced
 
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from trainer.checkpoint import newest
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RunDir
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from checkpoint_log import newest
 from signals import is_pending
 from trained import TASK, train
 from waiting import LIMIT_S, until
 
-from trainer.checkpoint import load, newest
+from trainer.checkpoint import load
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RankState, RunDir, Validation, decode_events
 from trainer.contract.stop_level import StopLevel

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, until
+from checkpoint_log import newest
 
 from gputrain_tui.lifecycle import leftovers
-from trainer.checkpoint import newest
 
 SMALL = 4096
 """The smallest pipe: full after a few lines."""

@@ -1,4 +1,4 @@
-"""What needs a GPU: run with ``python -m pytest -m gpu tests/gpu`` on a machine that has one."""
+"""Tests that need a GPU: run ``python -m pytest -m gpu tests/gpu`` on a machine that has one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REASON = "needs an NVIDIA GPU that torch can use"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder, and skip them for one reason where there is no GPU."""
+    """Mark the tests of this folder, and skip them if there is no GPU."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)

@@ -47,7 +47,7 @@ def one_rank() -> Iterator[None]:
 
 
 def context(writer: EventWriter, waits: Callable[[], None] = lambda: None) -> WorkerContext:
-    return worker_context(device=GPU, writer=writer, waits=waits)
+    return worker_context(device=GPU, writer=writer, before_wait=waits)
 
 
 @pytest.mark.parametrize("count_per_sample", [None, 3], ids=["counts on the device", "counts known"])

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import newest
 from gloo_group import Processes, Raised
 from tiny_task import TaskWithTest, TinyOptions
 
 from trainer import distributed
-from trainer.checkpoint import load, newest
+from trainer.checkpoint import load
 from trainer.contract.options import Training
 from trainer.contract.record import EventWriter, Finding, Validation, decode_events
 
@@ -63,7 +64,7 @@ def on_ranks(
             rank,
             world_size,
             writer=writer,
-            say=narration.append,
+            print_line=narration.append,
             checkpoints=Path(folder, "checkpoints") if kept else None,
             stop_requested=stop,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_log import CheckpointLog, checkpoint_names, step_of
+from checkpoint_log import CheckpointLog, checkpoint_names, newest, step_of
 from gloo_group import Member, Processes, Raised
 
 from trainer import distributed
@@ -17,7 +17,6 @@ from trainer.checkpoint import (
     CheckpointWriter,
     capture_rng,
     load,
-    newest,
     restore_rng,
 )
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_log import newest
 from torch import Tensor
 from trained import TASK, TrainingResult, train, train_spawned
 
-from trainer.checkpoint import newest, write_file
+from trainer.checkpoint import write_file
 
 
 @pytest.fixture(scope="module")

@@ -211,7 +211,7 @@ def trained(gang: Gang, folder: Path | None, stream: str, **options: Any) -> dic
 
 
 @pytest.mark.parametrize(
-    ("stream", "workers"), [("ShuffledStream", 0), ("SizedStream", 0), ("InParts", 0), ("ByWorker", 2)]
+    ("stream", "workers"), [("ShuffledStream", 0), ("SizedStream", 0), ("ShardedStream", 0), ("SplitByWorker", 2)]
 )
 def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
     three_ranks: Gang, tmp_path: Path, stream: str, workers: int
@@ -224,14 +224,14 @@ def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
     assert all(torch.equal(second["model"][name], weight) for name, weight in straight["model"].items())
 
 
-@pytest.mark.parametrize(("stream", "updates"), [("SizedStream", 5), ("InParts", 6), ("Liar", 5)])
+@pytest.mark.parametrize(("stream", "updates"), [("SizedStream", 5), ("ShardedStream", 6), ("WrongLengthStream", 5)])
 def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, stream: str, updates: int) -> None:
     done = trained(three_ranks, None, stream, max_epochs=2, task_options={"valid_stream": True})
     assert (done["error"], done["updates"]) == ("", 2 * updates)
     assert done["best"][0] is not None
     lines = [line for line in done["narration"] if "its length says" in line]
-    liar = "an epoch of the training data has 50 samples, but its length says 57"
-    assert lines == ([liar, liar] if stream == "Liar" else [])
+    warning = "an epoch of the training data has 50 samples, but its length says 57"
+    assert lines == ([warning, warning] if stream == "WrongLengthStream" else [])
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,17 @@ def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, s
             {"curriculum": 1},
             "--curriculum needs samples by index, but the training data is a stream, which",
         ),
-        ("ByRank", {"max_updates": 20}, "the ranks read different streams: every rank must read"),
-        ("Longer", {"max_updates": 20}, "the ranks read different streams in epoch 1, after sample 0: rank 0 has 12"),
-        ("Once", {"max_epochs": 2}, "the training data is empty in epoch 2: its __iter__ must begin anew each time"),
+        ("SplitByRank", {"max_updates": 20}, "the ranks read different streams: every rank must read"),
+        (
+            "UnevenStream",
+            {"max_updates": 20},
+            "the ranks read different streams in epoch 1, after sample 0: rank 0 has 12",
+        ),
+        (
+            "OneShotStream",
+            {"max_epochs": 2},
+            "the training data is empty in epoch 2: its __iter__ must begin anew each time",
+        ),
         ("SizedStream", {"max_epochs": 1, "task_options": {"samples": 0}}, "the training data is empty"),
     ],
 )  # fmt: skip
@@ -263,7 +271,7 @@ def test_a_stream_that_cannot_be_trained_on_is_one_line(
 def test_a_stream_that_is_never_the_same_is_not_resumed_in_an_epoch(tmp_path: Path) -> None:
     """As a whole command: a refusal within the training is one line too."""
     task = TINY.replace("tiny_task.py:TinyTask", "stream_tasks.py:StreamTask")
-    flags = ("--task", task, "--stream", "Live", "--batch-size", 4)
+    flags = ("--task", task, "--stream", "UnrepeatableStream", "--batch-size", 4)
     assert train(tmp_path / "first", *flags, "--max-updates", 5).code == 0
     resume = ("--max-updates", 8, "--resume", tmp_path / "first" / "checkpoints")
     done = train(tmp_path / "second", *flags, *resume)

@@ -37,7 +37,7 @@ def train(rank: int, world_size: int, task_name: str, task_options: dict[str, An
     loop = Loop(
         kind(kind.Options(**task_options)),
         Training(task=task_name, batch_size=(6,), max_epochs=2, optimizer="adamw", lr=(3e-3,), save_every_epochs=0),
-        worker_context(rank, world_size, say=narration.append),
+        worker_context(rank, world_size, print_line=narration.append),
     )
     outcome = loop.run()
     parameters = torch.cat([p.detach().flatten() for p in loop.raw_model.parameters()])

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import newest
 from odd_tasks import NormTask
 from rank_group import Gang
 from tiny_task import TinyOptions
 from trained import TASK, TrainingResult, train, train_spawned
 
-from trainer.checkpoint import newest
 from trainer.contract.options import Training
 from trainer.engine.stopping import Best
 
@@ -94,13 +94,13 @@ def test_a_checkpoint_in_fp32_goes_on_in_fp16_with_a_fresh_scale(tmp_path: Path)
 
 def test_a_validation_that_is_no_number_is_never_the_best() -> None:
     best = Best(metric="loss", maximize=False)
-    assert not best.see(math.nan, {}, step=1)
-    assert best.see(2.0, {}, step=2)
-    assert not best.see(-math.inf, {}, step=3)
+    assert not best.add(math.nan, {}, step=1)
+    assert best.add(2.0, {}, step=2)
+    assert not best.add(-math.inf, {}, step=3)
     assert (best.value, best.step, best.since) == (2.0, 2, 1)
     resumed = Best(metric="loss", maximize=False)
     resumed.load_state_dict({"metric": "loss", "value": math.nan, "step": 1, "since": 0})
-    assert resumed.see(3.0, {}, step=2)
+    assert resumed.add(3.0, {}, step=2)
 
 
 class Queue:
@@ -396,7 +396,7 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
         worker_context(
             rank,
             world_size,
-            waits=waits.stop,  # before the last evaluation and the save, which may wait
+            before_wait=waits.stop,  # before the last evaluation and the save, which may wait
             copies=waits.copies,
         ),
     )

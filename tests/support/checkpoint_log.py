@@ -1,16 +1,17 @@
-"""What a writer of checkpoints reports, and what a folder of checkpoints holds."""
+"""Reports of a checkpoint writer, and contents of a checkpoint folder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import CheckpointWriter, Saved
+from trainer.checkpoint import CheckpointWriter, Saved, good_ones
 from trainer.checkpoint.folder_lock import LOCK
 
 
 class CheckpointLog:
-    """What a writer has reported."""
+    """Reports of a writer."""
 
     def __init__(self) -> None:
         self.saved: list[Saved] = []
@@ -27,6 +28,11 @@ class CheckpointLog:
 
 def checkpoint_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+def newest(folder: Path, *, on_skipped: Callable[[str], None] = print) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest intact checkpoint of a folder with its state; None without any."""
+    return next(good_ones(folder, on_skipped=on_skipped), None)
 
 
 def step_of(found: tuple[Path, dict[str, Any]] | None) -> int:

@@ -1,4 +1,4 @@
-"""Runs a command of the console in the tests' own process, where the process itself is not what is tested."""
+"""Run commands of the console in the test process, for tests that do not need a process of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def command(capsys: pytest.CaptureFixture[str], *given: str) -> Command:
-    """Return what runs a command that begins with these words; its exit code, output and errors."""
+    """Return a function that runs a command line starting with ``given``, and returns exit code, stdout and stderr."""
 
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = [*given, *map(str, words)]

@@ -1,4 +1,4 @@
-"""Tasks whose operations can be counted well, badly or not at all."""
+"""Tasks whose operations are counted exactly, approximately or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 
 class PartlyCompiledTask(TinyTask):
-    """Compiles a part of its model itself, and has as a metric how much torch.compile has compiled."""
+    """Task that compiles a part of its model, with the number of compiled frames as a metric."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -27,7 +27,7 @@ class PartlyCompiledTask(TinyTask):
 
 
 class PaddedTask(TinyTask):
-    """Batches are as long as their longest sample: every one has another length."""
+    """Task whose batches are padded to their longest sample, so that their lengths differ."""
 
     def collate(self, samples: list[Any]) -> Any:
         inputs, targets = default_collate(samples)
@@ -52,7 +52,7 @@ class _Averaged(nn.Module):
 
 
 class SkippingTask(DeepTask):
-    """Leaves out two of its three blocks in every second batch, so that batches of one shape differ."""
+    """Task that skips two of its three blocks in every second batch: batches of one shape need different operations."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         skips = model.training and self.calls % 2

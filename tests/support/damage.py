@@ -1,4 +1,4 @@
-"""Damages a run directory: any of its files becomes something else, or holds something else."""
+"""Damage to a run directory: a file of it is removed, replaced by another file type, or gets other content."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RAW_NUMBERS = (b"1e999", b"9" * 5000, b"NaN")
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to one file."""
+    """Damage to one file."""
 
     name: str
     kind: str
@@ -52,16 +52,16 @@ class Damage:
 
 
 def _number(path: Path, content: bytes, choice: tuple[int, Any]) -> None:
-    """Write another number in the place of one."""
-    where, value = choice
+    """Replace one number of a file."""
+    index, value = choice
     if isinstance(value, bytes):
-        path.write_bytes(_changed(content, where, 987_654_321, (int, float)).replace(b"987654321", value))
+        path.write_bytes(_changed(content, index, 987_654_321, (int, float)).replace(b"987654321", value))
     else:
-        path.write_bytes(_changed(content, where, value, (int, float)))
+        path.write_bytes(_changed(content, index, value, (int, float)))
 
 
-def _changed(content: bytes, where: int, value: Any, kinds: tuple[type, ...]) -> bytes:
-    """Return JSON lines with another value in the place of one that has a certain type."""
+def _changed(content: bytes, index: int, value: Any, kinds: tuple[type, ...]) -> bytes:
+    """Return JSON lines with one value of the given types replaced."""
     try:
         lines = [json.loads(line) for line in content.splitlines()]
     except ValueError:
@@ -76,10 +76,10 @@ def _changed(content: bytes, where: int, value: Any, kinds: tuple[type, ...]) ->
         elif type(found) in kinds:
             places.append((holder, key))
 
-    for index in range(len(lines)):
-        walk(lines, index)
+    for line in range(len(lines)):
+        walk(lines, line)
     if places:
-        holder, key = places[where % len(places)]
+        holder, key = places[index % len(places)]
         holder[key] = value
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
@@ -100,7 +100,7 @@ def _link(path: Path, content: bytes, target: str) -> None:
 MAKE: dict[str, Callable[[Path, bytes, Any], object]] = {
     "bytes": lambda path, _, value: path.write_bytes(value),
     "number": _number,
-    "text": lambda path, content, where: path.write_bytes(_changed(content, where, ESCAPE, (str,))),
+    "text": lambda path, content, index: path.write_bytes(_changed(content, index, ESCAPE, (str,))),
     "fifo": _fifo,
     "folder": lambda path, *_: path.mkdir(),
     "link": _link,
@@ -133,7 +133,7 @@ damages = st.one_of(
 
 
 def lost_run(root: Path) -> Run:
-    """Write the run of a supervisor that was killed, which `stop` takes over; nothing can be trained from it."""
+    """Write a run whose supervisor was killed, which `stop` adopts; it cannot train, because its data is missing."""
     run = synthetic.run(root, steps=40, status="running", straggler=1)
     gone = identify()
     run.status.supervisor = type(gone)(pid=2**22 + 1, start_ticks=1, boot_id=gone.boot_id, host=gone.host)

@@ -1,7 +1,7 @@
-"""Draws scenes of the console as SVG files.
+"""Draw scenes of the console as SVG files.
 
-``python tests/support/draw_pictures.py`` draws the README's picture anew. With scenes it draws these into ``--out``, at
-each ``--size`` in each ``--theme``, to check a changed screen by eye.
+``python tests/support/draw_pictures.py`` draws the README's picture. With names of scenes it draws these into
+``--out``, in each ``--size`` and ``--theme``, to check a changed screen by eye.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from scenes import SCENES, THEMES, fixed_place, playing
 
 README_PICTURE = Path(__file__).parents[1] / "golden" / "pictures" / "run.svg"
 README_SIZE = (170, 52)
-"""Columns and lines in which all panels of the README's run have room."""
+"""Columns and lines that fit all panels of the README's run."""
 
 
 async def picture(name: str, size: tuple[int, int], theme: str) -> str:
-    """Return a scene as SVG; colours that are the terminal's own as a light terminal has them, for its theme."""
+    """Return a scene as SVG; theme ``ansi-light`` uses the ANSI colours of a light terminal."""
     async with playing(SCENES[name], size) as app:
         if theme != "ansi-light":
             return str(app.export_screenshot(title="gputrain"))
@@ -30,7 +30,7 @@ async def picture(name: str, size: tuple[int, int], theme: str) -> str:
 
 
 def draw(path: Path, name: str, size: tuple[int, int], theme: str) -> None:
-    """Write a scene's picture and print where it is."""
+    """Write the picture of a scene and print its path."""
     with tempfile.TemporaryDirectory() as folder, fixed_place(Path(folder), theme):
         found = asyncio.run(picture(name, size, theme))
     path.write_text(found, encoding="utf-8")

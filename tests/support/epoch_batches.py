@@ -1,4 +1,4 @@
-"""Batches of a rank over samples that are numbers, and what was read of them."""
+"""Batches of a rank over numbers as samples, and the samples read from them."""
 
 from __future__ import annotations
 

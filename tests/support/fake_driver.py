@@ -1,4 +1,4 @@
-"""Builds the stand-in of the NVIDIA driver, which has two GPUs."""
+"""Build a fake NVML library with two GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def fake_driver(folder: Path) -> Path:
-    """Return the folder with a libnvidia-ml.so.1, for LD_LIBRARY_PATH."""
+    """Compile libnvidia-ml.so.1 into a folder and return the folder, for LD_LIBRARY_PATH."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler for the stand-in of the NVIDIA driver")

@@ -1,4 +1,4 @@
-"""``python -m trainer`` in a process that forks from a server with torch loaded: the same, but it begins at once."""
+"""``python -m trainer`` forked from a server that has torch loaded, which starts in milliseconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from waiting import LIMIT_S
 
-# The server stays until the test run's end, when it finds this process gone.
+# The server ends with the test run: it notices the end of this process.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["trainer.engine.preload", "trainer.checkpoint", "trainer.__main__"])
 
 
 class ForkedTrainer:
-    """One such process."""
+    """Process of ``python -m trainer`` with these words."""
 
     def __init__(self, words: Sequence[str], *, cwd: Path = Path(), environ: Mapping[str, str] = os.environ) -> None:
         self.words = words
@@ -31,7 +31,7 @@ class ForkedTrainer:
         self._process.start()
 
     def finish(self) -> subprocess.CompletedProcess[str]:
-        """Wait for its end; return its exit code and what it printed."""
+        """Wait for the process to end; return its exit code, stdout and stderr."""
         self._process.join(LIMIT_S)
         if self._process.exitcode is None:
             self._process.kill()

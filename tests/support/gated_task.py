@@ -1,4 +1,4 @@
-"""The language model, which trains no further than an update while a file is missing."""
+"""Language model that stops after a number of updates until a file exists."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.tasks.lm import LanguageModel, LmOptions
 
 class GatedOptions(LmOptions, kw_only=True):
     gate: str = ""
-    """The file that lets the training go on."""
+    """File that lets the training continue."""
     updates: int = 0
-    """How many of them need no file."""
+    """Number of updates that do not need the file."""
 
 
 class GatedTask(LanguageModel):

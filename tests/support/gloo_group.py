@@ -1,6 +1,6 @@
-"""A few real processes, started once per test module, that form gloo groups and leave them again on request.
+"""Processes started once per test module that join and leave gloo groups on request.
 
-They fork from a server that has torch loaded, so a further process costs milliseconds.
+They are forked from a server that has torch loaded, so that another process costs milliseconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from waiting import LIMIT_S
 
 @dataclass(frozen=True)
 class Raised:
-    """What a function raised in another process: the error's type and its words."""
+    """Exception raised in another process: type and message."""
 
     kind: str
     message: str
 
 
 class Member:
-    """One process that calls module-level functions and answers with their results."""
+    """Process that calls module-level functions and sends their results back."""
 
     def __init__(self) -> None:
         self._connection, theirs = context.Pipe()
@@ -36,7 +36,7 @@ class Member:
         self._connection.send((function, arguments, named))
 
     def outcome(self) -> Any:
-        """Return the result, or the ``Raised`` that came instead."""
+        """Return the result of the call, or ``Raised``."""
         assert self._connection.poll(LIMIT_S), "a process does not answer"
         return self._connection.recv()
 
@@ -47,7 +47,7 @@ class Member:
 
 
 class Processes:
-    """The processes of a test module; more are started when a test needs more."""
+    """Processes of a test module, started as needed."""
 
     def __init__(self) -> None:
         self.members: list[Member] = []
@@ -58,7 +58,7 @@ class Processes:
         return self.members[:count]
 
     def outcomes(self, function: Callable[..., Any], requests: Sequence[dict[str, Any]]) -> list[Any]:
-        """Call the function once per request, at the same time; return results and ``Raised`` in order."""
+        """Call the function once per request, concurrently; return the results, or ``Raised``, in order."""
         members = self.take(len(requests))
         for member, request in zip(members, requests, strict=True):
             member.begin(function, **request)

@@ -1,7 +1,7 @@
-"""Finds places where the host would wait for a GPU, on a machine that has none.
+"""Detect points at which the host would wait for a GPU, on a machine without one.
 
-The tensors are on the CPU, and what touches their values is refused, as ``torch.cuda.set_sync_debug_mode("error")``
-refuses it on a GPU: only what ``HostCopies`` has brought into memory of its own may be read.
+The tensors are on the CPU, and operations that read their values raise, as with
+``torch.cuda.set_sync_debug_mode("error")`` on a GPU; only the memory of ``HostCopies`` may be read.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import trainer
 from trainer.distributed.host_copies import HostCopies
 
 PACKAGE = str(Path(trainer.__file__).parent)
-# What reads values, or gives a tensor whose shape depends on them.
+# Operations that read values, or return a tensor whose shape depends on them.
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero", "unique_consecutive"}
 BY_NAME = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
 
 
 class HostWaitError(AssertionError):
-    """The host would wait here."""
+    """Operation that makes the host wait for the GPU."""
 
 
 class QueuedEvent:
-    """An event of a device that has not got there until it is waited for."""
+    """Device event that is not reached until ``synchronize``."""
 
     def __init__(self) -> None:
         self.reached = False
@@ -47,7 +47,7 @@ class QueuedEvent:
 
 
 class HostWaits:
-    """Refuses waits between ``start`` and ``stop``; ``copies`` are what a loop brings its numbers with."""
+    """Detector between ``start`` and ``stop``; the training loop must read numbers through ``copies``."""
 
     def __init__(self, event: Callable[[], Any] = QueuedEvent) -> None:
         self._host: set[int] = set()
@@ -111,8 +111,8 @@ class _Calls(TorchFunctionMode):
             raise HostWaitError(f"{func.__name__} copies a tensor to the host")
         named = [*args[1:], *kwargs.values()]
         to_device = func is Tensor.to and any(isinstance(given, torch.device) for given in named)
-        # torch's own calls name the device of the tensor, and copy nothing.
-        ours = PACKAGE in sys._getframe(1).f_code.co_filename
-        if to_device and ours and not any(given is True for given in named):
+        # Calls from torch pass the tensor's own device, and copy nothing.
+        from_trainer = PACKAGE in sys._getframe(1).f_code.co_filename
+        if to_device and from_trainer and not any(given is True for given in named):
             raise HostWaitError("a copy to another device waits for it unless it is non_blocking")
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The launch screen on a folder of its own: what tests of the form, the preflight and the pictures share."""
+"""Launch screen on a temporary folder, for tests of the form and the preflight, and for the pictures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ sample_bytes = 0
 
 
 def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with one recipe that can be launched, and work in it."""
+    """Change into a folder with one recipe that can be launched."""
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
@@ -56,7 +56,7 @@ def small_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def two_recipes(folder: Path) -> Path:
-    """Put a recipe for this machine and one for two nodes into a folder."""
+    """Write a recipe for this machine and one for two nodes into a folder."""
     (folder / "recipes" / "tiny.toml").write_text(TEXT)
     (folder / "recipes" / "two_nodes.toml").write_text(
         TEXT.replace("cpu_ranks = 2 ", 'host = "10.0.0.1"\ngpus = 4\n\n[[cluster.nodes]]\nhost = "10.0.0.2"\ngpus = 2')
@@ -94,7 +94,7 @@ def validate_on_fixed_machine(
     hosts_max_age_s: float = 0.0,
     facts: PreflightFacts = READY,
 ) -> ValidatedRecipe:
-    """Plan on a machine that is the same for everybody."""
+    """Validate a recipe with the facts of a fixed machine."""
     try:
         recipe = build(text, name=name, overrides=settings)
         planned = plan(recipe, {}, local=HERE)
@@ -108,7 +108,7 @@ def validate_on_fixed_machine(
 async def open_launch_screen(
     size: tuple[int, int] = (140, 40), *, gpus: dict[str, tuple[int, ...]] | None = None
 ) -> AsyncIterator[tuple[GputrainApp, Pilot[int], LaunchScreen]]:
-    """Open the launch screen on the recipes here, with GPUs that were chosen before."""
+    """Open the launch screen on the recipes of the working directory, with previously selected GPUs."""
     app = quiet_app()
     async with app.run_test(size=size, notifications=True) as pilot:
         app.session.gpus = gpus or {}
@@ -118,7 +118,7 @@ async def open_launch_screen(
 
 
 async def set_field(pilot: Pilot[int], screen: LaunchScreen, key: str, value: str) -> None:
-    """Type a value into a field."""
+    """Enter a value into a field of the form."""
     screen.form.focus()
     screen.form.go_to(key)
     await pilot.press("enter")

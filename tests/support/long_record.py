@@ -1,4 +1,4 @@
-"""A run of many fast steps, recorded by the trainer's own writer: events that cover several steps, each rank others."""
+"""Record of many fast steps, by the trainer's writer: events cover several steps, grouped differently on each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENTS_PER_FLUSH = 5_000
 
 
 def loss_of(rank: int, number: int) -> float:
-    """Return a loss that differs from step to step, and that text of seven digits holds exactly."""
+    """Return a loss that differs from step to step and has an exact decimal form of seven digits."""
     return (number * 7 + rank) % 4096 / 8
 
 

@@ -1,4 +1,4 @@
-"""Trains on the ranks of a ``Gang``, in processes that have torch loaded: ``python -m trainer`` without its start."""
+"""Train on the ranks of a ``Gang``, in processes that have torch loaded: ``python -m trainer`` without the start-up."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_log import newest
 from worker_contexts import worker_context
 
-from trainer.checkpoint import load, newest
+from trainer.checkpoint import load
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.options import Training
 from trainer.engine.loop import Loop
 
 
 def train_on(rank: int, world_size: int, task: str, folder: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train; return what came of it, as plain values.
+    """Train and return the results as plain values.
 
     Args:
-        rank: of the gang.
-        world_size: of the gang.
+        rank: rank in the gang.
+        world_size: number of ranks of the gang.
         task: ``module:Class`` in this folder.
-        folder: for checkpoints.
-        options: of ``Training``; ``task_options`` are the task's, ``again`` marks a run that goes on,
-            ``trace`` records the weights before each micro-step.
+        folder: folder of the checkpoints.
+        options: options of ``Training``; ``task_options`` are those of the task, ``again`` marks a run that continues
+            itself, ``trace`` records the weights before each micro-step.
     """
     torch.set_num_threads(1)
     module, name = task.split(":")
@@ -36,7 +37,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
     narration: list[str] = []
     context = worker_context(
-        rank, world_size, say=narration.append, checkpoints=None if folder is None else Path(folder)
+        rank, world_size, print_line=narration.append, checkpoints=None if folder is None else Path(folder)
     )
     seen: list[Any] = []
     weights: list[dict[str, torch.Tensor]] = []
@@ -58,7 +59,7 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
             narration.append(other)
         if training.resume:
             state = state_of(training.resume)
-            loop.state.load_state_dict(state, source=training.resume, again=again)
+            loop.state.load_state_dict(state, source=training.resume, own_checkpoint=again)
         loop.run()
     except (RequestError, TrainingError) as error:
         return {"error": str(error), "narration": narration}

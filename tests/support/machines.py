@@ -1,4 +1,4 @@
-"""Machines that do not exist, as the cluster screen gets to know them: this one, and others over ssh."""
+"""Fictitious machines for the cluster screen: inventories of this one, and of others over ssh."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ ANSWERS = {
 
 
 def run_on_gpu1(folder: Path) -> list[Run]:
-    """A run with two ranks on gpu1, under a name that does not change."""
+    """Return a run with two ranks on gpu1, under a fixed name."""
     run = run_dir(folder, "llm", status="running", steps=1)
     node = PlannedNode(
         node=0, host="gpu1", first_rank=0, ranks=[0, 1], devices=["GPU-0", "GPU-1"], argv=["python"], env={}
@@ -151,7 +151,7 @@ async def open_several_hosts(pilot: Pilot[Any], folder: Path) -> None:
     runs = run_on_gpu1(folder)
     screen = ClusterScreen(
         take=lambda: machine(gpu(0, busy=True), gpu(1, hot=True)),
-        ask=ANSWERS.__getitem__,
+        survey=ANSWERS.__getitem__,
         runs=lambda: runs,
         clocked=False,
         now=lambda: 100.0,

@@ -1,4 +1,4 @@
-"""Makes run directories of a chosen status, and what ranks write into them."""
+"""Create run directories with a given status, and append to the logs and events of their ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_ended_run(home: Path, recipe: str = "demo", **changes: object) -> Run:
 
 
 def append_to_log(run: Run, rank: int, text: bytes) -> None:
-    """Print as a rank."""
+    """Append to the log of a rank."""
     with run.dir.rank_log(rank).open("ab") as file:
         file.write(text)
 
@@ -43,6 +43,6 @@ def step(rank: int, number: int, moment: float = NOON) -> Step:
 
 
 def append_events(run: RunDir, rank: int, *events: Step | RankState, torn: bytes = b"") -> None:
-    """Record as a rank."""
+    """Append to the events of a rank."""
     with run.rank_events(rank).open("ab") as file:
         file.write(b"".join(encode_event(event) for event in events) + torn)

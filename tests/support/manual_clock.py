@@ -1,4 +1,4 @@
-"""A clock that only the test moves."""
+"""Clock that advances only when the test moves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's parent process for test_spawn.py: starts ranks of a target from spawn_targets.py, nothing else."""
+"""Process of a node agent for test_node_agent.py; its ranks run a function of node_agent_targets.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer.contract.outcome import RankReport
 
 
 def _unreported(_: RankReport) -> None:
-    raise AssertionError("run_node fills in how a rank reports")
+    raise AssertionError("run_node replaces this function")
 
 
 def main(target: str, run_dir: str, start_method: str = "light", init_method: str = "", kind: str = "task") -> int:
-    """Run two ranks; ``light`` is the fork server without torch, which most targets do not need."""
+    """Run two ranks; ``light`` is a fork server without torch, which most targets do not need."""
     world = 2
     if start_method == "light":
         forkserver.PRELOADED = ["trainer.agent.preload_first", "node_agent_targets"]

@@ -1,4 +1,4 @@
-"""What the ranks of test_spawn.py run; importable, because a rank's process imports it by name."""
+"""Functions that the ranks of test_node_agent.py run; the process of a rank imports this module by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.record import EventWriter, Failure, RunDir, Step
 
 
 def _mark(assignment: RankAssignment, text: str = "") -> None:
-    """Mark in the run directory that this rank has come this far."""
+    """Write a mark into the run directory: this rank has reached this point."""
     assert assignment.run_dir is not None
     path = Path(assignment.run_dir) / f"mark-{assignment.rank}"
     temporary = path.with_suffix(".tmp")
@@ -26,7 +26,7 @@ def _mark(assignment: RankAssignment, text: str = "") -> None:
 
 
 def _await_marks(assignment: RankAssignment) -> None:
-    """Wait until all ranks have come as far."""
+    """Wait for the marks of all ranks."""
     assert assignment.run_dir is not None
     folder = Path(assignment.run_dir)
     while not all((folder / f"mark-{rank}").exists() for rank in range(assignment.world_size)):
@@ -34,14 +34,14 @@ def _await_marks(assignment: RankAssignment) -> None:
 
 
 def _hang_with_gil() -> None:
-    """Block where no other Python thread runs either, as in gloo's destructor: only the kernel can end this."""
+    """Block with the GIL held, as in gloo's destructor: no Python thread runs, and only the kernel can end this."""
     libc = ctypes.PyDLL(None)
     while True:
         libc.pause()
 
 
 def _hang_without_gil() -> None:
-    """Block where the main thread handles no signal, as in a collective: only a default action gets through."""
+    """Block in C, as in a collective: Python's signal handlers do not run, only default actions work."""
     libc = ctypes.CDLL(None)
     while True:
         libc.pause()
@@ -104,7 +104,7 @@ def one_is_ended_by_the_heartbeat_monitor_of_nccl(assignment: RankAssignment) ->
 
 
 def one_ends_as_its_peer_is_gone(assignment: RankAssignment) -> None:
-    """As a script does, which reports nothing by itself."""
+    """End as a script does, which reports no failure."""
     if assignment.rank == 0:
         print("Traceback (most recent call last):\n  File x\nRuntimeError: Connection closed by peer", file=sys.stderr)
         sys.stderr.flush()
@@ -132,7 +132,7 @@ def one_raises(assignment: RankAssignment) -> None:
 
 
 def one_raises_before_the_record_of_the_other_is_written(assignment: RankAssignment) -> None:
-    """As in the first steps of a training: what was measured waits for the writer's next turn."""
+    """Fail before a measured step is written, as in the first steps of a training."""
     assert assignment.run_dir is not None
     if assignment.rank == 0:
         writer = EventWriter(RunDir(assignment.run_dir).rank_events(0), rank=0)
@@ -201,7 +201,7 @@ def has_children(assignment: RankAssignment) -> None:
 
 
 def records_its_context(assignment: RankAssignment) -> None:
-    """Record what a rank has inherited."""
+    """Record the modules, threads and environment that a rank has inherited."""
     import tempfile
     import threading
 
@@ -215,7 +215,7 @@ def records_its_context(assignment: RankAssignment) -> None:
 
 
 def all_reduces_for_ever(assignment: RankAssignment) -> None:
-    """A real collective that cannot complete: rank 1 does not take part."""
+    """Wait in a real collective in which rank 1 does not take part."""
     import torch
     import torch.distributed as dist
 

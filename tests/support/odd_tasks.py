@@ -1,4 +1,4 @@
-"""Tasks of a user's own that do what tasks may do, each one thing that has once gone wrong."""
+"""User tasks with unusual but allowed behaviour, and one with wrong losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.data.dataset import SizedDataset
 
 
 class NormTask(TinyTask):
-    """Has a batch norm, whose statistics differ from rank to rank."""
+    """Task with a batch norm, whose statistics differ between ranks."""
 
     def model(self) -> nn.Module:
         width = self.options.width
@@ -23,7 +23,7 @@ class NormTask(TinyTask):
 
 
 class BadSampleTask(NormTask):
-    """Has one sample that holds an infinity."""
+    """Task with one infinite sample."""
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         splits = super().datasets()
@@ -32,7 +32,7 @@ class BadSampleTask(NormTask):
 
 
 class SplitTask(TinyTask):
-    """Draws its validation data from all of the data, with Python's random numbers."""
+    """Task that splits its data at random, with Python's generator."""
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         every = super().datasets()["train"]
@@ -55,15 +55,15 @@ class _Noisy:
 
 
 class NoisyTask(SplitTask):
-    """Augments its training data with Python's and torch's random numbers."""
+    """Task that augments its training data with random numbers of Python and torch."""
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         splits = super().datasets()
         return {"train": _Noisy(splits["train"]), "valid": splits["valid"]}
 
 
-class _Where:
-    """Samples that hold whether a loader worker has read them."""
+class _MarkedSamples:
+    """Dataset whose samples include whether a worker process has read them."""
 
     def __init__(self, dataset: SizedDataset) -> None:
         self._dataset = dataset
@@ -76,10 +76,10 @@ class _Where:
 
 
 class ReaderTask(TinyTask):
-    """Has as a metric the share of samples that reading processes have read."""
+    """Task with the share of samples read by worker processes as a metric."""
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        return {split: _Where(dataset) for split, dataset in super().datasets().items()}
+        return {split: _MarkedSamples(dataset) for split, dataset in super().datasets().items()}
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         *sample, in_worker = batch
@@ -88,14 +88,14 @@ class ReaderTask(TinyTask):
 
 
 class TwoValueTask(TinyTask):
-    """Has no metrics to speak of."""
+    """Task whose loss has no metrics."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch)[:2]
 
 
 class WrongTask(TinyTask):
-    """Returns a wrong value as its loss, chosen by ``poison``."""
+    """Task that returns a wrong value as its loss, chosen by ``poison``."""
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         loss, count, metrics = super().loss(model, batch)

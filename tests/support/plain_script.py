@@ -1,4 +1,4 @@
-"""A plain DDP script that knows nothing of gputrain."""
+"""Plain DDP script that does not import gputrain."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    collate = lambda batch: torch.stack(batch)  # noqa: E731  (only workers that are forked can have it)
+    collate = lambda batch: torch.stack(batch)  # noqa: E731  (cannot be pickled: only forked workers get it)
     for batch in DataLoader(Points(), batch_size=4, num_workers=1, collate_fn=collate):
         optimizer.zero_grad()
         model(batch).square().mean().backward()

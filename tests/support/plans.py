@@ -1,4 +1,4 @@
-"""Plans of small recipes, on a machine that is the same everywhere."""
+"""Plans of small recipes on a fixed machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def recipe(*nodes: str, cluster: str = "", train: str = "") -> Any:
 
 
 def remote_nodes(*gpus: int) -> list[str]:
-    """Nodes by address."""
+    """Return nodes by address."""
     return [f'host = "10.0.123.{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 
 def named_nodes(*gpus: int) -> list[str]:
-    """Nodes by name."""
+    """Return nodes by name."""
     return [f'host = "n{index + 1}"\ngpus = {count}' for index, count in enumerate(gpus)]
 
 

@@ -1,4 +1,4 @@
-"""A real gloo process group of a few processes, started once per test module to run functions."""
+"""Gloo process group of a few processes, started once per test module to run functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waiting import LIMIT_S
 
 
 class Gang:
-    """``run`` calls a module-level function on every rank and returns the results in rank order."""
+    """Process group whose ``run`` calls a module-level function on every rank and returns the results in rank order."""
 
     def __init__(self, world_size: int, *, timeout_s: float = LIMIT_S) -> None:
         self._timeout_s = timeout_s

@@ -1,4 +1,4 @@
-"""Recipes from a few lines of TOML, and the one line with which a wrong one is refused."""
+"""Recipes from a few lines of TOML, and the one-line message for a wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short events, and what a file of events holds."""
+"""Short events, and the events of a file."""
 
 from __future__ import annotations
 

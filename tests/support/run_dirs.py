@@ -1,4 +1,4 @@
-"""Writes run directories as a run leaves them, with losses that fall."""
+"""Write run directories of ended runs, with falling losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in memory that widgets can draw: no file, no process."""
+"""Run in memory that widgets can draw, without files and processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.record import AnyEvent, Finding, GpuSample, NodeSample, Ra
 
 
 class RunInMemory:
-    """A run in memory, as the console's own follower would hold it."""
+    """Run with the interface of the console's ``LiveRun``."""
 
     standstill = None
     over = False
@@ -31,7 +31,7 @@ class RunInMemory:
 
 
 def run_in_memory(world_size: int = 16, steps: int = 200, *, per_node: int = 8, seed: int = 1) -> RunInMemory:
-    """A falling loss; one rank becomes slow in the second half and is reported."""
+    """Return a run with a falling loss, in which one rank is slow in the second half and reported as a straggler."""
     noise = random.Random(seed)
     run = RunInMemory(world_size)
     slow = world_size // 3

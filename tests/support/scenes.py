@@ -1,4 +1,4 @@
-"""Every scene of the console: how to get there, from a folder, a clock and names that are the same for everybody."""
+"""All scenes of the console, with the keys that lead to each, on a fixed folder, clock and host names."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ THEMES = {
     "ansi-light": "ansi-light",
     "plain": "",
 }
-"""Name of a picture's theme to Textual's; ``plain``: what ``NO_COLOR`` leaves of the dark one."""
+"""Textual theme by the name of a picture's theme; ``plain`` is the dark one with ``NO_COLOR``."""
 RUNS = Path("home/runs")
 T0 = 1_790_000_000.0
-"""When the first of the runs in a list started, Unix seconds."""
+"""Start of the first run in a list, Unix seconds."""
 
 Play = Callable[[Pilot[Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One state of the console that a person can see."""
+    """State of the console to draw."""
 
     play: Play
-    """Brings the console there once it has started."""
+    """Presses the keys that lead to the state after the start."""
     run: Callable[[], Run | None] = lambda: None
-    """Writes the run that is opened; none: the first start."""
+    """Writes the run to open; None for the console's first start."""
     theme: str = "dark"
 
 
 @contextmanager
 def fixed_place(folder: Path, theme: str) -> Iterator[None]:
-    """Work in a folder with two recipes, in UTC and in a theme; the person's own settings are not touched."""
+    """Change into a folder with two recipes, with time zone UTC, a theme and separate user settings."""
     environ = {"GPUTRAIN_HOME": "home", "TZ": "UTC", "XDG_CONFIG_HOME": str(folder / "config")}
     environ |= {"TEXTUAL_THEME": THEMES[theme] or THEMES["dark"]} | ({"NO_COLOR": "1"} if theme == "plain" else {})
     with (
@@ -76,7 +76,7 @@ def fixed_place(folder: Path, theme: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def playing(scene: Scene, size: tuple[int, int]) -> Any:
-    """Yield the console at a scene."""
+    """Run the console and yield it in the state of a scene."""
     app = console(scene.run())
     async with app.run_test(size=size, notifications=True) as pilot:
         await settle(pilot)
@@ -86,7 +86,7 @@ async def playing(scene: Scene, size: tuple[int, int]) -> Any:
         yield app
 
 
-# Runs that never ran
+# Synthetic runs
 
 
 def two_ranks() -> Run:
@@ -118,7 +118,7 @@ def three_nodes() -> Run:
 
 
 def many_ranks() -> Run:
-    """Return 1,024 ranks, with every sample that there can be."""
+    """Return a run of 1,024 ranks with samples of all nodes and ranks."""
     run = synthetic.run(
         RUNS, name="llama-70b-pretrain", nodes=128, ranks_per_node=8, steps=6, total=60_000, straggler=379
     )
@@ -130,15 +130,15 @@ def many_ranks() -> Run:
     return run
 
 
-# Ways to a scene
+# Keys of the scenes
 
 
 async def stay(pilot: Pilot[Any]) -> None:
-    """Stay where the console begins."""
+    """Press no key."""
 
 
 def keys(*names: str) -> Play:
-    """Press keys."""
+    """Return a function that presses keys."""
 
     async def play(pilot: Pilot[Any]) -> None:
         await press(pilot, *names)
@@ -147,7 +147,7 @@ def keys(*names: str) -> Play:
 
 
 def zoomed(key: str) -> Play:
-    """Press a panel's key until it has the screen."""
+    """Return a function that presses a panel's key and zooms the panel."""
 
     async def play(pilot: Pilot[Any]) -> None:
         await press(pilot, key)
@@ -209,7 +209,7 @@ async def cluster_recipe(pilot: Pilot[Any]) -> None:
     assert isinstance(pilot.app, GputrainApp)
     pilot.app.session.recipe = build(TWO_NODES, name="two_nodes.toml")
     screen = ClusterScreen(
-        take=lambda: machine(note=NO_DRIVER), ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
+        take=lambda: machine(note=NO_DRIVER), survey=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
     )
     await open_screen(pilot, screen)
 

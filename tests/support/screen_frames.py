@@ -15,9 +15,9 @@ from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.runs import Run
 
 NOW = synthetic.BEGIN + 60
-"""Where there is no step yet."""
+"""Time of the clock before the first step, Unix seconds."""
 AFTER_STEP_S = 0.2
-"""From the last step to now: a run that goes on makes steps."""
+"""Seconds of the clock after the last step, of a run that is training."""
 
 
 def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -31,19 +31,19 @@ def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None
 
 
 def console(run: Run | None, runs: Callable[[], list[Run]] = list, *, silent_s: float = AFTER_STEP_S) -> GputrainApp:
-    """Return a console whose clock stands still, ``silent_s`` after the last step: ``settle`` moves it."""
+    """Return a console whose clock is fixed at ``silent_s`` after the last step; only ``settle`` updates it."""
 
     def follow(found: Run) -> LiveRun:
         live = LiveRun(found, now=lambda: live.state.step_time + silent_s if live.state.step_time else NOW)
         while live.poll(60):
-            pass  # a first frame that does not depend on how fast this machine is
+            pass  # reads all of it: the first frame must not depend on this machine's speed
         return live
 
     return GputrainApp(run, clocked=False, follow=follow, runs=runs)
 
 
 async def settle(pilot: Pilot[Any]) -> None:
-    """Read the record to its end and paint what came of it."""
+    """Read the record to its end and repaint the screen."""
     app = pilot.app
     assert isinstance(app, GputrainApp)
     while app.live is not None and app.live.poll():
@@ -56,13 +56,13 @@ async def settle(pilot: Pilot[Any]) -> None:
 
 
 async def press(pilot: Pilot[Any], *keys: str) -> None:
-    """Press keys one after the other, each seen before the next."""
+    """Press keys, and settle after each of them."""
     for key in keys:
         await pilot.press(key)
         await settle(pilot)
 
 
 def rows(app: GputrainApp) -> list[str]:
-    """Return what is on the screen."""
-    # The public way to a picture is SVG; the compositor's strips are the same as text.
+    """Return the rows of the screen as text."""
+    # Textual's public API exports SVG only; the compositor's strips have the same content as text.
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]

@@ -1,4 +1,4 @@
-"""Plays a screen of the console without a clock: keys, background work awaited, and the screen as rows of text."""
+"""Drive a screen of the console without a clock: await background work, and read the screen as rows of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def quiet_app() -> GputrainApp:
 
 
 async def settle(pilot: Pilot[int]) -> None:
-    """Wait until no background work is left and its messages were taken in."""
+    """Wait until all background work has ended and its messages are processed."""
     for _ in range(20):
         await pilot.pause()
         workers = [worker for worker in pilot.app.workers if not worker.is_finished]
@@ -45,7 +45,7 @@ async def open_screen(pilot: Pilot[int], screen: Screen[None]) -> None:
 
 
 def screen_text(app: GputrainApp) -> str:
-    """Return what is on the screen, row by row."""
+    """Return the text of the screen, row by row."""
     strips = app.screen._compositor.render_strips()
     return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
 

@@ -1,4 +1,4 @@
-"""What tests need to know of signals that were sent, and a process that none reaches."""
+"""Check for pending signals, and hold a process so that no signal reaches it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WALL = 0x40000000
 
 
 def is_pending(pid: int, number: int) -> bool:
-    """Whether a signal that was sent to a process has not reached it yet; one that has ended hears no more."""
+    """Return whether a signal sent to a process is still pending; False for a process that has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -29,7 +29,7 @@ def is_pending(pid: int, number: int) -> bool:
 
 @contextlib.contextmanager
 def traced(pid: int) -> Iterator[None]:
-    """Hold a process as a debugger does, until it is killed: no other signal reaches it, also no SIGCONT."""
+    """Hold a process with ptrace until it is killed: no other signal reaches it, not even SIGCONT."""
     libc = ctypes.CDLL(None, use_errno=True)
     held, refused = threading.Event(), list[int]()
 
@@ -50,4 +50,4 @@ def traced(pid: int) -> Iterator[None]:
         pytest.skip(f"this user may not trace processes: {os.strerror(refused[0])}")
     yield
     thread.join(30)
-    assert not thread.is_alive(), "nobody killed it"
+    assert not thread.is_alive(), "the process was not killed"

@@ -1,4 +1,4 @@
-"""Runs whose nodes are stand-ins without torch, for tests of what supervises them."""
+"""Runs whose nodes are stand-ins without torch, for tests of the supervisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PORT = "tcp://127.0.0.1:29999"
 def stand_in_run(
     root: Path, *modes: str, ranks_per_node: int = 2, name: str = "stand-in", recipe: str = "", steps: int = 2
 ) -> Run:
-    """Make the directory of a run with a node for each mode of ``stand_in.py``."""
+    """Create the directory of a run with one node per mode of ``stand_in.py``."""
     nodes = []
     for index, mode in enumerate(modes):
         ranks = list(range(index * ranks_per_node, (index + 1) * ranks_per_node))

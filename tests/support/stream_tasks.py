@@ -1,4 +1,4 @@
-"""Tasks whose training data is a stream: what an ``IterableDataset`` of a user's own may do."""
+"""Tasks whose training data is a stream: right and wrong kinds of ``IterableDataset``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.distributed import get_rank
 
 
 class ShuffledStream(IterableDataset[Any]):
-    """Gives its samples in an order, and with noise, that it draws; without a length."""
+    """Stream in random order with random noise, without a length."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -33,13 +33,15 @@ class SizedStream(ShuffledStream):
         return len(self.samples)
 
 
-class Liar(ShuffledStream):
+class WrongLengthStream(ShuffledStream):
+    """Stream with a wrong length."""
+
     def __len__(self) -> int:
         return len(self.samples) + 7
 
 
-class InParts(SizedStream):
-    """Rank r has r + 1 of every so many samples: the ranks run out at different times."""
+class ShardedStream(SizedStream):
+    """Stream with shards of unequal length: the shard of rank r is proportional to r + 1."""
 
     def shard(self, count: int, index: int) -> ShuffledStream:
         owners = [rank for rank in range(count) for _ in range(rank + 1)]
@@ -47,35 +49,39 @@ class InParts(SizedStream):
         return ShuffledStream([self.samples[place] for place in own])
 
 
-class ByWorker(ShuffledStream):
-    """Shares itself out to reading processes as torch's documentation does."""
+class SplitByWorker(ShuffledStream):
+    """Stream that divides its samples among worker processes, as in torch's documentation."""
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         yield from list(super().__iter__())[:: info.num_workers] if info else super().__iter__()
 
 
-class ByRank(ShuffledStream):
+class SplitByRank(ShuffledStream):
+    """Stream that divides its samples among ranks, without ``shard``."""
+
     def __iter__(self) -> Iterator[Any]:
         yield from list(super().__iter__())[get_rank() :: 2]
 
 
-class Longer(ShuffledStream):
-    """Of another length on each rank."""
+class UnevenStream(ShuffledStream):
+    """Stream with fewer samples on higher ranks."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from list(super().__iter__())[: len(self.samples) - 20 * get_rank()]
 
 
-class Live(ShuffledStream):
-    """Never the same again."""
+class UnrepeatableStream(ShuffledStream):
+    """Stream with different samples on every pass."""
 
     def __iter__(self) -> Iterator[Any]:
         for inputs, targets in self.samples:
             yield inputs + float(int.from_bytes(os.urandom(2), "big")), targets
 
 
-class Once(SizedStream):
+class OneShotStream(SizedStream):
+    """Stream that can be iterated only once."""
+
     def __init__(self, samples: Any) -> None:
         super().__init__(samples)
         self.source = iter([samples[index] for index in range(len(samples))])

@@ -1,4 +1,4 @@
-"""Runs that never ran: real run directories, written with the record's own definitions, for screens and tests."""
+"""Synthetic runs: run directories written with the record's own definitions, for screens and tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.contract.record import (
 )
 
 BEGIN = 1_800_000_000.0
-"""When every synthetic run starts, Unix seconds."""
+"""Start of every synthetic run, Unix seconds."""
 
 
 def run(
@@ -54,16 +54,16 @@ def run(
 
     Args:
         root: folder of the runs.
-        name: of the recipe.
-        nodes: machines.
-        ranks_per_node: on each.
-        steps: that every rank has done; 0: none yet.
-        total: steps after which it would end.
-        status: as the supervisor writes it.
-        joined: ranks that have come, while there is no step yet.
-        straggler: a rank that the others wait for in the second half.
-        failed_rank: a rank that failed after the last step.
-        seed: of the noise.
+        name: name of the recipe.
+        nodes: number of machines.
+        ranks_per_node: ranks on each machine.
+        steps: steps that every rank has done.
+        total: steps after which the run would end.
+        status: status written by the supervisor.
+        joined: number of ranks that have joined, before the first step; default: all.
+        straggler: rank for which the others wait in the second half.
+        failed_rank: rank that failed after the last step.
+        seed: seed of the noise.
     """
     world_size = nodes * ranks_per_node
     hosts = [f"node{index:03}" for index in range(nodes)] if nodes > 1 else ["localhost"]
@@ -141,22 +141,22 @@ def _ranks(
     noise: random.Random,
 ) -> None:
     world_size = len(hosts) * per_node
-    here = world_size if joined is None else joined
+    present = world_size if joined is None else joined
     for rank in range(world_size):
         node = rank // per_node
         events: list[AnyEvent] = [
             RankState(time=BEGIN + 1, rank=rank, state="spawned", node=node, host=hosts[node],
                       local_rank=rank % per_node, device="cpu", pid=40_000 + rank),
         ]  # fmt: skip
-        if rank < here or noise.random() < 0.5:
+        if rank < present or noise.random() < 0.5:
             events.append(RankState(time=BEGIN + 2, rank=rank, state="joining"))
-        if rank < here and (steps or here == world_size):
+        if rank < present and (steps or present == world_size):
             events.append(RankState(time=BEGIN + 3, rank=rank, state="ready"))
         if rank == 0 and steps:
             events.append(TrainingPlan(time=BEGIN + 3.5, world_size=world_size, updates_per_epoch=200,
                                        samples_per_epoch=200 * 16 * world_size, max_updates=total))  # fmt: skip
         elif rank == 0 and joined is not None:
-            events.append(Joining(time=BEGIN + 3, joined=list(range(here)), missing=list(range(here, world_size)),
+            events.append(Joining(time=BEGIN + 3, joined=list(range(present)), missing=list(range(present, world_size)),
                                   waited_ms=1500))  # fmt: skip
         for step in range(1, steps + 1):
             late = 20.0 if rank == straggler and step > steps // 2 else 0.0

@@ -11,7 +11,7 @@ TEXT = "".join(f"{n} green bottles hang on the wall, {n} green bottles.\n" for n
 
 
 def write_data(folder: Path, task: str) -> dict[str, Any]:
-    """Write the smallest data that a task can learn something from; return its options."""
+    """Write a small data set from which a task can learn; return the task's options."""
     if task == "docnn":
         for name, count in (("train", 41), ("dev", 9)):
             rows = [f"this film is {('bad', 'good')[n % 2]} in {n % 7} ways\t{n % 2}\n" for n in range(count)]

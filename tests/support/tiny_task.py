@@ -1,4 +1,4 @@
-"""A task of a user's own: small enough that thousands of its steps cost nothing, and able to go wrong on request."""
+"""User task that is small enough for thousands of steps per second, and fails on request."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class TinyOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     valid_samples: int = 13
     dropout: float = 0.0
     masked: bool = False
-    """Leave out a varying part of each sample, so that the count differs from batch to batch."""
+    """Mask a varying part of each sample, so that the count differs between batches."""
     double: bool = False
     poison: str = ""
-    """Non-finite where: ``loss``, ``input``, ``gradient``, ``once`` in the loss, ``gradient once``, only the ``norm``
-    of gradients, or in ``half`` precision."""
+    """Origin of a non-finite number: ``loss``, ``input``, ``gradient``, ``once`` (loss), ``gradient once``, ``norm``
+    (of the gradients only) or ``half`` (in half precision only)."""
     fault_rank: int = -1
     fault_step: int = -1
     fault: str = ""
-    """What happens at the fault's rank and step: ``raise``, ``exit``, ``kill`` or ``memory``."""
+    """Fault at ``fault_rank`` and ``fault_step``: ``raise``, ``exit``, ``kill`` or ``memory``."""
     width: int = 16
 
 
@@ -83,7 +83,7 @@ class TinyTask(Task):
 
 
 class _Poison(nn.Module):
-    """Makes a non-finite number when training has gone on for three steps."""
+    """Layer that produces a non-finite number after three training steps."""
 
     def __init__(self, options: TinyOptions) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Poison(nn.Module):
         if self.kind == "norm":
             return logits * 1e25
         if self.kind == "gradient" or (self.kind == "gradient once" and self.steps == 4):
-            # The square root of exactly 0 is finite; its gradient is not.
+            # The square root of 0 is finite; its gradient is not.
             return logits + torch.sqrt((logits - logits.detach()).abs())
         return logits
 
@@ -122,18 +122,18 @@ class _Points:
 
 
 class TaskWithTest(TinyTask):
-    """Has a test split, of a number of samples that no batch size divides."""
+    """Task with a test split of a prime number of samples."""
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         return {**super().datasets(), "test": _Points(31, 9)}
 
 
 class OtherTask(TinyTask):
-    """The same, under another name."""
+    """Task with another name."""
 
 
 class OneSidedTask(TinyTask):
-    """Nothing that rank 1 trains on counts; the others count in Python's own numbers."""
+    """Task whose count is 0 on rank 1; the other ranks return it as a Python number."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
         total, count, sums = super().loss(model, batch)
@@ -143,7 +143,7 @@ class OneSidedTask(TinyTask):
 
 
 class JumpingCounts(TinyTask):
-    """Every second batch has a million times as many items: the mean is as usual, the sum is not."""
+    """Task in which some batches have a million times the items and the loss sum; the mean loss is unchanged."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         total, count, sums = super().loss(model, batch)

@@ -1,4 +1,4 @@
-"""The rules of the Trace Event Format, as Perfetto's importer of JSON holds them: what breaks one is not shown."""
+"""Rules of the Trace Event Format in Perfetto's JSON importer, which drops events that break one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 PHASES = frozenset("MXi")
 LARGEST_ID = 2**32 - 1
-"""Numbers of processes and threads are read as 32 bits."""
+"""Largest process or thread number: the importer reads 32 bits."""
 
 
 def threads_of(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Check the rules, and return the slices of each thread by the numbers of its process and itself."""
+    """Check the rules, and return the slices of each thread by process and thread number."""
     assert isinstance(trace["traceEvents"], list)
     threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     processes, thread_names, named_processes = set(), {}, set()
@@ -26,7 +26,7 @@ def threads_of(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, An
         assert type(event["ts"]) in (int, float)
         assert event["ts"] >= 0
         if event["ph"] == "M":
-            assert event["ts"] == 0, "it is read before what it names"
+            assert event["ts"] == 0, "metadata must precede the events of its thread"
             if event["name"] == "process_name":
                 assert event["pid"] not in named_processes
                 named_processes.add(event["pid"])
@@ -51,9 +51,9 @@ def threads_of(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, An
 
 
 def _require_nested(slices: list[dict[str, Any]]) -> None:
-    """Check that slices lie within each other or apart, in nanoseconds, and begin from the outermost inwards."""
+    """Check that slices, in nanoseconds, are nested or disjoint, and that outer slices precede inner ones."""
     open_ends: list[int] = []
-    # In the order of the file where they begin at once, as the importer sorts.
+    # Stable: slices with equal starts keep the order of the file, as in the importer.
     for event in sorted(slices, key=lambda event: int(event["ts"] * 1000)):
         begin, end = int(event["ts"] * 1000), int(event["ts"] * 1000) + int(event["dur"] * 1000)
         while open_ends and open_ends[-1] <= begin:

@@ -1,4 +1,4 @@
-"""Small trainings with real ranks, and what they leave behind."""
+"""Small trainings with real ranks, and their results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_log import newest
 from forked_trainer import ForkedTrainer
 from torch import Tensor
 from waiting import LIMIT_S
-
-from trainer.checkpoint import newest
 
 TASK = f"{Path(__file__).with_name('tiny_task.py')}:TinyTask"
 
@@ -26,7 +25,7 @@ ENVIRON |= {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 class TrainingResult:
-    """What a finished `python -m trainer` left behind."""
+    """Exit code, output, events and weights of a finished ``python -m trainer``."""
 
     def __init__(self, run_dir: Path, done: subprocess.CompletedProcess[str]) -> None:
         self.code = done.returncode
@@ -41,11 +40,11 @@ class TrainingResult:
         return [e for e in self.events if e["type"] == kind and (rank is None or e.get("rank") == rank)]
 
     def sum_of(self, value: str, rank: int, *, after: int = 0) -> float:
-        """Over the steps; how many steps share an event depends on how fast they were, the sum does not."""
+        """Return the sum of a value over the steps, which is independent of the number of steps per event."""
         return sum(event[value] * event["steps"] for event in self.events_of("step", rank) if event["step"] > after)
 
     def curve(self) -> list[float]:
-        """The loss of each step: the mean over the ranks, whose batches are equally large."""
+        """Return the loss of each step: the mean over the ranks, whose batches have equal sizes."""
         losses: dict[int, list[float]] = {}
         for event in self.events_of("step"):
             assert event["steps"] == 1
@@ -60,7 +59,7 @@ class TrainingResult:
 
 
 def train(run_dir: Path, *flags: object, ranks: int = 1) -> TrainingResult:
-    """Train with as many processes, each started by hand as a rank of its own."""
+    """Train with one process per rank, each started by its own command."""
     words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1", *map(str, flags)]
     if ranks == 1:
         return TrainingResult(run_dir, ForkedTrainer(words, environ=ENVIRON).finish())
@@ -75,7 +74,7 @@ def train(run_dir: Path, *flags: object, ranks: int = 1) -> TrainingResult:
 
 
 def train_spawned(run_dir: Path, *flags: object, ranks: int) -> TrainingResult:
-    """Train with one command, whose node agent starts the ranks."""
+    """Train with one command: its node agent starts the ranks."""
     words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1"]
     words += ["--distributed-world-size", str(ranks), *map(str, flags)]
     command = [sys.executable, "-m", "trainer", *words]

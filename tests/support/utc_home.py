@@ -1,4 +1,4 @@
-"""A home for runs whose times are printed in UTC."""
+"""Temporary home for runs, with time zone UTC."""
 
 from __future__ import annotations
 

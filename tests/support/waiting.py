@@ -1,4 +1,4 @@
-"""Waits for what other processes do."""
+"""Wait until a condition holds, for example in another process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 120.0
-"""Far above what anything takes on a busy machine: what takes so long hangs."""
+"""Time-out far above any duration on a busy machine: it means a hang."""
 
 
-def until(happened: Callable[[], Any], what: str = "it", limit_s: float = LIMIT_S) -> Any:
+def until(happened: Callable[[], Any], condition: str = "it", limit_s: float = LIMIT_S) -> Any:
     """Wait until a condition holds and return its value."""
     deadline = time.monotonic() + limit_s
     while not (value := happened()):
-        assert time.monotonic() < deadline, f"{what} did not come true"
+        assert time.monotonic() < deadline, f"{condition} did not come true"
         time.sleep(0.01)
     return value

@@ -1,4 +1,4 @@
-"""A user's training script with gputrain's two lines; started by torchrun, by ``mp.spawn`` or alone."""
+"""Training script that uses ``watch``; started by torchrun, by ``mp.spawn`` or as one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 class SlowLoader(DataLoader[Any]):
-    """Rank 1 waits for its data."""
+    """Data loader that is slow on rank 1."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():

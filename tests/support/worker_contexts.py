@@ -1,4 +1,4 @@
-"""The context of a rank in a test: on the CPU, without a record, narration or checkpoints unless they are given."""
+"""Worker context for tests: on the CPU, by default without record, narration and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def worker_context(rank: int = 0, world_size: int = 1, **fields: Any) -> WorkerC
     defaults: dict[str, Any] = {
         "device": torch.device("cpu"),
         "set_state": lambda state: None,
-        "say": lambda line: None,
+        "print_line": lambda line: None,
         "checkpoints": None,
     }
     writer = fields.pop("writer", None) or EventWriter(None, rank=rank)

@@ -80,7 +80,7 @@ def test_bf16_is_refused_in_one_line_where_the_gpu_has_none() -> None:
     ("deterministic", "alike", "tries"), [(False, True, True), (False, False, False), (True, True, False)]
 )
 def test_cudnn_tries_its_algorithms_where_batches_are_alike(deterministic: bool, alike: bool, tries: bool) -> None:
-    choose_algorithms(Training(deterministic=deterministic), GPU, alike_batches=alike)
+    choose_algorithms(Training(deterministic=deterministic), GPU, few_shapes=alike)
     assert torch.backends.cudnn.benchmark is tries
 
 

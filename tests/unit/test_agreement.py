@@ -83,7 +83,7 @@ def test_after_updates_that_have_become_longer_the_next_agreement_comes_at_once(
     while ranks.now < 10:
         ranks.step()
     for rank in ranks.ranks:
-        rank.soon(ranks.update)
+        rank.reschedule(ranks.update)
     before = len(ranks.begun)
     ranks.step_s = 5.0
     ranks.step()

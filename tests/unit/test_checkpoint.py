@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_log import CheckpointLog, checkpoint_names, step_of
+from checkpoint_log import CheckpointLog, checkpoint_names, newest, step_of
 from torch import nn
 
 from trainer.checkpoint import (
@@ -26,7 +26,6 @@ from trainer.checkpoint import (
     capture_rng,
     copy_to_cpu,
     load,
-    newest,
     restore_rng,
     write_file,
     writer as writing,
@@ -208,7 +207,7 @@ def test_a_gpus_tensors_are_waited_for_by_the_writing_thread_and_not_by_training
 
     def on_a_device() -> HostTensors:
         return HostTensors(
-            is_away=lambda tensor: True,
+            on_gpu=lambda tensor: True,
             empty_like=lambda like: torch.empty_like(like).fill_(-1.0).as_subclass(Pinned),
             event=CopyEvent,
         )
@@ -227,7 +226,7 @@ def test_memory_that_cannot_be_locked_costs_a_wait_and_no_checkpoint() -> None:
     def refused(like: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
-    tensors = HostTensors(is_away=lambda tensor: True, empty_like=refused)
+    tensors = HostTensors(on_gpu=lambda tensor: True, empty_like=refused)
     assert copy_to_cpu({"weight": torch.ones(2)}, tensors)["weight"].tolist() == [1.0, 1.0]
     tensors.wait()
 
@@ -350,10 +349,10 @@ def held_writer(
     go, begun = threading.Event(), threading.Event()
     write = writing.write_file
 
-    def slow(path: Path, state: Any, *, place: int) -> int:
+    def slow(path: Path, state: Any, *, sequence: int) -> int:
         begun.set()
         assert go.wait(30)
-        return write(path, state, place=place)
+        return write(path, state, sequence=sequence)
 
     monkeypatch.setattr(writing, "write_file", slow)
     writer = log.writer(folder, keep_last=9)

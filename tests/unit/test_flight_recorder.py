@@ -53,7 +53,7 @@ def test_nccl_dumps_collectives_into_the_run_directory_unless_the_user_sets_anot
     ],
 )
 def test_the_last_collectives_are_put_into_words(recorded: dict[str, object], words: str) -> None:
-    assert flight_recorder.in_words(recorded) == words
+    assert flight_recorder.describe_collectives(recorded) == words
 
 
 @pytest.mark.parametrize(

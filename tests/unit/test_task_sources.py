@@ -54,7 +54,7 @@ def test_the_files_that_a_task_imports_from_its_own_folder_are_found_without_run
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    sources = task_sources(module, tmp_path / file, known=tmp_path / "known")
+    sources = task_sources(module, tmp_path / file, excluded=tmp_path / "known")
     assert next(iter(sources)) == file
     assert set(sources) == set(found.split())
     assert all(path == tmp_path / name for name, path in sources.items())
@@ -62,10 +62,10 @@ def test_the_files_that_a_task_imports_from_its_own_folder_are_found_without_run
 
 def test_the_neighbours_of_an_installed_module_are_not_its_own() -> None:
     file = Path(sysconfig.get_path("stdlib")) / "calendar.py"
-    assert list(task_sources("calendar", file, known=Path("/nowhere"))) == ["calendar.py"]
+    assert list(task_sources("calendar", file, excluded=Path("/nowhere"))) == ["calendar.py"]
 
 
 def test_no_more_files_are_followed_than_a_task_has(tmp_path: Path) -> None:
     for number in range(MAX_FILES + 9):
         (tmp_path / f"m{number}.py").write_text(f"import m{number + 1}\n")
-    assert len(task_sources("m0", tmp_path / "m0.py", known=Path("/nowhere"))) == MAX_FILES
+    assert len(task_sources("m0", tmp_path / "m0.py", excluded=Path("/nowhere"))) == MAX_FILES

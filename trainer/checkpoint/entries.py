@@ -1,8 +1,7 @@
-"""Lists the entries of a training's state and their kinds, so that a checkpoint from which one is missing is known.
+"""List the entries of a training's state with their types, to detect entries missing from a checkpoint.
 
-A checkpoint keeps the list of what was saved beside the state, as ``torch.distributed.checkpoint`` does in its
-metadata: whether a parameter has no moments because it never had a gradient, or because they were lost, only the
-list tells.
+A checkpoint keeps this list beside the state, as ``torch.distributed.checkpoint`` does in its metadata. Without it, a
+parameter that never had a gradient, and so has no moments, could not be distinguished from one whose moments are lost.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ ENTRIES = "entries"
 
 
 def kinds(state: Any, where: str = "") -> dict[str, str]:
-    """Return the kind of every entry by its path: ``{"model['0.bias']": "float32 [16]", "updates": "int"}``.
+    """Return the type of every entry by its path: ``{"model['0.bias']": "float32 [16]", "updates": "int"}``.
 
     Args:
         state: tensors, plain values, and lists, tuples and mappings of them.
-        where: the path of the state itself; empty where its keys begin the paths.
+        where: path of the state itself; if empty, the paths begin with its keys.
     """
     return dict(_walk(state, where))
 
@@ -45,7 +44,7 @@ def _kind(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{'' if dense else ' not dense'}"
     if value is None:
         return "None"
-    # As a checkpoint holds it: an enum or a numpy scalar is saved as the plain value that it also is.
+    # The type in a checkpoint: an enum or a numpy scalar that subclasses a plain type is saved as that type.
     for kind in (bool, int, float, str, bytes, Mapping, list, tuple):
         if isinstance(value, kind):
             return "dict" if kind is Mapping else kind.__name__
@@ -53,12 +52,12 @@ def _kind(value: Any) -> str:
 
 
 def difference(found: Mapping[str, str], expected: Mapping[Any, Any], *, of: str) -> str:
-    """Return in words the first entry whose kind is not the expected one; empty where there is none.
+    """Describe the first entry whose type differs from the expected one; empty if all are equal.
 
     Args:
-        found: kinds of what there is.
-        expected: kinds of what there should be; may be from a file, and anything.
-        of: where they are expected, such as "in the model".
+        found: types of the entries that exist.
+        expected: types of the entries that should exist; unchecked content of a file is allowed.
+        of: origin of the expected types, for the message, such as "in the model".
     """
     for path, kind in expected.items():
         if path not in found:

@@ -1,7 +1,7 @@
-"""One checkpoint's file: how it gets onto the disk whole, and how it is known to be.
+"""Format of a checkpoint file: written atomically, and verified by a checksum.
 
-What ``torch.load(path, weights_only=True)`` reads anywhere is followed by a trailer with a checksum. A file appears
-under its name only when all of it is on disk.
+The file is the zip archive of ``torch.save``, which ``torch.load(path, weights_only=True)`` reads, followed by a
+trailer with a checksum. A file gets its name only when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ import torch
 from trainer.contract.errors import CheckpointError
 
 BEST = "best.pt"
-"""The best checkpoint so far: a further name of the file of its step."""
+"""Name of the best checkpoint so far: a second name of its step's file."""
 EPOCH = "epoch_{}.pt"
-"""A further name of the file of the step at which an epoch ended, where those are kept."""
+"""Name of the checkpoint at the end of an epoch, if those are kept: a second name of its step's file."""
 
 MAGIC = b"gputrain ckpt 1\n"
 _TRAILER = struct.Struct("<16sQQ32s")
-"""Magic, size of the payload in bytes, place in the folder's order, BLAKE2b of all that precedes it."""
-LAST_PLACE = 2**64 - 1
-"""The highest place that a file can have."""
+"""Magic, size of the payload in bytes, sequence number in the folder, BLAKE2b of everything before the hash."""
+MAX_SEQUENCE = 2**64 - 1
+"""Highest sequence number that a file can have."""
 _CHUNK = 1 << 22
 """Bytes read at once."""
 _TEMPORARY = ".{name}.tmp"
 
 
-class _Checked:
-    """A file for ``torch.save`` that hashes what passes through it and keeps a failure for later.
+class _HashingFile:
+    """File for ``torch.save`` that hashes the bytes written and stores an error instead of raising it.
 
-    An exception from within torch's C++ writer comes out as another one, and its destructor may abort the process.
+    An exception inside torch's C++ writer surfaces as a different one, and the writer's destructor may abort the
+    process.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -57,35 +58,35 @@ class _Checked:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing: the file is flushed and synced once, at the end."""
+        """Do nothing: the file is flushed and synced once, at the end."""
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
+    """Return the file name of a step's checkpoint."""
     return f"step_{step:08d}.pt"
 
 
-def write_file(path: Path, state: Mapping[str, Any], *, place: int = 0) -> int:
-    """Write a checkpoint under a temporary name, sync it and give it its name; return its size in bytes.
+def write_file(path: Path, state: Mapping[str, Any], *, sequence: int = 0) -> int:
+    """Write a checkpoint under a temporary name, sync it and rename it; return its size in bytes.
 
     Args:
-        path: its name.
-        state: what ``load`` returns.
-        place: higher than that of every checkpoint in the folder that was saved before.
+        path: final name of the file.
+        state: state that ``load`` will return.
+        sequence: sequence number, higher than those of all checkpoints saved in the folder before.
 
     Raises:
-        OSError: it could not be written; nothing is left of it, and a file of that name is as it was.
+        OSError: the file could not be written; nothing of it remains, and an existing file at ``path`` is unchanged.
     """
     temporary = path.with_name(_TEMPORARY.format(name=path.name))
     try:
         with temporary.open("wb") as file:
-            checked = _Checked(file)
-            torch.save(dict(state), checked)  # type: ignore[arg-type]  # it needs write() and flush() only
-            if checked.error is not None:
-                raise checked.error
-            head = MAGIC, checked.size, place
-            checked.hash.update(_TRAILER.pack(*head, b"")[:-32])
-            file.write(_TRAILER.pack(*head, checked.hash.digest()))
+            hashing = _HashingFile(file)
+            torch.save(dict(state), hashing)  # type: ignore[arg-type]  # it needs write() and flush() only
+            if hashing.error is not None:
+                raise hashing.error
+            head = MAGIC, hashing.size, sequence
+            hashing.hash.update(_TRAILER.pack(*head, b"")[:-32])
+            file.write(_TRAILER.pack(*head, hashing.hash.digest()))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -94,11 +95,11 @@ def write_file(path: Path, state: Mapping[str, Any], *, place: int = 0) -> int:
             temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
-    return checked.size + _TRAILER.size
+    return hashing.size + _TRAILER.size
 
 
 def link(path: Path, name: Path) -> None:
-    """Give the file a second name, atomically; where a file system has no links, a copy."""
+    """Give the file a second name, atomically; copy it if the file system has no hard links."""
     temporary = name.with_name(_TEMPORARY.format(name=name.name))
     temporary.unlink(missing_ok=True)
     try:
@@ -109,19 +110,19 @@ def link(path: Path, name: Path) -> None:
             target.flush()
             os.fsync(target.fileno())
     temporary.replace(name)
-    # Replacing one name of a file by another name of the same file leaves both.
+    # rename(2) does nothing if both names are links to one file.
     temporary.unlink(missing_ok=True)
     _sync_folder(name.parent)
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Delete what saves that were interrupted have left in a folder."""
+    """Delete the temporary files of interrupted saves in a folder."""
     for left in folder.glob(_TEMPORARY.format(name="*.pt")):
         left.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the names in the folder last through a power cut."""
+    """Sync the folder, so that its file names survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # Some network file systems cannot sync a folder.
@@ -131,43 +132,43 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def place_of(path: Path) -> int:
-    """Return a checkpoint's place in its folder's order: one that was saved later has a higher one.
+def sequence_of(path: Path) -> int:
+    """Return a checkpoint's sequence number in its folder; a later save has a higher one.
 
-    It is a counter. The clock may be set back between two saves; files of earlier versions, whose place is the time
-    of writing in Unix nanoseconds, are counted on from.
+    It is a counter and no time, because the clock may be set back between two saves. Files of earlier versions have
+    the time of writing in Unix nanoseconds, from which the counter continues.
 
     Raises:
-        CheckpointError: the file is torn or no checkpoint of ours.
-        OSError: it cannot be read.
+        CheckpointError: the file is torn or not a checkpoint of this package.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return _trailer(path, file)[2]
 
 
-def is_ours(path: Path) -> bool:
-    """Return whether a file ends as a checkpoint of ours does; its checksum is not looked at."""
+def has_trailer(path: Path) -> bool:
+    """Return whether a file ends with the trailer of a checkpoint; the checksum is not verified."""
     try:
-        place_of(path)
+        sequence_of(path)
     except (CheckpointError, OSError):
         return False
     return True
 
 
 def check(path: Path, file: BinaryIO) -> None:
-    """Read all of a checkpoint and compare its checksum.
+    """Read all of a checkpoint and verify its checksum.
 
     Raises:
-        CheckpointError: it is torn, altered or no checkpoint of ours.
+        CheckpointError: the file is torn, altered or not a checkpoint of this package.
     """
-    magic, payload, place, digest = _trailer(path, file)
+    magic, payload, sequence, digest = _trailer(path, file)
     found = hashlib.blake2b(digest_size=32)
     file.seek(0)
     left = payload
     while left and (chunk := file.read(min(_CHUNK, left))):
         found.update(chunk)
         left -= len(chunk)
-    found.update(_TRAILER.pack(magic, payload, place, b"")[:-32])
+    found.update(_TRAILER.pack(magic, payload, sequence, b"")[:-32])
     if found.digest() != digest:
         raise CheckpointError(f"{path}: is damaged: its checksum does not match")
 
@@ -179,9 +180,9 @@ def _trailer(path: Path, file: BinaryIO) -> tuple[bytes, int, int, bytes]:
     file.seek(max(size - _TRAILER.size, 0))
     tail = file.read(_TRAILER.size)
     if len(tail) == _TRAILER.size and tail.startswith(MAGIC):
-        magic, payload, place, digest = _TRAILER.unpack(tail)
+        magic, payload, sequence, digest = _TRAILER.unpack(tail)
         if payload + _TRAILER.size == size:
-            return magic, payload, place, digest
+            return magic, payload, sequence, digest
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
         raise CheckpointError(f"{path}: is not a checkpoint")

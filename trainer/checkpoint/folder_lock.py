@@ -1,4 +1,4 @@
-"""Keeps a folder of checkpoints to one training at a time: two would delete and replace each other's files."""
+"""Lock on a checkpoint folder: two trainings would delete and replace each other's files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import msgspec
 from trainer.contract.errors import RequestError
 
 LOCK = ".lock"
-"""The file in the folder that is locked. It stays: one that is deleted could be locked twice, under two inodes."""
+"""Name of the locked file. It is never deleted: two processes could then lock two inodes of that name."""
 RELEASE_S = 5.0
-"""How long to wait for a process of the same run, which leaves: a run that is started again may meet its own past."""
+"""Time-out for a process of the same run to release the lock: a restarted run may overlap with its previous process."""
 POLL_S = 0.05
 """Time between two attempts to take the lock."""
 _WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-"""How a file system says that it has no locks, such as NFS without its lock service."""
+"""Errors of file systems without locks, such as NFS without its lock service."""
 
 
 class Holder(msgspec.Struct, kw_only=True):
-    """Who writes into the folder, as the lock's file says."""
+    """Process that holds the lock, as stored in the lock file."""
 
     run: str = ""
-    """The run's id; empty where it has none."""
+    """Run id; empty if there is none."""
     pid: int
     host: str
 
@@ -36,28 +36,28 @@ class Holder(msgspec.Struct, kw_only=True):
 
 
 class FolderLock:
-    """Holds the folder until ``release``; the kernel releases it when the process ends in another way.
+    """Lock on a folder, held until ``release`` or the end of the process.
 
-    It is ``flock``, which Linux turns into a lock of the server's where the folder is on NFS, so that it also holds
-    against other machines; the file is open for writing because NFS asks for that. Processes that the holder forks
-    share the lock: a reader of data that outlives its rank keeps it for the moment until it dies too.
+    The lock is ``flock``, which Linux implements by a lock of the server if the folder is on NFS, so that it excludes
+    other machines too; NFS needs the file open for writing. Forked processes share the lock: a data loader worker that
+    outlives its rank keeps it until it dies.
 
     Args:
-        folder: what is to be held; it exists and can be written to.
-        run_id: of the run that asks, empty where it has none.
+        folder: folder to lock; it exists and is writable.
+        run_id: id of this run; empty if there is none.
 
     Raises:
-        RequestError: another training holds it; one line that names it.
-        OSError: the lock's file cannot be opened.
+        RequestError: another training holds the lock; one line that names it.
+        OSError: the lock file cannot be opened.
     """
 
     def __init__(self, folder: Path, *, run_id: str = "") -> None:
         self.why_not = ""
-        """Why nothing is locked, where the file system cannot; empty when it is."""
+        """Reason why the folder is not locked, on a file system without locks; empty if it is."""
         self._fd: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._take(self._fd, folder, run_id)
-        except BaseException:  # Ctrl-C while it waits, too; it goes on
+        except BaseException:  # also Ctrl-C while it waits
             self._close()
             raise
 
@@ -86,12 +86,12 @@ class FolderLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, line, 0)
         except OSError:
-            return  # A full disk: the folder is held all the same, only by somebody unnamed.
+            return  # a full disk: the folder is locked, but the lock file does not name the holder
 
     def release(self) -> None:
-        """Let the next training have the folder."""
+        """Release the folder for the next training."""
         if self._fd is not None and not self.why_not:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for processes forked in the meantime
         self._close()
 
     def _close(self) -> None:
@@ -101,7 +101,7 @@ class FolderLock:
 
 
 def _holder(fd: int) -> Holder | None:
-    """Return who has written down that it holds the folder; None while it is about to."""
+    """Return the holder stored in the lock file; None if it has not written its name yet."""
     try:
         return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)
     except (OSError, msgspec.MsgspecError):

@@ -1,8 +1,7 @@
-"""Loads a checkpoint, and finds the newest good one of a folder."""
+"""Load a checkpoint, or the newest intact one of a folder."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import torch
 
 from trainer.checkpoint import file as files
-from trainer.contract.errors import CheckpointError, RequestError, printable
+from trainer.contract.errors import CheckpointError, RequestError
 
 
 def load(path: Path | str) -> dict[str, Any]:
     """Return the state of a checkpoint, its tensors on the CPU.
 
     Raises:
-        CheckpointError: the file is missing, torn, altered, of another program or not a checkpoint at all.
+        CheckpointError: the file is missing, torn, altered or not a checkpoint of this package.
     """
     state = load_plain(path, checked=True)
     if not isinstance(state, dict):
@@ -26,18 +25,18 @@ def load(path: Path | str) -> dict[str, Any]:
 
 
 def load_plain(path: Path | str, *, checked: bool = False) -> Any:
-    """Return what ``torch.save`` has put into a file, its tensors on the CPU.
+    """Return the content of a file of ``torch.save``, its tensors on the CPU.
 
     Args:
         path: the file.
-        checked: whether it must have our checksum, and that must be right.
+        checked: whether to require and verify the checksum of this package's checkpoints.
 
     Raises:
-        CheckpointError: the file is missing, torn, altered or not one of torch's at all.
+        CheckpointError: the file is missing, torn, altered or not a file of ``torch.save``.
     """
     path = Path(path)
     try:
-        if path.exists() and not path.is_file():  # a pipe without a writer would be waited for
+        if path.exists() and not path.is_file():  # opening a pipe without a writer would block
             raise CheckpointError(f"{path}: is not a file")
         with path.open("rb") as file:
             if checked:
@@ -47,18 +46,18 @@ def load_plain(path: Path | str, *, checked: bool = False) -> Any:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # noqa: BLE001 - whatever reading a file makes torch raise, it cannot be used
+    except Exception as error:  # noqa: BLE001 - torch raises errors of many types for a damaged file
         raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint as ``load`` does, but read no tensor and compare no checksum: for plain values.
+    """Return the state of a checkpoint with memory-mapped tensors and an unverified checksum, to read its plain values.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
-        files.place_of(path)
+        files.sequence_of(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except CheckpointError:
         raise
@@ -68,30 +67,18 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return in one line why torch did not load a file; its advice to load it without care is left out."""
+    """Return torch's error in one line, without its advice to load the file with ``weights_only=False``."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return "".join(char for char in line.strip() if char.isprintable())
 
 
-def newest(
-    folder: Path | str, *, on_skipped: Callable[[str], None] | None = None
-) -> tuple[Path, dict[str, Any]] | None:
-    """Return the good checkpoint of a folder that was saved last, and its state; None where there is none.
-
-    Args:
-        folder: where a ``CheckpointWriter`` has written; may be missing.
-        on_skipped: told about each file that cannot be used, in one line; default: the line goes to stderr.
-    """
-    return next(good_ones(folder, on_skipped=on_skipped or tell), None)
-
-
 def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the good checkpoints of a folder and their states, the one that was written last first.
+    """Yield the intact checkpoints of a folder with their states, newest first.
 
     Args:
-        folder: where a ``CheckpointWriter`` has written; may be missing.
-        on_skipped: told about each file that cannot be used, in one line.
+        folder: folder of a ``CheckpointWriter``; may be missing.
+        on_skipped: called with one line about each file that cannot be used.
     """
     for path in in_order(Path(folder), on_skipped):
         try:
@@ -101,14 +88,15 @@ def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Itera
 
 
 def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the checkpoint that a path names, a file or a folder's newest good one: file, state, and what was skipped.
+    """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
 
     Args:
         path: the file or the folder.
-        asked: the flag that names it, for the message.
+        asked: flag with which the user named it, for the message.
 
     Raises:
-        RequestError: there is none.
+        RequestError: the folder has no intact checkpoint.
+        CheckpointError: the file cannot be loaded.
     """
     if not path.is_dir():
         return path, load(path), []
@@ -123,23 +111,18 @@ def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], li
     raise RequestError(f"{asked} {path}: the folder holds no good checkpoint: {newest}{more}")
 
 
-def tell(line: str) -> None:
-    """Tell a person."""
-    print(printable(line), file=sys.stderr, flush=True)
-
-
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
-    """Return the folder's checkpoints, newest first; a step's own name comes before its further ones."""
+    """Return the folder's checkpoints, newest first; of the names of one file ``step_*`` comes first."""
     found = []
     for path in (path for name in ("step_*.pt", files.EPOCH.format("*"), files.BEST) for path in folder.glob(name)):
         try:
-            if not path.is_file():  # a pipe without a writer would be waited for
+            if not path.is_file():  # opening a pipe without a writer would block
                 on_skipped(f"passed over: {path}: is not a file")
                 continue
-            found.append((files.place_of(path), path.name, path))
+            found.append((files.sequence_of(path), path.name, path))
         except OSError as error:
             on_skipped(f"passed over: {path}: cannot be read ({error.strerror})")
         except CheckpointError as error:
             on_skipped(f"passed over: {error}")
-    # Not by step first: a run continued from an earlier step writes lower numbers than the branch that it left.
+    # Not sorted by step: a run resumed from an earlier step writes lower steps than those that it has abandoned.
     return [path for *_, path in sorted(found, reverse=True)]

@@ -1,7 +1,7 @@
-"""Writes weights as a safetensors file, which other programs read without torch and without running any code.
+"""Write weights as a safetensors file, which other programs read without torch and without running any code.
 
-https://huggingface.co/docs/safetensors: a header in JSON, then the bytes of each tensor. Two names never share bytes
-there, so tied weights are written under each of their names, and a strict ``load_state_dict`` takes the file.
+Format: a JSON header, then the bytes of each tensor (https://huggingface.co/docs/safetensors). Names cannot share
+bytes, so tied weights are written under each of their names, and a strict ``load_state_dict`` accepts the file.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from trainer.contract.errors import RequestError
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How safetensors, which is written in Rust, ends the text of an error of the system."""
+"""End of the message of an operating system error in safetensors, which is written in Rust."""
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Mapping[str, str]) -> int:
-    """Write tensors under a temporary name, sync the file and give it its name; return its size in bytes.
+    """Write tensors under a temporary name, sync the file and rename it; return its size in bytes.
 
     Raises:
-        OSError: it could not be written; nothing is left of it, and a file of that name is as it was.
-        RequestError: a tensor is of a kind that the format does not have.
+        OSError: the file could not be written; nothing of it remains, and an existing file at ``path`` is unchanged.
+        RequestError: the format does not support the dtype of a tensor.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         _serialize(temporary, weights, metadata)
         with temporary.open("rb+") as file:
-            os.fchmod(file.fileno(), 0o666 & ~_umask())  # safetensors leaves it readable by its owner alone
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # safetensors creates it readable by its owner only
             os.fsync(file.fileno())
             size = file.seek(0, os.SEEK_END)
         temporary.replace(path)
@@ -43,7 +43,8 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Ma
 
 
 def _serialize(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}  # held while it is written
+    # Keeps the memory alive while it is written.
+    dense = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     try:
         specs = {
             name: TensorSpec(
@@ -63,7 +64,7 @@ def _serialize(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str,
 
 
 def _umask() -> int:
-    """Return the process's mask, which can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Copies the state of a training off the GPU at one moment: tensors, plain values, random numbers."""
+"""Copy the state of a training to the CPU at one moment: tensors, plain values, random number generators."""
 
 from __future__ import annotations
 
@@ -16,75 +16,75 @@ _PLAIN: tuple[type[Any], ...] = (bool, int, float, str, bytes)
 
 
 class HostTensors:
-    """Copies tensors to the CPU: at once, and from a GPU into pinned memory, behind the work queued there.
+    """Copies of tensors on the CPU; from a GPU asynchronously into pinned memory, behind the work queued there.
 
-    The training then goes on; ``wait`` is for the thread that reads the copies.
+    The training continues meanwhile; the thread that reads the copies calls ``wait``.
 
     Args:
-        is_away: whether a tensor is on a GPU.
+        on_gpu: returns whether a tensor is on a GPU.
         empty_like: allocates pinned memory of a tensor's shape.
-        event: marks a place in the queue of the current GPU, as ``torch.cuda.Event`` does.
+        event: creates a marker in the queue of the current GPU, as ``torch.cuda.Event`` does.
     """
 
     def __init__(
         self,
         *,
-        is_away: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
+        on_gpu: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == "cuda",
         empty_like: Callable[[Tensor], Tensor] = lambda like: torch.empty_like(like, device="cpu", pin_memory=True),
         event: Callable[[], Any] = torch.cuda.Event,
     ) -> None:
-        self._is_away = is_away
+        self._on_gpu = on_gpu
         self._empty_like = empty_like
         self._event = event
         self._device: torch.device | None = None
         self._copied: Any = None
-        """Event after the last copy; None where all are here."""
+        """Event behind the last copy; None if all copies are complete."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy, which is complete after ``wait``."""
+        """Return a copy of the tensor, which is complete after ``wait``."""
         tensor = tensor.detach()
-        if not self._is_away(tensor):
+        if not self._on_gpu(tensor):
             return tensor.to("cpu", copy=True)
         try:
             pinned = self._empty_like(tensor)
-        except RuntimeError:  # so much memory cannot be locked
+        except RuntimeError:  # so much memory cannot be page-locked
             return tensor.to("cpu", copy=True)
         self._device = tensor.device
         return pinned.copy_(tensor, non_blocking=True)
 
     def close(self) -> None:
-        """Mark the end of the copies; called by the thread that has begun them."""
+        """Record the event behind the last copy; called by the thread that has begun the copies."""
         if self._device is not None:
             self._copied = self._event()
             self._copied.record()
 
     def wait(self) -> None:
-        """Return when all copies are complete; called by any thread."""
+        """Wait until all copies are complete; any thread may call it."""
         if self._copied is None:
             return
         if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # another thread begins on GPU 0, and would open a context there
+            torch.cuda.set_device(self._device)  # a new thread starts on GPU 0, and would create a context there
         self._copied.synchronize()
 
 
 def copy_to_cpu(state: Any, tensors: HostTensors | None = None) -> Any:
-    """Return the state with every tensor copied to the CPU, and everything else as plain lists, tuples and dicts.
+    """Return the state with every tensor copied to the CPU and containers as plain lists, tuples and dicts.
 
-    Tensors that share memory entirely, tied weights, still share it in the copy; a view of part of a larger tensor
-    is copied alone.
+    Tensors that share all of their memory, such as tied weights, share it in the copy too; a view of a part of a larger
+    tensor is copied alone.
 
     Args:
         state: tensors, numbers, strings, and lists, tuples and dicts of them.
-        tensors: copies the tensors, which are complete after its ``wait``; default: at once.
+        tensors: copies the tensors, which are complete after its ``wait``; default: complete on return.
 
     Raises:
-        CheckpointError: the state holds something that cannot come back with ``weights_only=True``.
+        CheckpointError: ``torch.load(..., weights_only=True)`` could not load a value of the state.
     """
-    here = tensors or HostTensors()
-    copied = _copy(state, "state", {}, here)
-    here.close()
+    copies = tensors or HostTensors()
+    copied = _copy(state, "state", {}, copies)
+    copies.close()
     if tensors is None:
-        here.wait()
+        copies.wait()
     return copied
 
 
@@ -95,7 +95,7 @@ def _copy(state: Any, where: str, seen: dict[tuple[Any, ...], Tensor], tensors: 
         raise CheckpointError(f"{where} is empty bytes, which torch does not load with weights_only=True")
     for plain in _PLAIN:
         if isinstance(state, plain):
-            return plain(state)  # an enum or a numpy scalar would not come back with weights_only=True
+            return plain(state)  # weights_only=True loads no enum and no numpy scalar
     if isinstance(state, Tensor) and state.layout is torch.strided:
         # Empty tensors all have address 0.
         key = (state.device, state.data_ptr() or id(state), state.dtype, tuple(state.shape), state.stride())
@@ -122,10 +122,10 @@ def _key(key: Any, where: str) -> Any:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of the random numbers of Python, torch's CPU, this rank's GPU, and numpy where it is in use.
+    """Return the states of the random generators of Python, torch's CPU, this rank's GPU, and numpy if imported.
 
     Args:
-        device: the GPU; default: the current one, where CUDA is in use.
+        device: the GPU; default: the current one if CUDA is in use.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -147,7 +147,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Set the random numbers to a captured state; a GPU's and numpy's are passed over where they are not in use."""
+    """Restore captured states of random generators; those of a GPU and numpy are ignored if not in use."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"].cpu())

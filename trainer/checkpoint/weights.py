@@ -1,4 +1,4 @@
-"""The weights of a model: of a checkpoint, or read from a file of any kind that holds them by name."""
+"""Weights of a model: of a checkpoint, or of a file in another format that holds them by name."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.file import is_ours
+from trainer.checkpoint.file import has_trailer
 from trainer.checkpoint.reader import load, load_plain
 from trainer.contract.errors import CheckpointError
 
 _WITHIN = ("model", "state_dict", "model_state_dict")
-"""Entries that hold the weights in a checkpoint of ours, of fairseq, of Lightning and of torch's tutorials."""
+"""Keys of the weights in checkpoints of this package, fairseq, Lightning and torch's tutorials."""
 _PREFIXES = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before every name."""
+"""Prefixes that DDP and torch.compile add to every name."""
 MAX_NAMES = 5
-"""Names of one kind in a message; a model may have hundreds."""
+"""Maximum names per difference in a message; a model may have hundreds."""
 
 
 def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return the model's state: parameters and buffers by name.
+    """Return the model's ``state_dict`` in a checkpoint's state: parameters and buffers by name.
 
     Raises:
-        CheckpointError: the checkpoint holds none.
+        CheckpointError: the checkpoint has no weights.
     """
     weights = state.get("model")
     if not isinstance(weights, dict):
@@ -33,16 +33,16 @@ def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def load_weights(path: Path | str) -> dict[str, Tensor]:
-    """Return the weights that a file holds, by name: a checkpoint, a bare ``state_dict``, or ``.safetensors``.
+    """Return the weights in a file, by name: a checkpoint, a bare ``state_dict``, or ``.safetensors``.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds no weights.
+        CheckpointError: the file cannot be read, or has no weights.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
         found: Any = _load_safetensors(path)
     else:
-        found = load(path) if is_ours(path) else load_plain(path)
+        found = load(path) if has_trailer(path) else load_plain(path)
     for entry in _WITHIN:
         if isinstance(found, Mapping) and isinstance(found.get(entry), Mapping):
             found = found[entry]
@@ -71,23 +71,23 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Return the weights that a model has by name and shape, and in words how the others differ; empty if none does.
+    """Return the weights that fit a model by name and shape, and a description of the differences; empty if none.
 
     Args:
-        weights: from a file.
-        model: its ``state_dict``.
+        weights: weights of a file.
+        model: ``state_dict`` of the model.
     """
     shapes = {name: list(value.shape) for name, value in model.items() if isinstance(value, Tensor)}
     fitting = {name: value for name, value in weights.items() if shapes.get(name) == list(value.shape)}
     missing = [name for name in shapes if name not in weights]
     unexpected = [name for name in weights if name not in shapes]
-    other = [
+    reshaped = [
         f"{name} is {list(value.shape)} and in the model {shapes[name]}"
         for name, value in weights.items()
         if name in shapes and name not in fitting
     ]
-    parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", other)]
-    return fitting, "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+    parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)]
+    return fitting, "; ".join(f"{difference}: {_some(names)}" for difference, names in parts if names)
 
 
 def _some(names: list[str]) -> str:

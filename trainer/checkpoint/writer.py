@@ -1,8 +1,9 @@
-"""Writes a training's checkpoints in the background, and keeps as many of them as are wanted."""
+"""Write a training's checkpoints in the background, and delete all but the newest of them."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,11 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.file import BEST, EPOCH, LAST_PLACE, clear_unfinished, link, place_of, step_name, write_file
+from trainer.checkpoint.file import (
+    BEST,
+    EPOCH,
+    MAX_SEQUENCE,
+    clear_unfinished,
+    link,
+    sequence_of,
+    step_name,
+    write_file,
+)
 from trainer.checkpoint.folder_lock import FolderLock
-from trainer.checkpoint.reader import in_order, tell
+from trainer.checkpoint.reader import in_order
 from trainer.checkpoint.state import HostTensors, copy_to_cpu
-from trainer.contract.errors import CheckpointError
+from trainer.contract.errors import CheckpointError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +37,7 @@ class Saved:
     bytes: int
     """Size of the file."""
     write_ms: float
-    """From the beginning of writing until it was on disk; the copy in ``save`` comes before."""
+    """Milliseconds from the start of writing until the file was on disk, without the copy in ``save``."""
     best: bool
 
 
@@ -38,51 +48,51 @@ class NotSaved:
     step: int
     best: bool
     why: str
-    """In one line."""
+    """Reason, in one line."""
 
 
 @dataclass
 class _Job:
     state: dict[str, Any]
     step: int
-    place: int
+    sequence: int
     best: bool
     epoch: int | None
-    """The epoch that ended here, if its checkpoint is kept."""
+    """Epoch that ended at this step, if its checkpoint is to be kept; otherwise None."""
     tensors: HostTensors
-    """Completes the copies in the state."""
+    """Copies of the state's tensors; complete after ``wait``."""
     why_not: str = ""
-    """Why it could not be written; empty while that was not tried."""
+    """Reason why it could not be written; empty before the first attempt."""
 
 
 @dataclass
 class _Queue:
-    """What is not on disk yet: at most the newest save and the newest best one, besides the one being written."""
+    """Saves that are not on disk yet: at most the newest and the newest best one, besides the one being written."""
 
     jobs: list[_Job] = field(default_factory=list)
-    """What waits for the thread."""
+    """Saves that wait for the thread."""
     failed: list[_Job] = field(default_factory=list)
-    """What could not be written, and has not been superseded since."""
+    """Saves that could not be written and are not superseded."""
     busy: bool = False
     closing: bool = False
 
     def add(self, job: _Job) -> None:
-        """Append a save; one that still waits is superseded, unless it is a best one and this is not."""
+        """Append a save; it supersedes waiting ones, except that an ordinary save does not supersede a best one."""
         self.jobs = [waiting for waiting in self.jobs if (waiting.best and not job.best) or waiting.epoch is not None]
         self.failed = [failed for failed in self.failed if failed.best and not job.best]
         self.jobs.append(job)
 
     def fail(self, job: _Job) -> None:
-        """Keep a save that could not be written, unless one that waits supersedes it."""
+        """Keep a save that could not be written, unless a waiting one supersedes it."""
         if not any(newer.best or not job.best for newer in self.jobs):
             self.failed.append(job)
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background; training pauses only for the copy of the state.
+    """Background writer of checkpoints; training pauses only for the copy of the state.
 
-    When saves come faster than the disk takes them, one that has not been begun is superseded by the next, so that
-    at most three copies of the state are in memory. A save that fails is reported and the training goes on; unless a
+    If saves come faster than the disk writes them, the next save supersedes one whose writing has not begun, so that at
+    most three copies of the state are in memory. A save that fails is reported and the training continues; unless a
     newer one supersedes it, it is tried again when the writer is closed.
     """
 
@@ -97,20 +107,20 @@ class CheckpointWriter:
         on_failed: Callable[[int, str], None] | None = None,
         host_tensors: Callable[[], HostTensors] = HostTensors,
     ) -> None:
-        """Make the folder, hold it against other trainings and clear away what an interrupted save has left in it.
+        """Create the folder, lock it against other trainings and delete the temporary files of interrupted saves.
 
         Args:
-            folder: where the files go, ``step_<step>.pt`` and ``best.pt``.
-            keep_last: how many of the files written last stay; the best one stays besides.
-            keep_last_epochs: how many of those of epoch ends stay too, as ``epoch_<epoch>.pt``; -1 for all.
-            run_id: the run's, by which others learn who holds the folder; empty where it has none.
+            folder: folder of the files ``step_<step>.pt`` and ``best.pt``.
+            keep_last: number of newest files to keep, besides the best one.
+            keep_last_epochs: number of newest epoch ends to keep too, as ``epoch_<epoch>.pt``; -1 for all.
+            run_id: id of the run, written into the lock file; empty if there is none.
             on_saved: called in the writing thread when a checkpoint is on disk.
-            on_failed: called in the writing thread with the step and one line about why it could not be written, or
-                that the folder with the ones before had been deleted; default: the line goes to stderr.
-            host_tensors: makes what copies the tensors of one save.
+            on_failed: called in the writing thread with the step and one line: why its checkpoint could not be written,
+                or that the folder had been deleted with the earlier ones; default: the line goes to stderr.
+            host_tensors: creates the copies of the tensors of one save.
 
         Raises:
-            CheckpointError: the folder cannot be made or written to.
+            CheckpointError: the folder cannot be created or written to.
             RequestError: another training holds the folder.
         """
         assert keep_last >= 1
@@ -120,10 +130,10 @@ class CheckpointWriter:
         self._keep_last_epochs = keep_last_epochs
         self._on_saved = on_saved
         self._host_tensors = host_tensors
-        self._on_failed = on_failed or (lambda _step, line: tell(line))
+        self._on_failed = on_failed or (lambda _step, line: _print(line))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Before anything is touched: what looks left over may be the file that another training is writing.
+            # Locked before the cleanup: a temporary file may be the one that another training is writing.
             self._lock = FolderLock(self.folder, run_id=run_id)
             clear_unfinished(self.folder)
         except OSError as error:
@@ -131,50 +141,51 @@ class CheckpointWriter:
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
         if self._lock.why_not:
-            tell(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
-        self._place = max((place_of(path) for path in in_order(self.folder, lambda _: None)), default=0)
-        """Of the save that was begun last: the folder is held, so nobody else counts on."""
+            _print(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
+        self._sequence = max((sequence_of(path) for path in in_order(self.folder, lambda _: None)), default=0)
+        """Sequence number of the last save; only this writer increments it, because it holds the folder."""
         self._inherited: tuple[Path, int] | None = None
+        """Path and step of the best checkpoint in another folder, until it is linked here."""
         self._queue = _Queue()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def inherit_best(self, path: Path, *, step: int) -> None:
-        """Keep the best checkpoint of the training that goes on here, which lies elsewhere, as the best of this folder.
+        """Keep the best checkpoint of the resumed training, which is in another folder, as the best of this one.
 
-        It gets its name here once a checkpoint of this folder is on disk: alone, it would be the newest one.
+        It is linked here once a checkpoint of this folder is on disk: before, it would be the newest one here.
 
         Args:
-            path: the file.
+            path: file of the best checkpoint.
             step: its optimizer steps.
 
         Raises:
-            CheckpointError: it is torn.
-            OSError: it cannot be read.
+            CheckpointError: the file is torn.
+            OSError: the file cannot be read.
         """
         if path.parent.resolve() == self.folder.resolve():
             return
-        self._place = max(self._place, place_of(path))
+        self._sequence = max(self._sequence, sequence_of(path))
         self._inherited = path, step
 
     def save(self, state: Mapping[str, Any], *, step: int, best: bool = False, epoch: int | None = None) -> None:
-        """Begin to copy the state and have it written; it may be changed by what is queued on its GPU from here on.
+        """Begin to copy the state and queue it for writing; the caller may queue work that changes it after the call.
 
         Args:
-            state: tensors, numbers, strings, and lists, tuples and dicts of them; may change after the call.
+            state: tensors, numbers, strings, and lists, tuples and dicts of them.
             step: optimizer steps done; names the file.
-            best: whether this is the best so far and becomes ``best.pt`` as well.
-            epoch: the epoch that ends here.
+            best: whether this is the best checkpoint so far, which is linked as ``best.pt``.
+            epoch: epoch that ends at this step; None within an epoch.
 
         Raises:
-            CheckpointError: the state holds something else.
+            CheckpointError: the state has a value of another type.
         """
-        self._place = min(self._place + 1, LAST_PLACE)
+        self._sequence = min(self._sequence + 1, MAX_SEQUENCE)
         epoch = epoch if self._keep_last_epochs else None
         if epoch is not None:
-            self.wait()  # each is kept, so that none may be superseded
+            self.wait()  # every epoch end is kept, so no save may supersede it
         tensors = self._host_tensors()
-        job = _Job(copy_to_cpu(state, tensors), step, self._place, best, epoch, tensors)
+        job = _Job(copy_to_cpu(state, tensors), step, self._sequence, best, epoch, tensors)
         with self._changed:
             assert not self._queue.closing, "save after close"
             self._queue.add(job)
@@ -184,15 +195,15 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when everything saved so far has been written or has failed."""
+        """Wait until every save so far has been written or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
 
     def close(self) -> list[NotSaved]:
-        """Write what is left, try once more what could not be written, and let go of the folder.
+        """Write the waiting saves, retry the failed ones once, and release the folder.
 
         Returns:
-            What is not on disk all the same: at most the newest save and the newest best one.
+            The saves that could not be written: at most the newest and the newest best one.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
@@ -216,14 +227,14 @@ class CheckpointWriter:
                 self._queue.busy = True
             try:
                 self._write(job)
-            except Exception as error:  # noqa: BLE001 - a thread that ended here would keep nothing from then on
+            except Exception as error:  # noqa: BLE001 - if the thread ended here, no later checkpoint would be written
                 job.why_not = _why(error)
                 self._on_failed(job.step, f"checkpoint of step {job.step} was not written: {job.why_not}")
             finally:
                 with self._changed:
                     if job.why_not:
                         self._queue.fail(job)
-                    del job  # the copy's memory is free while the thread waits
+                    del job  # frees the copy's memory while the thread waits
                     self._queue.busy = False
                     self._changed.notify_all()
 
@@ -232,7 +243,7 @@ class CheckpointWriter:
         job.tensors.wait()
         self._require_folder(job.step)
         path = self.folder / step_name(job.step)
-        size = write_file(path, job.state, place=job.place)
+        size = write_file(path, job.state, sequence=job.sequence)
         inherited, self._inherited = self._inherited, None
         if job.best:
             link(path, self.folder / BEST)
@@ -259,7 +270,11 @@ class CheckpointWriter:
             self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
 
     def _require_folder(self, step: int) -> None:
-        """Make the folder again if somebody has deleted it; a deleted run directory stays deleted."""
+        """Create the folder again if it was deleted, unless its run directory was deleted too.
+
+        Raises:
+            FileNotFoundError: the parent folder is missing.
+        """
         if self.folder.is_dir():
             return
         self.folder.mkdir()
@@ -268,7 +283,7 @@ class CheckpointWriter:
         self._on_failed(step, f"{self.folder} was deleted, and the checkpoints in it; it is made again")
 
     def _prune(self, written: Path) -> None:
-        """Delete all but the newest files and the one just written; what is no whole checkpoint of ours is left."""
+        """Delete all checkpoints but the newest and the one just written; torn and foreign files stay."""
         found = in_order(self.folder, lambda _: None)
         epochs = [path for path in found if path.match(EPOCH.format("*"))] if self._keep_last_epochs > 0 else []
         for path in [path for path in found if path.match("step_*")][self._keep_last :]:
@@ -279,6 +294,10 @@ class CheckpointWriter:
 
 
 def _why(error: Exception) -> str:
-    """Say in one line what went wrong; the number of a system's error says less than its text."""
+    """Return the error in one line; of an ``OSError`` the text without number and path."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).splitlines()[0]
+
+
+def _print(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""Which rank sees which batch, and how batches are read."""
+"""Assignment of batches to ranks, and loading of batches."""

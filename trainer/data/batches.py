@@ -1,10 +1,10 @@
-"""Which rank sees which samples: the order of an epoch, its shares, its updates, and resuming in the middle.
+"""Batches of a rank from data with samples by index: order, shares and updates of an epoch, and resuming within it.
 
-The order is a function of seed and epoch, alike on all ranks. A micro-step takes the next ``sum(batch_sizes)``
-samples of it and each rank its slice of those; where the batch sizes are equal, rank r reads batches r, r + W,
-r + 2W, ... The position is the number of samples that all ranks together have consumed, so that it means the same
-on another world size. No sample is dropped or repeated: the last slices run short, and a rank left without any gets
-a dummy batch that counts nothing. With ``--max-tokens`` a micro-step takes the next batch for each rank instead.
+The order is a function of seed and epoch, equal on all ranks. A micro-step takes the next ``sum(batch_sizes)`` samples
+of the order, and each rank reads its slice of them; with equal batch sizes rank r reads batches r, r + W, r + 2W, ...
+The position is the number of samples that all ranks together have consumed, so it is valid for any world size. No
+sample is dropped or repeated: the last slices are shorter, and a rank with an empty slice gets a dummy batch whose loss
+has weight zero. With ``--max-tokens`` a micro-step takes the next batch for each rank instead.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from trainer.data.token_batches import TokenLimit, TokenShares
 
 @dataclass(frozen=True)
 class Position:
-    """Where the training is in its data; means the same on every world size."""
+    """Position of the training in its data; valid for every world size."""
 
     epoch: int
-    """From 1."""
+    """Epoch, from 1."""
     consumed: int
     """Samples of the epoch that all ranks together have read."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The micro-steps of one optimizer step; iterating it reads this rank's batches one by one, once."""
+    """Micro-steps of one optimizer step; iterating it reads this rank's batches one by one, once."""
 
     micro_steps: int
-    """The same on all ranks; fewer than the update frequency only at the end of an epoch."""
+    """Number of micro-steps, the same on all ranks; below the update frequency only at the end of an epoch."""
     global_samples: int
     """Samples of all ranks in all micro-steps."""
     consumed: int
-    """The position in the epoch once this update has been read."""
+    """Position in the epoch after this update."""
     batches: Iterator[MicroBatch]
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -51,7 +51,7 @@ class Update:
 
 
 class EpochBatches:
-    """The training batches of one rank, epoch after epoch, with a position that survives a restart."""
+    """Training batches of one rank over all epochs, with a position that a checkpoint keeps."""
 
     def __init__(
         self,
@@ -70,19 +70,19 @@ class EpochBatches:
         pin_memory: bool = False,
         drop_last: bool = False,
     ) -> None:
-        """Stand at the start of epoch 1.
+        """Start at epoch 1.
 
         Args:
-            dataset: samples by index, alike on all ranks.
+            dataset: samples by index, equal on all ranks.
             collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; as many as there are ranks. With ``limit`` only that.
+            batch_sizes: samples per micro-step of each rank; with ``limit`` only their number, the world size, counts.
             rank: this rank.
-            seed: epoch e is shuffled with seed + e, alike on all ranks.
+            seed: epoch e is shuffled with seed + e on all ranks.
             shuffle: False reads in the order of the dataset.
-            num_workers: reading processes of this rank; 0 reads in the rank itself.
-            lengths: length of each sample, to put samples of alike length into a batch; its tokens with ``limit``.
+            num_workers: worker processes of this rank; 0 reads in the rank itself.
+            lengths: length of each sample, to put samples of similar length into a batch; its tokens with ``limit``.
             limit: make batches by tokens.
-            curriculum: epochs at the start that are not shuffled: shortest samples first, where there are lengths.
+            curriculum: number of first epochs that are not shuffled: shortest samples first if there are lengths.
             fix_batches: every rank has the same batches in every epoch, in another order.
             pin_memory: put batches into page-locked memory.
             drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
@@ -96,8 +96,8 @@ class EpochBatches:
         if self.samples == 0:
             raise RequestError("the training data is empty")
         self._lengths = None if lengths is None else _checked_lengths(lengths, self.samples)
-        # With equal sizes a chunk is one rank's batch, which makes the order of W ranks with batch B the order of
-        # one rank with batch B and W micro-steps. Unequal batches fit into a chunk only all together.
+        # With equal sizes a chunk is one rank's batch, so that W ranks with batch size B read the same batches as one
+        # rank with batch size B and W micro-steps. With unequal sizes a chunk is a whole micro-step.
         world_size, equal = len(batch_sizes), len(set(batch_sizes)) == 1
         chunk = batch_sizes[0] if equal else self._shares.total
         plan = OrderPlan(seed=seed, shuffle=shuffle, curriculum=curriculum)
@@ -138,11 +138,11 @@ class EpochBatches:
 
     @property
     def position(self) -> Position:
-        """The position after the last update that was read to its end."""
+        """Position after the last update that was read to its end."""
         return self._position
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and what fixes the order of the epoch; the end of an epoch is the start of the next."""
+        """Return the position and the epoch's order plan; the end of an epoch is saved as the start of the next."""
         ended = not self.updates_left(1)
         plan = self._own_plan if ended else self._plan
         return {
@@ -153,10 +153,10 @@ class EpochBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where another run was, on whatever world size and batch sizes that one had.
+        """Continue at the position of another run, which may have had another world size and other batch sizes.
 
-        Within a begun epoch its own seed, shuffling and batches go on, because only its own order tells which samples
-        remain; the next epoch uses this run's.
+        Within a begun epoch the other run's seed and shuffling apply, because the remaining samples follow from its
+        order; the next epoch uses this run's.
 
         Raises:
             RequestError: the state belongs to other data.
@@ -166,10 +166,10 @@ class EpochBatches:
         if consumed >= state["samples"]:
             epoch, consumed = epoch + 1, 0
         self._position = Position(epoch, consumed)
-        self._plan = OrderPlan.of(state) if consumed else self._own_plan
+        self._plan = OrderPlan.from_state(state) if consumed else self._own_plan
 
     def require_fit(self, state: Mapping[str, int]) -> None:
-        """Refuse a position that means nothing in this data.
+        """Require that a saved position is valid for this data.
 
         Raises:
             RequestError: the state belongs to other data.
@@ -185,7 +185,7 @@ class EpochBatches:
                 f"the checkpoint is at sample {consumed} of {state['samples']} of epoch {epoch}, but the training data "
                 f"has {self.samples} samples now; resume with the same data"
             )
-        plan = OrderPlan.of(state)
+        plan = OrderPlan.from_state(state)
         if consumed and plan.fixed_ranks and not (plan.fixed_batch or plan.max_tokens):
             raise RequestError(
                 f"fixed_ranks is {plan.fixed_ranks}, but neither fixed_batch nor max_tokens says of what"
@@ -203,18 +203,18 @@ class EpochBatches:
 
     @property
     def smallest(self) -> int:
-        """The fewest samples that any rank reads in one micro-step of an epoch; by tokens that may be one."""
+        """Fewest samples that any rank reads in one micro-step of an epoch; 1 if batches are made by tokens."""
         return 1 if self._own_plan.max_tokens else self._shares.smallest(self.samples)
 
     def _order(self) -> tuple[Tensor | range, list[int]]:
-        """Return the order of this epoch, and where each batch ends if it was planned by tokens."""
+        """Return the order of this epoch, and the end of each batch if the epoch was begun with batches by tokens."""
         plan, epoch = self._plan, self._position.epoch
         if self._ordered is None or self._ordered[:2] != (plan, epoch):
             self._ordered = plan, epoch, plan.order(self.samples, epoch, self._lengths)
         return self._ordered[2]
 
     def _micro_steps(self, consumed: int) -> MicroSteps:
-        """Return the micro-steps of this epoch from a position on."""
+        """Return the micro-steps of this epoch after ``consumed`` samples."""
         limit, shares = self._own_plan.limit, self._shares
         if limit is None:
             return shares.micro_steps(consumed, self.samples)
@@ -227,17 +227,17 @@ class EpochBatches:
         return TokenShares(consumed, ends, rank=shares.rank, world_size=world_size, drop_last=shares.drop_last)
 
     def updates_per_epoch(self, update_freq: int) -> int:
-        """Return how many updates a whole epoch has; by tokens that is this one."""
+        """Return the number of updates of a whole epoch; if batches are made by tokens, of this epoch."""
         return -(-len(self._micro_steps(0).starts) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
-        """Return how many updates the rest of the epoch has."""
+        """Return the number of updates in the rest of the epoch."""
         if self._position.consumed == self.samples:
             return 0
         return -(-len(self._micro_steps(self._position.consumed).starts) // update_freq)
 
     def updates(self, update_freq: int) -> Iterator[Update]:
-        """Yield the updates of the rest of the epoch; each is to be read to its end before the next.
+        """Yield the updates of the rest of the epoch; read each to its end before taking the next.
 
         Args:
             update_freq: micro-steps per update.
@@ -252,22 +252,22 @@ class EpochBatches:
             assert self._position == Position(epoch, end), "the previous update was not read to its end"
 
     def _micro_batches(self, read: Iterator[MicroBatch], count: int, after: Position) -> Iterator[MicroBatch]:
-        for left in range(count - 1, -1, -1):
+        for index in range(count):
             micro_batch = next(read)
-            if not left:
+            if index == count - 1:
                 self._position = after
             yield micro_batch
 
     def close(self) -> None:
-        """End the reading processes."""
+        """End the worker processes."""
         self._reader.close()
 
 
 class EvalBatches:
-    """The batches of one rank over a whole split, every sample once; can be iterated again for each evaluation.
+    """Batches of one rank over a whole split, every sample once; iterated anew for each evaluation.
 
-    All ranks take the same number of micro-steps, so that collectives within them match; a rank without samples gets
-    dummies. With lengths, samples are read by length, which wastes least on padding; a sum over the split does not
+    All ranks have the same number of micro-steps, so that collectives within them match; a rank without samples gets
+    dummies. With lengths, samples are sorted by length, which needs the least padding; a sum over the split does not
     depend on the order.
     """
 
@@ -303,20 +303,20 @@ class EvalBatches:
                 limit.require_fit(lengths, split)
                 ends = limit.ends(sizes_in_order(known, self._order))
                 self._steps = TokenShares(0, ends, rank=rank, world_size=len(batch_sizes), drop_last=False)
-        # Between two evaluations, which may be hours apart, the workers would only hold memory.
+        # Persistent workers would hold memory between two evaluations, which may be hours apart.
         self._reader = BatchLoader(
             dataset, collate, num_workers=num_workers, pin_memory=pin_memory, persistent_workers=False
         )
 
     def __len__(self) -> int:
-        """Micro-steps, the same on all ranks."""
+        """Return the number of micro-steps, the same on all ranks."""
         return len(self._steps.starts)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self._reader.read(self._order, self._steps.starts, self._steps.bounds, seed=0)
 
     def close(self) -> None:
-        """End the reading processes."""
+        """End the worker processes."""
         self._reader.close()
 
 

@@ -1,4 +1,4 @@
-"""What the trainer asks of a dataset."""
+"""Interfaces of datasets: samples by index, or a stream of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 
 class SizedDataset(Protocol):
-    """A map-style dataset: samples by index. ``__getitems__(indices)``, where present, fetches a whole batch."""
+    """Map-style dataset: samples by index. ``__getitems__(indices)``, if present, fetches a whole batch."""
 
     def __len__(self) -> int: ...
 
@@ -17,11 +17,11 @@ class SizedDataset(Protocol):
 
 
 class StreamDataset(Protocol):
-    """Samples one after the other, alike on all ranks and in every epoch that is begun anew.
+    """Iterable dataset: a sequence of samples that is equal on all ranks and each time it is iterated from the start.
 
-    Every rank reads the whole stream and keeps its share. ``shard(count, index)``, where present, returns the part of
-    one rank, which then reads only that. ``__len__``, where present, tells the samples of an epoch, and
-    ``set_epoch(epoch)`` is told the epoch before it is read.
+    Every rank reads the whole stream and keeps its share. ``shard(count, index)``, if present, returns the part of one
+    rank, which then reads only that part. ``__len__``, if present, is the number of samples of an epoch, and
+    ``set_epoch(epoch)``, if present, is called before each epoch.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -31,12 +31,12 @@ AnyDataset = SizedDataset | StreamDataset
 
 
 def is_stream(dataset: AnyDataset) -> TypeGuard[StreamDataset]:
-    """Return whether a dataset has no samples by index, but can be iterated."""
+    """Return whether a dataset can only be iterated and has no samples by index."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def length_of(dataset: StreamDataset) -> int | None:
-    """Return the samples of an epoch of a stream, where it tells them."""
+    """Return the number of samples of an epoch of a stream; None if it has no length."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

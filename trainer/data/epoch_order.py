@@ -1,4 +1,4 @@
-"""The order in which an epoch reads the samples: a function of seed and epoch, alike on all ranks."""
+"""Order in which an epoch reads the samples: a function of seed and epoch, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.data.loader import mix_seed
 from trainer.data.token_batches import TokenLimit
 
 POOL_BATCHES = 1000
-"""Batches whose samples are sorted by length together; as PyText's pooling batcher."""
+"""Batches per pool; samples are sorted by length within a pool, as in PyText's pooling batcher."""
 
 
 def epoch_order(
@@ -20,8 +20,8 @@ def epoch_order(
 ) -> Tensor | range:
     """Return the order in which an epoch reads the samples, ``[samples]``.
 
-    With lengths, samples of alike length come in chunks: the shuffled samples are sorted within pools of
-    ``POOL_BATCHES`` chunks, and the chunks are shuffled. The incomplete chunk stays last, so that the others stay
+    With lengths, each chunk holds samples of similar length: the shuffled samples are sorted within pools of
+    ``POOL_BATCHES`` chunks, and the chunks are shuffled. An incomplete chunk stays last, so that the others stay
     aligned with the batches.
 
     Args:
@@ -29,7 +29,7 @@ def epoch_order(
         seed: seed of this epoch.
         shuffle: False gives the order of the dataset.
         lengths: length of each sample, ``[samples]``.
-        chunk: samples per chunk; 0 shuffles without regard to lengths.
+        chunk: samples per chunk; 0 ignores the lengths.
     """
     if not shuffle:
         return range(samples)
@@ -43,13 +43,13 @@ def epoch_order(
 
 
 def _permuted(order: Tensor, chunk: int, permutation: Tensor) -> Tensor:
-    """Return the order with its whole chunks in another one; the incomplete chunk stays last."""
+    """Return the order with its whole chunks permuted; an incomplete chunk stays last."""
     whole = len(permutation) * chunk
     return torch.cat([order[:whole].view(len(permutation), chunk)[permutation].flatten(), order[whole:]])
 
 
 def _within_ranks(batches: int, ranks: int, generator: torch.Generator) -> Tensor:
-    """Return a permutation of batches after which each is still of the rank that it was of, by its place modulo W."""
+    """Return a permutation of batches that keeps each batch on its rank: its index modulo ``ranks`` is unchanged."""
     permutation = torch.arange(batches)
     for rank in range(min(ranks, batches)):
         own = permutation[rank::ranks]
@@ -59,44 +59,46 @@ def _within_ranks(batches: int, ranks: int, generator: torch.Generator) -> Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class OrderPlan:
-    """What fixes the order of an epoch, besides its number and the data; a checkpoint keeps it as integers."""
+    """Parameters of the order of an epoch, besides its number and the data; a checkpoint keeps them as integers."""
 
     seed: int
     shuffle: bool
     chunk: int = 0
-    """Samples of alike length that come together; 0: no regard to lengths."""
+    """Samples of similar length that stay together; 0 ignores the lengths."""
     curriculum: int = 0
-    """Epochs at the start that are not shuffled."""
+    """Number of first epochs that are not shuffled."""
     fixed_ranks: int = 0
-    """Ranks of which each has the same batches in every epoch; 0: none."""
+    """Number of ranks that each keep their batches in every epoch; 0: batches change ranks."""
     fixed_batch: int = 0
-    """Samples of such a batch, where the batches are not made by tokens."""
+    """Samples of a batch that a rank keeps; 0 if batches are made by tokens."""
     max_tokens: int = 0
-    """Of a batch; 0: batches are made by samples."""
+    """Maximum tokens of a batch; 0: batches have a fixed number of samples."""
     max_samples: int = 0
+    """``TokenLimit.max_samples``."""
     multiple: int = 1
+    """``TokenLimit.multiple``."""
 
     @classmethod
-    def of(cls, state: Mapping[str, int]) -> OrderPlan:
-        """Return what a checkpoint has kept; one of an earlier version lacks what there was not."""
+    def from_state(cls, state: Mapping[str, int]) -> OrderPlan:
+        """Return the plan in a checkpoint's state; fields missing there, as in older versions, have their defaults."""
         kept = {field.name: state[field.name] for field in fields(cls) if field.name in state}
         return cls(**{**kept, "shuffle": bool(state["shuffle"])})  # type: ignore[arg-type]
 
     @property
     def limit(self) -> TokenLimit | None:
-        """What a batch may hold; None where batches are made by samples."""
+        """Limit of a batch's tokens; None if batches have a fixed number of samples."""
         if not self.max_tokens:
             return None
         return TokenLimit(max_tokens=self.max_tokens, max_samples=self.max_samples, multiple=self.multiple)
 
     def order(self, samples: int, epoch: int, lengths: Tensor | None) -> tuple[Tensor | range, list[int]]:
-        """Return the order in which an epoch reads the samples, and where each batch ends if made by tokens."""
+        """Return the order in which an epoch reads the samples, and the ends of its batches if made by tokens."""
         limit = self.limit
         if not self.shuffle or epoch <= self.curriculum:
             by_length = self.shuffle and lengths is not None
             order = torch.argsort(lengths, stable=True) if by_length else range(samples)  # type: ignore[arg-type]
             return order, [] if limit is None else limit.ends(sizes_in_order(lengths, order))
-        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))  # of what changes in a fixed plan
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))  # permutes the fixed batches of a rank
         seed = self.seed if self.fixed_ranks else self.seed + epoch
         if limit is None:
             order = epoch_order(samples, seed=seed, shuffle=True, lengths=lengths, chunk=self.chunk)
@@ -121,7 +123,7 @@ class OrderPlan:
 
 
 def sizes_in_order(lengths: Tensor | None, order: Tensor | range) -> list[int]:
-    """Return the lengths of the samples in an order."""
+    """Return the lengths of the samples, in the given order."""
     assert lengths is not None, "batches by tokens need lengths"
     sizes: list[int] = lengths[order if isinstance(order, Tensor) else torch.arange(len(order))].tolist()
     return sizes

@@ -1,4 +1,4 @@
-"""Iterators with a position: over all items, every so many-th of them, or groups of them."""
+"""Iterators with a position: over all items, the items of one shard, or groups of items."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class CountingIterator(Generic[T]):
-    """Iterates and knows how far it is."""
+    """Iterator that counts the items taken."""
 
     def __init__(self, source: Iterable[T], *, start: int = 0, total: int | None = None) -> None:
-        """Count from ``start`` to ``total``, by default ``start + len(source)``; what a longer source has is left."""
+        """Count from ``start`` to ``total``, by default ``start + len(source)``; further items are not read."""
         self._source = iter(source)
         self.n = start
-        """Items taken, including the ``start`` ones before this iterator."""
+        """Items taken, including the ``start`` items before this iterator."""
         self.total = start + len(source) if total is None else total  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class CountingIterator(Generic[T]):
 
 
 class ShardedIterator(CountingIterator[T]):
-    """Every ``shards``-th item from ``shard`` on; all shards are equally long, the missing items are ``fill``."""
+    """Items ``shard``, ``shard + shards``, ...; shards have equal lengths, missing items are ``fill``."""
 
     def __init__(self, items: Sequence[T], shards: int, shard: int, *, fill: T) -> None:
         if not 0 <= shard < shards:
@@ -62,7 +62,7 @@ class ShardedIterator(CountingIterator[T]):
 
 
 class GroupedIterator(CountingIterator[list[T]]):
-    """Lists of ``size`` items; the last one is shorter, or left out with ``skip_remainder``."""
+    """Lists of ``size`` items; a shorter last list is left out with ``skip_remainder``."""
 
     def __init__(self, items: Sequence[T], size: int, *, skip_remainder: bool = False) -> None:
         length = len(items) // size if skip_remainder else -(-len(items) // size)

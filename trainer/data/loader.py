@@ -1,4 +1,4 @@
-"""Reads batches of a dataset, in the rank itself or ahead of it in worker processes that end with the rank."""
+"""Load batches of a dataset, in the rank itself or ahead of it in worker processes that end with the rank."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from trainer.host.stop_request import save_signals_blocked
 
 Collate = Callable[[list[Any]], Any]
 Bounds = Callable[[int], tuple[int, int]]
+"""Function from a micro-step's start to the start and end of this rank's slice of the order."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one rank reads in one micro-step."""
+    """Batch of one rank in one micro-step."""
 
     batch: Any
-    """The collated samples; of a dummy, one sample of the dataset twice, as a batch norm needs two."""
+    """Collated samples; in a dummy one sample of the dataset twice, because a batch norm needs two."""
     samples: int
-    """How many samples the batch has; 0 marks a dummy, whose loss counts zero."""
+    """Number of samples; 0 for a dummy, whose loss has weight zero."""
 
 
 def mix_seed(*numbers: int) -> int:
-    """Mix small numbers into a seed, so that neighbours have nothing in common (the finalizer of splitmix64)."""
+    """Hash small numbers into a seed, so that neighbouring numbers give unrelated seeds (finalizer of splitmix64)."""
     seed = 0
     for number in numbers:
         seed = (seed + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -48,22 +49,22 @@ def mix_seed(*numbers: int) -> int:
 
 @dataclass(frozen=True)
 class _Request:
-    """One batch to read, as a worker gets it."""
+    """Request to a worker for one batch."""
 
     indices: list[int]
     seed: int
-    """Of the random numbers that reading this batch may draw, whichever worker reads it."""
+    """Seed of the random numbers drawn while this batch is read, independent of the worker."""
 
 
 @dataclass(frozen=True)
 class CarriedError:
-    """An error for a person, carried from a worker to its rank without the loader's traceback around it."""
+    """Error of a worker, returned as data so that the rank raises it without the DataLoader's traceback around it."""
 
     error: RequestError | TrainingError
 
 
 class _Fetch:
-    """Reads and collates a batch."""
+    """Function that reads and collates a batch; in a worker, the DataLoader's dataset."""
 
     def __init__(self, dataset: SizedDataset, collate: Collate) -> None:
         self._dataset = dataset
@@ -77,7 +78,7 @@ class _Fetch:
         return self._collate([dataset[index] for index in indices])
 
     def __getitem__(self, request: _Request) -> Any:
-        """Read in a worker. Seeding each batch makes its random numbers independent of workers and of resuming."""
+        """Read a batch in a worker; seeding each batch makes it independent of the worker and of resuming."""
         seed_all(request.seed)
         try:
             return self(request.indices)
@@ -86,7 +87,7 @@ class _Fetch:
 
 
 class _Requests(Sampler[_Request]):
-    """The batches that the workers are to read next; replaced at each epoch, while the workers live on."""
+    """Batches that the workers read next; replaced at each epoch, while the workers persist."""
 
     def __init__(self) -> None:
         self.requests: Iterable[_Request] = ()
@@ -96,7 +97,7 @@ class _Requests(Sampler[_Request]):
 
 
 class BatchLoader:
-    """Reads slices of an order: in this process, or ahead of it in worker processes."""
+    """Loader of slices of an order: in this process, or ahead of it in worker processes."""
 
     def __init__(
         self,
@@ -107,21 +108,21 @@ class BatchLoader:
         pin_memory: bool,
         persistent_workers: bool = True,
     ) -> None:
-        """Start nothing yet; workers are started by the first ``read``.
+        """Prepare to read; the first ``read`` starts the workers.
 
         Args:
             dataset: samples by index.
             collate: turns a list of samples into a batch.
-            num_workers: reading processes; 0 reads in this one.
+            num_workers: worker processes; 0 reads in this one.
             pin_memory: put batches into page-locked memory.
-            persistent_workers: keep the workers from one ``read`` to the next; else they end with each.
+            persistent_workers: keep the workers from one ``read`` to the next; otherwise they end with each.
         """
         self._persistent = persistent_workers
         self._fetch = _Fetch(dataset, collate)
         self._pin = pinned if pin_memory else None
         self._requests = _Requests()
         self.dummy = 0
-        """The sample of which a dummy batch is made."""
+        """Index of the sample of which a dummy batch is made."""
         self._ahead: Iterator[Any] = iter(())
         self._loader: DataLoader[Any] | None = None
         if num_workers:
@@ -130,34 +131,34 @@ class BatchLoader:
             if method == "forkserver":
                 context.set_forkserver_preload([__name__])  # torch is then loaded once for all workers
             self._loader = DataLoader(
-                self._fetch,  # type: ignore[arg-type]  # map-style over requests, which fetches and collates
+                self._fetch,  # type: ignore[arg-type]  # map-style: its indices are requests
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=num_workers,
-                collate_fn=as_it_is,
+                collate_fn=unchanged,
                 pin_memory=pin_memory,
                 worker_init_fn=partial(start_worker, os.getpid(), method),
-                # Without one of its own the loader draws from the generator that dropout uses.
+                # Without its own generator the loader draws from the one that dropout uses.
                 generator=torch.Generator(),
                 multiprocessing_context=context,
                 persistent_workers=persistent_workers,
             )
 
     def read(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
-        """Yield a micro-batch per start, a dummy where the slice is empty; ends what was being read before.
+        """Yield one micro-batch per start, a dummy where the slice is empty; ends the previous ``read``.
 
         Args:
             order: indices into the dataset.
-            starts: where in the order the micro-steps start.
-            bounds: gives the ends of this rank's slice of the order, from a start.
-            seed: of the random numbers that workers draw.
+            starts: index in the order at which each micro-step starts.
+            bounds: function from a start to the ends of this rank's slice of the order.
+            seed: seed of the random numbers that workers draw.
         """
         if self._loader is None:
             return self._read_here(order, starts, bounds)
         self._requests.requests = (
             _Request(_indices(order, low, high), mix_seed(seed, low)) for low, high in map(bounds, starts) if low < high
         )
-        # A scheduler may signal every process of a job, also a worker that has not yet set what it ignores.
+        # A scheduler may signal every process of a job, including a worker that does not ignore the signal yet.
         with save_signals_blocked():
             self._ahead = iter(self._loader)
         return self._read_ahead(starts, bounds)
@@ -192,7 +193,7 @@ class BatchLoader:
         return MicroBatch(batch if self._pin is None else self._pin(batch), 0)
 
     def close(self) -> None:
-        """End the workers; they end when the loader and its iterator are let go."""
+        """End the workers, by releasing the loader and its iterator."""
         self._loader = None
         self._ahead = iter(())
 
@@ -202,13 +203,13 @@ def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
     return part.tolist() if isinstance(part, Tensor) else list(part)
 
 
-def as_it_is(batch: Any) -> Any:
-    """Return the batch, which a worker has collated."""
+def unchanged(batch: Any) -> Any:
+    """Return the batch, which the worker has collated already."""
     return batch
 
 
 def pinned(batch: Any) -> Any:
-    """Copy the tensors of a batch to page-locked memory."""
+    """Return the batch with its tensors copied to page-locked memory."""
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, dict):
@@ -221,12 +222,12 @@ def pinned(batch: Any) -> Any:
 
 
 def start_worker(rank_pid: int, method: str, worker: int) -> None:
-    """Make a worker end with its rank, however that ends, and leave signals to the rank."""
+    """Initialize a worker: it dies with its rank, and ignores the signals that the rank handles."""
     if method == "forkserver":
-        process_guard.die_with_process(rank_pid)  # its parent is the server
+        process_guard.die_with_process(rank_pid)  # its parent is the fork server
     else:
         process_guard.die_with_parent_process()
-        if os.getppid() != rank_pid:  # The rank ended before the request above.
+        if os.getppid() != rank_pid:  # the rank ended before the call above
             os._exit(1)
-    # A scheduler may send these to every process of a job.
+    # A scheduler may send these signals to every process of a job.
     process_guard.set_signals(ignored=(signal.SIGTERM, signal.SIGHUP))

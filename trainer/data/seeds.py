@@ -1,4 +1,4 @@
-"""Seeds every source of random numbers that data and models draw from."""
+"""Seed and save the random number generators of Python, torch and numpy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed the random numbers of Python, of torch, and of numpy where this process has imported it."""
+    """Seed the generators of Python and torch, and that of numpy if this process has imported it."""
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -20,36 +20,37 @@ def seed_all(seed: int) -> None:
 
 
 class RandomNumbers:
-    """Random numbers of their own for code that draws from those of the process, which stay as they were."""
+    """Separate random state for code that draws from the global generators; theirs is restored afterwards."""
 
     def __init__(self, seed: int) -> None:
-        with self._apart():
+        with _restored():
             seed_all(seed)
             self._state = _states()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Draw from these numbers; the next time they go on."""
-        with self._apart():
+        """Install this state while the block runs; the next block continues it."""
+        with _restored():
             _set_states(self._state)
             yield
             self._state = _states()
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Draw from numbers of another seed, once."""
-        with self._apart():
+        """Seed the generators for one block; this state is not used."""
+        with _restored():
             seed_all(seed)
             yield
 
-    @staticmethod
-    @contextmanager
-    def _apart() -> Iterator[None]:
-        before = _states()
-        try:
-            yield
-        finally:
-            _set_states(before)
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restore the global generators after the block."""
+    before = _states()
+    try:
+        yield
+    finally:
+        _set_states(before)
 
 
 def _states() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""How the ranks divide each micro-step: the batch size of every rank, and the slice of the order that it reads."""
+"""Division of a micro-step among the ranks: each rank's batch size, and the slice of the order that it reads."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple
 
 
 class MicroSteps(Protocol):
-    """The micro-steps of the rest of an epoch, each by its start in the order."""
+    """Micro-steps of the rest of an epoch, each identified by its start in the order."""
 
     @property
     def starts(self) -> Sequence[int]:
-        """Where in the order each of them starts."""
+        """Index in the order at which each micro-step starts."""
 
     def end(self, start: int) -> int:
-        """Return where in the order a micro-step ends."""
+        """Return the index in the order at which a micro-step ends."""
 
     def bounds(self, start: int) -> tuple[int, int]:
-        """Return the ends of this rank's slice of the order."""
+        """Return start and end of this rank's slice of the order."""
 
 
 @dataclass(frozen=True)
 class _SampleSteps:
-    """Micro-steps that each take the next ``shares.total`` samples."""
+    """Micro-steps of a fixed number of samples."""
 
     starts: Sequence[int]
     end: Callable[[int], int]
@@ -48,7 +48,7 @@ class _SampleSteps:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the ranks divide the samples of one micro-step."""
+    """Division of the samples of one micro-step among the ranks."""
 
     batch_sizes: tuple[int, ...]
     """Samples per micro-step of each rank."""
@@ -67,21 +67,17 @@ class Shares:
 
     @property
     def needed(self) -> int:
-        """Samples from which on the last rank gets one too; with ``drop_last`` a whole batch."""
+        """Fewest samples that give the last rank at least one; with ``drop_last`` a whole batch."""
         return self.total if self.drop_last else self.total - self.batch_sizes[-1] + 1
-
-    def starts(self, consumed: int, samples: int) -> range:
-        """Return where in the order each of the remaining micro-steps starts."""
-        return range(consumed, samples - self.total + 1 if self.drop_last else samples, self.total)
 
     def micro_steps(self, consumed: int, samples: int) -> MicroSteps:
         """Return the micro-steps that remain of an epoch."""
         total = self.total
-        starts, bounds = self.starts(consumed, samples), self.bounds(samples)
-        return _SampleSteps(starts, lambda start: min(start + total, samples), bounds)
+        starts = range(consumed, samples - total + 1 if self.drop_last else samples, total)
+        return _SampleSteps(starts, lambda start: min(start + total, samples), self.bounds(samples))
 
     def smallest(self, samples: int) -> int:
-        """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies apart."""
+        """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies excluded."""
         whole, left = divmod(samples, self.total)
         sizes = list(self.batch_sizes) if whole else []
         if not self.drop_last:
@@ -91,7 +87,7 @@ class Shares:
         return min(size for size in sizes if size)
 
     def bounds(self, samples: int) -> Callable[[int], tuple[int, int]]:
-        """Return a function from a micro-step's start to the ends of this rank's slice of the order."""
+        """Return a function from a micro-step's start to the start and end of this rank's slice of the order."""
         before, size = sum(self.batch_sizes[: self.rank]), self.batch_sizes[self.rank]
 
         def slice_of(start: int) -> tuple[int, int]:

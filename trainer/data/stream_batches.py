@@ -1,9 +1,9 @@
 """Batches of a dataset that can only be iterated: each rank's share, epochs that all ranks end together, resuming.
 
 Every rank reads the same stream and keeps the samples that a map-style dataset without shuffling would give it, so that
-the position means the same on another world size. A dataset that has ``shard(count, index)`` gives each rank a stream
-of its own; those may be of unequal length. Before each update the ranks exchange what they have read: a rank that has
-run out gives dummy batches until all have.
+the position is valid for any world size. A dataset with ``shard(count, index)`` gives each rank a stream of its own;
+their lengths may differ. Before each update the ranks exchange the number of samples that they have read: a rank whose
+stream has ended yields dummy batches until all streams have ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trainer.data.loader import Collate, MicroBatch
 from trainer.data.stream_reader import StreamBlock, StreamReader
 
 Exchange = Callable[[Any], list[Any]]
-"""Gives every rank what each of them has given, in rank order."""
+"""Collective: return every rank's argument, in rank order."""
 
 
 class StreamBatches:
-    """The training batches of one rank from a stream; the counterpart of ``EpochBatches``."""
+    """Training batches of one rank from a stream; the counterpart of ``EpochBatches``."""
 
     smallest = 2
-    """How few samples the last batch has is not known beforehand."""
+    """In place of ``EpochBatches.smallest``: enough for a batch norm, because the last batch's size is not known."""
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class StreamBatches:
         pin_memory: bool = False,
         drop_last: bool = False,
     ) -> None:
-        """Stand at the start of epoch 1.
+        """Start at epoch 1.
 
         Args:
             dataset: the stream.
             collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; as many as there are ranks.
+            batch_sizes: samples per micro-step of each rank; one per rank.
             rank: this rank.
-            seed: of the random numbers that the stream draws in each epoch, alike on all ranks.
-            exchange: what the ranks tell each other by; called alike on all of them.
-            say: told when an epoch has another length than the dataset says.
-            num_workers: reading processes of this rank; each reads the whole stream.
+            seed: seed of the random numbers that the stream draws in each epoch, equal on all ranks.
+            exchange: gathers data of all ranks; every rank calls it equally often.
+            say: called with a warning if the length of an epoch differs from that of the dataset.
+            num_workers: worker processes of this rank; each reads the whole stream.
             pin_memory: put batches into page-locked memory.
             drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
         """
         self.length = length_of(dataset)
-        """Samples of an epoch; None where they are not known."""
+        """Samples of an epoch; None if unknown."""
         self._total = sum(batch_sizes)
         self._drop_last = drop_last
         self._reader = StreamReader(
@@ -74,18 +74,19 @@ class StreamBatches:
         self._own_seed = self._seed = seed
         self._position = Position(1, 0)
         self._end: Position | None = None
-        """The end of this epoch, once it is known."""
+        """End of this epoch; None until it is known."""
         self._head = ""
+        """Digest of the first sample of this epoch; empty if unknown."""
         self._dummy: Any = None
-        """A batch of the last sample, once the stream has ended."""
+        """Dummy batch, made of the last sample; None until the stream has ended."""
 
     @property
     def position(self) -> Position:
-        """The position after the last update that was read to its end."""
+        """Position after the last update that was read to its end."""
         return self._position
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position and what fixes the stream; the end of an epoch is the start of the next."""
+        """Return position and parameters of the stream; the end of an epoch is saved as the start of the next."""
         ended = self._position == self._end
         return {
             "epoch": self._position.epoch + ended,
@@ -100,22 +101,22 @@ class StreamBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another run was: the stream is read again, and what was seen is passed over.
+        """Continue at the position of another run: the stream is read again, and the samples before it are skipped.
 
         Raises:
-            RequestError: the state belongs to other data, or to parts of it that other ranks have.
+            RequestError: the state belongs to other data, or to other shards of it.
         """
         self.require_fit(state)
         self._position = Position(state["epoch"], state["consumed"])
         begun = state["consumed"] > 0
         self._seed = state["seed"] if begun else self._own_seed
-        self._head = state["head"] if begun and not self._reader.shards else ""  # of a part it is that of rank 0
+        self._head = state["head"] if begun and not self._reader.shards else ""  # with shards it is that of rank 0
 
     def require_fit(self, state: Mapping[str, Any]) -> None:
-        """Refuse a position that means nothing in this stream.
+        """Require that a saved position is valid for this stream.
 
         Raises:
-            RequestError: the state belongs to other data, or to parts of it that other ranks have.
+            RequestError: the state belongs to other data, or to other shards of it.
         """
         if not state["consumed"]:
             return
@@ -124,12 +125,13 @@ class StreamBatches:
                 f"the checkpoint is inside epoch {state['epoch']} of data with samples by index, but the training data "
                 "is a stream now; resume with the same data, or --reset-dataloader begins at epoch 1"
             )
-        was, now = (state["shards"], state["chunk"]), (self._reader.shards, self._total)
-        if was[0] != now[0] or (was[0] and was != now):
+        shards, chunk = state["shards"], state["chunk"]
+        if shards != self._reader.shards or (shards and chunk != self._total):
             raise RequestError(
-                f"the checkpoint is inside epoch {state['epoch']} of a stream in {was[0] or 'no'} parts with batches "
-                f"of {was[1]} samples in all, but now it has {now[0] or 'no'} parts and {now[1]}: what was seen cannot "
-                "be passed over; resume on as many ranks with the same --batch-size, or --reset-dataloader begins anew"
+                f"the checkpoint is inside epoch {state['epoch']} of a stream in {shards or 'no'} parts with batches "
+                f"of {chunk} samples in all, but now it has {self._reader.shards or 'no'} parts and {self._total}: "
+                "what was seen cannot be passed over; resume on as many ranks with the same --batch-size, or "
+                "--reset-dataloader begins anew"
             )
 
     def next_epoch(self) -> None:
@@ -139,32 +141,32 @@ class StreamBatches:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch; 0 where they are not known."""
+        """Samples of an epoch; 0 if unknown."""
         return self.length or 0
 
     def updates_per_epoch(self, update_freq: int) -> int:
-        """Return how many updates a whole epoch has; 0 where that is not known."""
+        """Return the number of updates of a whole epoch; 0 if unknown."""
         whole, left = divmod(self.length or 0, self._total)
         return -(-(whole + (left > 0 and not self._drop_last)) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
-        """Return 0 at the end of the epoch, and else at least 1."""
+        """Return 0 at the end of the epoch and 1 before it: the number is not known."""
         return int(self._position != self._end)
 
     def updates(self, update_freq: int) -> Iterator[Update]:
-        """Yield the updates of the rest of the epoch; each is to be read to its end before the next.
+        """Yield the updates of the rest of the epoch; read each to its end before taking the next.
 
-        The next update is read before this one is given away, because only that tells whether the epoch ends here.
+        The following update is read before this one is yielded, to learn whether the epoch ends with this one.
 
         Args:
             update_freq: micro-steps per update.
 
         Raises:
-            RequestError: the stream is empty, or is not what it was.
+            RequestError: the stream is empty, or differs from the one before the checkpoint.
             TrainingError: the ranks read different streams.
         """
         epoch, consumed = self._position.epoch, self._position.consumed
-        # Of a part each rank has read its own batches, as far as there were any.
+        # From a shard each rank has read its own batches, as far as there were any.
         skip = consumed // self._total * self._batch_size if self._reader.shards else consumed
         read = self._reader.read(epoch=epoch, skip=skip, seed=self._seed)
         following = self._next(read, update_freq, Position(epoch, consumed))
@@ -182,35 +184,35 @@ class StreamBatches:
         self._end = self._position
 
     def _next(self, read: Iterator[StreamBlock], update_freq: int, before: Position) -> tuple[Update, Position] | None:
-        """Read the next update; None on all ranks once none of them has a sample left."""
+        """Read the next update; return None on all ranks once no rank has a sample left."""
         blocks = list(islice(read, update_freq))
         if blocks and not blocks[-1].total:
             self._dummy = blocks.pop().batch
-        mine = [[block.samples, block.total] for block in blocks]
+        sizes = [[block.samples, block.total] for block in blocks]
         head = blocks[0].head if blocks else self._head
-        everywhere = self._exchange([mine, head, bool(blocks) or self._dummy is not None])
-        micro_steps = max(len(each) for each, *_ in everywhere)
+        gathered = self._exchange([sizes, head, bool(blocks) or self._dummy is not None])
+        micro_steps = max(len(each) for each, *_ in gathered)
         if not micro_steps:
             return None
-        self._require_same(everywhere, head, before)
-        without = [rank for rank, (*_, able) in enumerate(everywhere) if not able]
-        if without:
-            raise RequestError(f"rank {without[0]} gets no sample of the training data: use fewer ranks")
+        self._require_same(gathered, head, before)
+        empty = [rank for rank, (*_, has_batch) in enumerate(gathered) if not has_batch]
+        if empty:
+            raise RequestError(f"rank {empty[0]} gets no sample of the training data: use fewer ranks")
         self._head = head
         if len(blocks) < micro_steps:
             filler = StreamBlock(batch=self._dummy, samples=0, total=0, head=head)
             blocks += [filler] * (micro_steps - len(blocks))
-        read_now = self._total * micro_steps if self._reader.shards else sum(total for _, total in mine)
-        after = Position(before.epoch, before.consumed + read_now)
-        samples = sum(samples for each, *_ in everywhere for samples, _ in each)
+        consumed = self._total * micro_steps if self._reader.shards else sum(total for _, total in sizes)
+        after = Position(before.epoch, before.consumed + consumed)
+        samples = sum(samples for each, *_ in gathered for samples, _ in each)
         return Update(micro_steps, samples, after.consumed, self._micro_batches(blocks, after)), after
 
-    def _require_same(self, everywhere: list[Any], head: str, before: Position) -> None:
-        """Refuse streams that are not one, or not what they were.
+    def _require_same(self, gathered: list[Any], head: str, before: Position) -> None:
+        """Require that all ranks read one stream, and the same one as before the checkpoint.
 
         Raises:
-            RequestError: they begin with other samples.
-            TrainingError: they have other numbers of samples.
+            RequestError: the streams begin with different samples.
+            TrainingError: the streams have different numbers of samples.
         """
         if self._head and head and head != self._head:
             raise RequestError(
@@ -219,13 +221,13 @@ class StreamBatches:
             )
         if self._reader.shards:
             return
-        heads = {each for _, each, _ in everywhere if each}
+        heads = {each for _, each, _ in gathered if each}
         if len(heads) > 1:
             raise RequestError(
                 "the ranks read different streams: every rank must read the same one, of which the trainer gives each "
                 "its share; a dataset that shares itself out has shard(count, index)"
             )
-        totals = [[total for _, total in each] for each, *_ in everywhere]
+        totals = [[total for _, total in each] for each, *_ in gathered]
         for rank, each in enumerate(totals):
             if each != totals[0]:
                 raise TrainingError(
@@ -247,7 +249,7 @@ class StreamBatches:
 
 
 class StreamEvalBatches:
-    """The batches of one rank over a split that is a stream; the counterpart of ``EvalBatches``."""
+    """Batches of one rank over a split that is a stream; the counterpart of ``EvalBatches``."""
 
     def __init__(
         self,
@@ -278,14 +280,14 @@ class StreamEvalBatches:
         """Yield this rank's batches, at least one.
 
         Raises:
-            RequestError: the split is empty on a rank, or another stream on each.
+            RequestError: the split is empty on a rank, or the ranks read different streams.
         """
         read = self._reader.read(epoch=1, skip=0, seed=0)
         block = next(read)
-        everywhere = self._exchange([block.head, block.batch is not None])
-        if not all(able for _, able in everywhere):
+        gathered = self._exchange([block.head, block.batch is not None])
+        if not all(has_batch for _, has_batch in gathered):
             raise RequestError(f"the {self._split} data is empty{' on a rank' if self._reader.shards else ''}")
-        if not self._reader.shards and len({head for head, _ in everywhere}) > 1:
+        if not self._reader.shards and len({head for head, _ in gathered}) > 1:
             raise RequestError(
                 f"the ranks read different streams of the {self._split} data: every rank must read the same one, of "
                 "which the trainer gives each its share"
@@ -297,10 +299,10 @@ class StreamEvalBatches:
             block = next(read)
 
     def require_same(self) -> None:
-        """Compare what the ranks have read in a whole pass; every rank takes part.
+        """Require that all ranks have read equally many samples in a whole pass; a collective.
 
         Raises:
-            TrainingError: they have read other numbers of samples of what should be one stream.
+            TrainingError: the ranks have read different numbers of samples, so their streams differ.
         """
         totals = [0] if self._reader.shards else self._exchange(self._total)
         for rank, total in enumerate(totals):

@@ -1,6 +1,6 @@
-"""Reads a dataset that can only be iterated, for one rank: its samples of each micro-step, as a block.
+"""Read a dataset that can only be iterated, for one rank: its samples of each micro-step, as a block.
 
-Each reading process of a rank reads the whole stream and collates the blocks that are its own.
+Each worker process of a rank reads the whole stream and collates every n-th block of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.dataset import StreamDataset
-from trainer.data.loader import CarriedError, Collate, as_it_is, mix_seed, pinned, start_worker
+from trainer.data.loader import CarriedError, Collate, mix_seed, pinned, start_worker, unchanged
 from trainer.data.seeds import RandomNumbers
 from trainer.data.shares import Shares
 from trainer.data.worker_start import start_method
@@ -28,21 +28,21 @@ from trainer.host.stop_request import save_signals_blocked
 
 @dataclass(frozen=True, kw_only=True)
 class StreamBlock:
-    """The samples of one micro-step, as one rank reads them."""
+    """Samples of one micro-step as one rank reads them."""
 
     batch: Any
-    """This rank's batch; where it has no sample, the last one of the stream twice, and None before any."""
+    """This rank's batch; if it has no sample, a batch of the stream's last sample twice; None in an empty stream."""
     samples: int
-    """Of this rank."""
+    """Samples of this rank."""
     total: int
-    """Of the whole stream that was read; 0 after its end."""
+    """Samples of all ranks that read this stream; 0 after its end."""
     head: str
-    """Digest of the stream's first sample; empty where it has no bytes of its own."""
+    """Digest of the stream's first sample; empty if it cannot be encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """One pass over a stream by one process."""
+    """Pass over a stream by one process."""
 
     dataset: StreamDataset
     collate: Collate
@@ -50,19 +50,19 @@ class _Reading:
     rank: int
     epoch: int
     skip: int
-    """Samples at the start that have been seen."""
+    """Samples at the start to skip."""
     may_be_short: bool
-    """Whether there may be fewer than that: another rank's part is longer."""
+    """Whether the stream may have fewer samples than ``skip``: another rank's shard is longer."""
     seed: int
     worker: int = 0
     workers: int = 1
-    """Reading processes of the rank; each gives every so many-th block."""
+    """Worker processes of the rank; worker i yields blocks i, i + workers, ..."""
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        """Yield the blocks of this process, and after the last one that of the end."""
+        """Yield the blocks of this process, then a block with a total of 0."""
         numbers = RandomNumbers(mix_seed(self.seed, self.epoch))
         low, high = self.shares.bounds(self.shares.total)(0)
-        place, index, head, last = 0, 0, "", None
+        read_so_far, index, head, last = 0, 0, "", None
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(self.epoch)
         with numbers():
@@ -74,41 +74,39 @@ class _Reading:
             with numbers():
                 for sample in source:
                     last = sample
-                    place += 1
-                    if place == 1:
+                    read_so_far += 1
+                    if read_so_far == 1:
                         head = self._digest(sample, numbers)
-                    if place <= self.skip:
+                    if read_so_far <= self.skip:
                         continue
                     if mine and low <= total < high:
                         own.append(sample)
                     total += 1
                     if total == self.shares.total:
                         break
-            if place < self.skip and not self.may_be_short:
+            if read_so_far < self.skip and not self.may_be_short:
                 raise RequestError(
                     f"the checkpoint is at sample {self.skip} of epoch {self.epoch}, but the stream ended after "
-                    f"{place}; resume with the same data"
+                    f"{read_so_far}; resume with the same data"
                 )
             if total < self.shares.total and self.shares.drop_last:
                 total, own = 0, []
             if mine or not total:
-                if not total:
-                    own = []
                 given = own or ([] if last is None else [last, last])
-                with numbers.seeded(mix_seed(self.seed, self.epoch, place, self.rank)):
+                with numbers.seeded(mix_seed(self.seed, self.epoch, read_so_far, self.rank)):
                     batch = self.collate(given) if given else None
                 yield StreamBlock(batch=batch, samples=len(own), total=total, head=head)
             if not total:
                 return
             if total < self.shares.total:
-                source = iter(())  # what has ended is not asked again
+                source = iter(())  # an iterator that has ended need not raise StopIteration again
             index += 1
 
     def _digest(self, sample: Any, numbers: RandomNumbers) -> str:
         try:
             with numbers.seeded(0):
                 content = encode(self.collate([sample]))
-        except Exception:  # noqa: BLE001 - one sample may be no batch; training meets an error itself, in its place
+        except Exception:  # noqa: BLE001 - user code; an error that matters comes again in training
             return ""
         buffer = bytearray(content.numel())
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
@@ -116,7 +114,7 @@ class _Reading:
 
 
 class _InWorker(IterableDataset[Any]):
-    """A pass in the reading processes, which share its blocks out."""
+    """Pass over a stream in worker processes, which divide its blocks among them."""
 
     def __init__(self, reading: _Reading) -> None:
         self._reading = reading
@@ -125,7 +123,7 @@ class _InWorker(IterableDataset[Any]):
         info = get_worker_info()
         assert info is not None
         reading = replace(self._reading, worker=info.id, workers=info.num_workers)
-        # A dataset that shares its samples out by get_worker_info gives all of them: they are shared out here.
+        # A dataset that divides its samples by get_worker_info must yield all of them: the blocks are divided here.
         torch_worker._worker_info = None
         try:
             yield from reading
@@ -134,7 +132,7 @@ class _InWorker(IterableDataset[Any]):
 
 
 class StreamReader:
-    """Reads a stream for one rank, in this process or ahead of it in others."""
+    """Reader of a stream for one rank, in this process or ahead of it in worker processes."""
 
     def __init__(
         self,
@@ -147,9 +145,9 @@ class StreamReader:
         pin_memory: bool = False,
         drop_last: bool = False,
     ) -> None:
-        """Read nothing yet; see ``EpochBatches`` for the arguments."""
+        """Prepare to read; see ``EpochBatches`` for the arguments."""
         self.shards = 0
-        """Parts of the dataset of which this rank reads one; 0 where all ranks read all of it."""
+        """Number of shards of the dataset, one per rank; 0 if every rank reads the whole dataset."""
         shares = Shares(tuple(batch_sizes), rank, drop_last)
         if callable(shard := getattr(dataset, "shard", None)):
             self.shards = len(batch_sizes)
@@ -169,10 +167,10 @@ class StreamReader:
         self._pin = pinned if pin_memory else None
 
     def read(self, *, epoch: int, skip: int, seed: int) -> Iterator[StreamBlock]:
-        """Yield the blocks of an epoch after the first ``skip`` samples, the last one with a total of 0.
+        """Yield the blocks of an epoch after the first ``skip`` samples, then a block with a total of 0.
 
         Raises:
-            RequestError: the stream has fewer samples than are to be skipped.
+            RequestError: the stream has fewer than ``skip`` samples.
         """
         reading = replace(self._reading, epoch=epoch, skip=skip, seed=seed)
         read = self._read_ahead(reading) if self._num_workers else iter(reading)
@@ -184,16 +182,16 @@ class StreamReader:
             _InWorker(reading),
             batch_size=None,
             num_workers=self._num_workers,
-            collate_fn=as_it_is,
+            collate_fn=unchanged,
             worker_init_fn=partial(start_worker, os.getpid(), method),
             generator=torch.Generator(),
             multiprocessing_context=method,
         )
-        # A scheduler may signal every process of a job, also a worker that has not yet set what it ignores.
+        # A scheduler may signal every process of a job, including a worker that does not ignore the signal yet.
         with save_signals_blocked():
             blocks = iter(loader)
         head = ""
-        for block in blocks:  # of the workers in turn
+        for block in blocks:  # round-robin over the workers
             if isinstance(block, CarriedError):
                 raise block.error
             head = head or block.head

@@ -1,7 +1,7 @@
-"""Chooses how reading processes start: forked, or from a fork server once CUDA is in use.
+"""Choose the start method of data loader workers: fork, or forkserver once CUDA is in use.
 
-CUDA's threads and locks are not copied by a fork as they are in use. From a fork server everything must be sent,
-which a task of a user's own need not allow.
+A fork copies locks that CUDA's threads may hold, but not the threads. With a fork server the dataset is pickled, which
+a user's own dataset may not support.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any, Literal
 from torch import Tensor
 
 MAX_TENSORS = 64
-"""Of a dataset that is sent: each takes an open file in both processes, of which there may be 1024."""
-
+"""Maximum tensors in a pickled dataset: each takes an open file in both processes, which may have 1024."""
 
 MAX_BYTES = 64 << 20
-"""Likewise: every process gets a copy of its own, where forked ones share the memory."""
+"""Maximum bytes of a pickled dataset: every worker gets its own copy, whereas forked workers share the memory."""
 
 
-class _NotSentError(Exception):
-    """A new process could not be given this."""
+class _NotPicklableError(Exception):
+    """A worker of a fork server cannot be given this object."""
 
 
-class _Bounded(io.RawIOBase):
-    """A file that forgets what is written, and takes no more than may be sent."""
+class _ByteCounter(io.RawIOBase):
+    """File that discards the bytes written and raises beyond ``MAX_BYTES``."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -35,15 +34,15 @@ class _Bounded(io.RawIOBase):
     def write(self, data: Any) -> int:
         self._bytes += len(data)
         if self._bytes > MAX_BYTES:
-            raise _NotSentError
+            raise _NotPicklableError
         return len(data)
 
 
-class _Trial(ForkingPickler):
-    """Pickles as a process's arguments are, and refuses what cannot arrive."""
+class _TrialPickler(ForkingPickler):
+    """Pickler of process arguments that raises for objects a new process could not load."""
 
     def __init__(self) -> None:
-        super().__init__(_Bounded())
+        super().__init__(_ByteCounter())
         self._tensors = self._bytes = 0
 
     def reducer_override(self, value: Any) -> Any:
@@ -51,25 +50,25 @@ class _Trial(ForkingPickler):
             self._tensors += 1
             self._bytes += value.untyped_storage().nbytes()
         if self._tensors > MAX_TENSORS or self._bytes > MAX_BYTES:
-            raise _NotSentError
+            raise _NotPicklableError
         module = getattr(value, "__module__", None) if callable(value) else type(value).__module__
         if not (isinstance(module, str) and _is_importable(module)):
-            raise _NotSentError
+            raise _NotPicklableError
         return NotImplemented
 
 
-def start_method(sent: object, *, cuda_in_use: bool) -> Literal["fork", "forkserver"]:
-    """Return how to start processes that are given an object."""
+def start_method(argument: object, *, cuda_in_use: bool) -> Literal["fork", "forkserver"]:
+    """Return the start method for workers that get this object; ``fork`` if it cannot be pickled."""
     if not cuda_in_use:
         return "fork"
     try:
-        _Trial().dump(sent)
-    except Exception:  # noqa: BLE001 - whatever pickling raises, and user code with it: it cannot be sent
+        _TrialPickler().dump(argument)
+    except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
         return "fork"
     return "forkserver"
 
 
 def _is_importable(module: str) -> bool:
-    """Return whether a new process finds a module by its name, which a task's file loaded by path has not."""
+    """Return whether a new process can import a module by its name; false for a task file loaded by path."""
     top = module.partition(".")[0]
     return top in sys.builtin_module_names or (top != "__main__" and PathFinder.find_spec(top) is not None)

@@ -62,7 +62,7 @@ __all__ = [
 _DESTROY_DELAY_S = 0.1
 """Pause before the group is destroyed, see ``shutdown``."""
 _STORE_LINGER_S = 2.0
-"""How long rank 0 keeps the store for ranks that have not left yet."""
+"""Maximum time for which rank 0 keeps the store open for ranks that have not left yet."""
 
 
 @dataclass
@@ -76,9 +76,9 @@ class _GroupState:
     machines: list[rendezvous.RankMachine]
     """Members of the group, by machine."""
     interface: str | None = None
-    """The network interface that this process has chosen; None where the user or the backend has."""
+    """Network interface that this process has chosen; None if the user or the backend chooses it."""
     leave: Callable[[], None] = lambda: None
-    """Ends the heartbeat."""
+    """Function that ends the heartbeat."""
 
 
 _group: _GroupState | None = None
@@ -95,7 +95,7 @@ def infer_init_method(options: Distributed, *, device_count: int = 0) -> str | N
 
 
 def bind_device(index: int | None) -> torch.device:
-    """Make the GPU with this index in ``CUDA_VISIBLE_DEVICES`` the current device; None is the CPU.
+    """Make the GPU with this index in ``CUDA_VISIBLE_DEVICES`` the current device and return it; None is the CPU.
 
     Raises:
         RequestError: the GPU does not exist.
@@ -132,21 +132,21 @@ def distributed_init(
     request: Mapping[str, str] | None = None,
     share_devices: bool = False,
 ) -> None:
-    """Join the process group; in a world of one rank there is none to join.
+    """Join the process group; do nothing in a world of one rank.
 
     Args:
         init_method: ``tcp://HOST:PORT``, ``file:///PATH`` or ``env://``.
         world_size: number of ranks.
         rank: rank of this process.
         backend: ``gloo``, ``nccl``, or ``auto`` for nccl on a GPU and gloo on a CPU.
-        device: what this rank computes on.
-        timeout_s: what a collective may take, in seconds.
-        join_timeout_s: how long to wait for the other ranks, in seconds.
-        on_waiting: told about once a second who has joined, who has not and the milliseconds waited.
-        on_lost: told on a thread, in words, that another machine is gone or has failed while this rank may wait in
-            NCCL; the process is to report that and to end.
-        identity: run id; ranks with another one are refused.
-        request: values by name that must be equal on all ranks, such as ``--lr``; ranks with another one are refused.
+        device: device of this rank.
+        timeout_s: time-out of a collective, in seconds.
+        join_timeout_s: time-out for the other ranks to join, in seconds.
+        on_waiting: called about once a second with the joined ranks, the missing ranks and the milliseconds waited.
+        on_lost: called on a thread with a description when another machine is gone or has failed while this rank may
+            wait in NCCL; it must report that and end the process.
+        identity: run id; ranks of another run are refused.
+        request: values by name that must be equal on all ranks, such as ``--lr``; ranks that differ are refused.
         share_devices: allow two ranks on one GPU.
 
     Raises:
@@ -194,25 +194,25 @@ def distributed_init(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    here = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
-    if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[here].ranks[0]:
-        # Gloo's connections break when a machine goes, and a collective raises; NCCL waits for its time-out.
-        _group.leave = heartbeat.start(heartbeat.Heartbeat(rdzv.store, result.machines, here), on_lost)
+    own = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
+    if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[own].ranks[0]:
+        # Gloo's connections break when a machine is gone, and a collective raises; NCCL waits for its time-out.
+        _group.leave = heartbeat.start(heartbeat.Heartbeat(rdzv.store, result.machines, own), on_lost)
 
 
 def shutdown(*, abort: bool = False) -> None:
-    """Leave the group; call it once the result is on disk, then end the process.
+    """Leave the group. Call it once the result is on disk, and end the process afterwards.
 
     Gloo's threads may still be releasing the last collective's Python state: destroying the group under them hangs or
     aborts about one process in ten, so a short pause comes first. Rank 0, which serves the store, leaves last.
 
     Args:
-        abort: a peer may be dead or stuck. Wait for nothing, and do not destroy the group, which would wait for
-            pending collectives. The process must end next, by ``os._exit``.
+        abort: a peer may be dead or stuck. Return without waiting and without destroying the group, which would wait
+            for pending collectives. The process must end next, by ``os._exit``.
     """
     global _group
     group, _group = _group, None
-    if group is not None and not abort:  # whoever aborts has reported why, or is silent and lost
+    if group is not None and not abort:  # a rank that aborts has reported its failure, or counts as lost
         group.leave()
     if dist.is_initialized() and not abort:
         world_size = dist.get_world_size()
@@ -229,15 +229,15 @@ def shutdown(*, abort: bool = False) -> None:
 
 
 def report_failure(message: str) -> None:
-    """Report this rank's failure to ranks on other machines; those on this machine have it from the node agent."""
+    """Report this rank's failure to ranks on other machines; the node agent reports it to those on this machine."""
     if _group is not None and len(_group.machines) > 1:
         peer_failure.report_failure(_group.rdzv, _group.rank, message)
 
 
 def describe_lost_peers() -> str:
-    """Describe which ranks were lost, after a collective has failed; empty when that is unknown.
+    """Describe the ranks that were lost, after a collective has failed; empty if they are unknown.
 
-    It takes up to 5 s, and the group cannot be used afterwards.
+    Takes up to 5 s, and the group cannot be used afterwards.
     """
     if _group is None or len(_group.machines) < 2:
         return ""
@@ -247,7 +247,7 @@ def describe_lost_peers() -> str:
 
 
 def leave_store(store: Store, rank: int, world_size: int) -> None:
-    """Mark this rank as gone; rank 0 waits until all are, but not for long, because a peer may have died."""
+    """Mark this rank as gone; rank 0 waits for the marks of all, briefly, because a peer may have died."""
     keys = [f"left/{other}" for other in range(1, world_size)]
     try:
         if rank != 0:
@@ -257,5 +257,5 @@ def leave_store(store: Store, rank: int, world_size: int) -> None:
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.005)
     except RuntimeError:
-        # The store is gone, with its process or its disk: nobody waits for this key.
+        # The store is gone, with its process or its disk: no rank waits for this key.
         return

@@ -24,10 +24,10 @@ Number = TypeVar("Number", Tensor, float, int)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 BROADCAST_BYTES = 64 << 20
-"""Of a broadcast that are on the GPU at a time: a checkpoint may be larger than what is free there."""
+"""Bytes of a broadcast that are on the GPU at a time: a checkpoint may be larger than its free memory."""
 
 _exchanges = 0
-"""Calls of ``all_gather_list`` in this group so far; equal on all ranks that are in step."""
+"""Calls of ``all_gather_list`` in this group so far; ranks at the same point of the program have equal counts."""
 
 
 def reset_exchange_count() -> None:
@@ -70,7 +70,7 @@ def _on_backend_device(tensor: Tensor) -> Tensor:
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:
-    """Return a tensor as it is, a number as float64: torch's default float32 would round it."""
+    """Return a tensor unchanged, a number as float64: torch's default float32 would round it."""
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
@@ -91,13 +91,13 @@ def all_reduce(tensor: Tensor, op: Op = "sum") -> Tensor:
 
 
 def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], Tensor]:
-    """Start summing a number over all ranks; the callable that is returned gives the sum [], in float64.
+    """Start summing a number over all ranks; the returned callable gives the sum [], in float64.
 
-    On a CPU it waits for the others; on a GPU the sum stays there, and nothing waits.
+    On a CPU the callable waits for the other ranks; on a GPU the sum stays on the device and the host does not wait.
 
     Args:
         value: a number or a tensor of one element.
-        device: where the sum is accumulated.
+        device: device of the sum.
     """
     if isinstance(value, Tensor):
         total = value.detach().to(device, torch.float64, non_blocking=True).reshape(1).clone()
@@ -117,23 +117,23 @@ def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], Tenso
 
 
 def max_async(values: Sequence[int] | Tensor, copies: HostCopies | None = None) -> Callable[[], list[int]]:
-    """Start taking the maximum of each number over all ranks; the callable that is returned waits for the result.
+    """Start taking the maximum of each number over all ranks; the returned callable waits for the result.
 
-    With nccl it waits for kernels queued before this call, not for those queued since.
+    With nccl it waits for kernels queued before this call, not for those queued afterwards.
 
     Args:
         values: numbers, or a tensor of them [numbers], int64.
-        copies: brings the result to the host; default: what its device needs.
+        copies: pool of copies to the host; default: that of the result's device.
     """
     if isinstance(values, Tensor):
-        # The maximum is taken in place.
+        # A clone, because the reduction is in place.
         moved = _on_backend_device(values.clone()) if get_world_size() > 1 else values
     elif get_world_size() == 1:
         return lambda: [int(value) for value in values]
     else:
         on_gpu = dist.get_backend() == "nccl"
-        where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        moved = on_device([int(value) for value in values], where)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        moved = on_device([int(value) for value in values], device)
     copies = copies or host_copies(moved.device)
     if get_world_size() == 1:
         return begin_copy(moved, copies).numbers
@@ -156,8 +156,8 @@ def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = No
     A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
 
     Args:
-        data: equal names and shapes on every rank, in any order.
-        device: where to reduce; default: where the backend needs it.
+        data: values by name; names and shapes are equal on every rank, in any order.
+        device: device of the reduction; default: the one that the backend needs.
 
     Raises:
         TrainingError: the names or shapes differ between ranks.
@@ -177,7 +177,10 @@ def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = No
 
 
 def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
-    """Compare a checksum over the ranks: a collective over unequal sizes hangs or fails without naming them."""
+    """Compare a checksum of names and shapes over the ranks.
+
+    A collective over unequal sizes would hang or fail without naming the values.
+    """
     own = zlib.crc32(repr(shapes).encode())
     extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), "max").tolist()
     if extremes != [own, -own]:
@@ -185,18 +188,18 @@ def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.de
 
 
 def all_gather_list(data: Any) -> list[Any]:
-    """Return every rank's data, in rank order, of any size: first the sizes are exchanged, then the bytes.
+    """Return every rank's data, in rank order; the ranks exchange the sizes first, then the bytes.
 
     Args:
         data: None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
             the CPU. Every rank holds world size times the largest rank's bytes while it gathers.
 
     Raises:
-        TypeError: the data holds something else.
-        TrainingError: the ranks are not at the same exchange.
+        TypeError: a value has another type.
+        TrainingError: the ranks have called this function a different number of times.
     """
     global _exchanges
-    # Counted before anything can fail, so that a rank whose data was refused is detected at the next exchange.
+    # Counted before encoding can fail, so that a rank whose data was refused is detected at the next exchange.
     _exchanges += 1
     mine = encode(data)
     if get_world_size() == 1:
@@ -211,7 +214,7 @@ def all_gather_list(data: Any) -> list[Any]:
 
 
 def _exchange_sizes(size: int) -> list[int]:
-    """Return the number of bytes each rank will send; raise where ranks are at different exchanges."""
+    """Return the number of bytes that each rank will send; raise if ranks are at different exchanges."""
     mine = _on_backend_device(torch.tensor([_exchanges, size], dtype=torch.int64))
     gathered = [torch.empty_like(mine) for _ in range(get_world_size())]
     dist.all_gather(gathered, mine)
@@ -225,7 +228,7 @@ def _exchange_sizes(size: int) -> list[int]:
 
 
 def broadcast_object(data: Any, source: int = 0) -> Any:
-    """Return the source's data on every rank; what the others pass is ignored. Same kinds as ``all_gather_list``."""
+    """Return the source's data on every rank; ``data`` is ignored on the others. Same types as ``all_gather_list``."""
     if get_world_size() == 1:
         return decode(encode(data))
     sends = get_rank() == source
@@ -241,21 +244,24 @@ def broadcast_object(data: Any, source: int = 0) -> Any:
     return decode(data_bytes)
 
 
-def from_master(ask: Callable[[], Any]) -> Any:
-    """Return on every rank what rank 0 finds out; the others do not ask. Same kinds as ``all_gather_list``.
+def from_master(compute: Callable[[], Any]) -> Any:
+    """Call a function on rank 0 only and return its result on every rank.
+
+    Args:
+        compute: returns data of the types that ``all_gather_list`` takes.
 
     Raises:
-        RequestError: rank 0 met one; every rank raises it in the same words.
+        RequestError: ``compute`` has raised one on rank 0; every rank raises it with the same message.
     """
     if get_world_size() == 1:
-        return ask()
-    answer, refusal = None, ""
+        return compute()
+    result, refusal = None, ""
     if is_master():
         try:
-            answer = ask()
+            result = compute()
         except RequestError as error:
-            refusal = str(error).encode(errors="backslashreplace").decode()  # it may hold a path
-    received, refusal = broadcast_object((answer, refusal))
+            refusal = str(error).encode(errors="backslashreplace").decode()  # a path may hold surrogates
+    received, refusal = broadcast_object((result, refusal))
     if refusal:
         raise RequestError(refusal)
-    return answer if is_master() else received
+    return result if is_master() else received

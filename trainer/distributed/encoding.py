@@ -24,10 +24,10 @@ DTYPES: dict[str, torch.dtype] = {
 """Supported dtypes by their encoded name."""
 
 ALIGNMENT = 16
-"""Bytes to whose multiples a tensor's offset is padded: the size of the largest item, complex128."""
+"""Tensor offsets are multiples of this many bytes: the size of the largest item, complex128."""
 
 _SIZE_BYTES = 8
-"""Bytes of the tree's size at the start."""
+"""Length of the header, which holds the size of the tree."""
 _CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 _INT64 = range(-(2**63), 2**63)
 
@@ -40,8 +40,7 @@ def encode(data: Any) -> Tensor:
     shape and offset.
 
     Raises:
-        TypeError: the data holds something other than None, numbers, strings, bytes, lists, tuples, sets, dicts and
-            dense tensors.
+        TypeError: a value is not None, a number, string, bytes, list, tuple, set, dict or dense tensor.
     """
     tensors: list[Tensor] = []
     tree = msgspec.msgpack.encode(_to_tree(data, tensors, [0]))
@@ -55,13 +54,13 @@ def encode(data: Any) -> Tensor:
 
 
 def decode(data: Tensor) -> Any:
-    """Return what ``encode`` was given; its tensors are on the CPU and share no memory with ``data``.
+    """Rebuild the data from the bytes of ``encode``; tensors are on the CPU and share no memory with ``data``.
 
     Args:
         data: ``[bytes]`` of uint8, on any device.
 
     Raises:
-        TrainingError: these are not the bytes of ``encode``.
+        TrainingError: the bytes do not come from ``encode``.
     """
     data = data.cpu()
     size = int.from_bytes(_bytes(data[:_SIZE_BYTES]), "little")

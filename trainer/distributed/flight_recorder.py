@@ -1,4 +1,4 @@
-"""Keeps torch's flight recorder, the last collectives of this process, in the run directory, and puts them into words.
+"""Write torch's flight recorder, the last collectives of this process, into the run directory, and describe them.
 
 NCCL's watchdog writes its own file when it aborts; a rank that waits long or fails writes one here.
 """
@@ -16,52 +16,51 @@ import torch
 import torch.distributed as dist
 
 ENTRIES = "2000"
-"""What torch keeps by itself in its later versions; earlier ones keep nothing."""
+"""Size of the recorder: the default of newer torch versions; older ones record nothing by default."""
 SHOWN = 3
 """Collectives named in one line."""
+OLD_NAMES = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Environment variables of torch, and their names in earlier versions."""
 RENAMED_IN = (2, 10)
-"""Version of torch that takes the new names only, and warns at the old ones."""
+"""First version of torch that warns about the old names."""
 
 _file: Path | None = None
 
 
 def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have the collectives of this process recorded, and written when NCCL gives up or ``dump`` is called.
+    """Set the environment so that torch records the collectives, and writes them when NCCL aborts.
 
-    Called before the process group exists; what the user has set stays.
+    Call it before the process group exists. Variables that the user has set keep their values.
 
     Args:
-        file: of NCCL's own format, ``RunDir.rank_collectives``; ``dump`` adds ``.json``.
-        rank: of this process.
-        environ: the environment that torch reads.
+        file: file for NCCL's own format, ``RunDir.rank_collectives``; ``dump`` writes JSON beside it, with ``.json``.
+        rank: rank of this process.
+        environ: environment that torch reads.
     """
     global _file
     _file = file.with_name(f"{file.name}.json")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    sizes, files = ["TORCH_FR_BUFFER_SIZE"], ["TORCH_FR_DUMP_TEMP_FILE"]
-    if version < RENAMED_IN:
-        sizes.append("TORCH_NCCL_TRACE_BUFFER_SIZE")
-        files.append("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     settings = {
-        **dict.fromkeys(sizes, ENTRIES),
-        **dict.fromkeys(files, str(file).removesuffix(str(rank))),  # torch adds the rank
+        "TORCH_FR_BUFFER_SIZE": ENTRIES,
+        "TORCH_FR_DUMP_TEMP_FILE": str(file).removesuffix(str(rank)),  # torch adds the rank
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         # A collective that fails or takes too long ends the process, and its node agent reports it.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     }
-    old_names = {
-        "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
-        "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    }
+    if version < RENAMED_IN:
+        settings |= {old: settings[name] for name, old in OLD_NAMES.items()}
     for name, value in settings.items():
-        if name not in environ and old_names.get(name, name) not in environ:
+        if name not in environ and OLD_NAMES.get(name, name) not in environ:
             environ[name] = value
 
 
 def dump() -> str:
-    """Write the collectives into the file, if one was prepared; return the last ones in words, or an empty string.
+    """Write the collectives into the file, if one was prepared; describe the last ones, or return an empty string.
 
-    It never waits for a collective and never fails: who asks is about to report something worse.
+    Never waits for a collective and never raises: the caller is about to report a failure.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ""
@@ -70,15 +69,15 @@ def dump() -> str:
         if _file is not None:
             with contextlib.suppress(OSError):
                 _file.write_bytes(written)
-        return in_words(msgspec.json.decode(written))
+        return describe_collectives(msgspec.json.decode(written))
     return ""
 
 
-def in_words(recorded: dict[str, Any]) -> str:
-    """Return the last collectives of a record in one line; empty where it has none.
+def describe_collectives(recorded: dict[str, Any]) -> str:
+    """Describe the last collectives of a record in one line; empty if it has none.
 
     Args:
-        recorded: torch's JSON.
+        recorded: the decoded JSON of torch's flight recorder.
     """
     entries: Sequence[dict[str, Any]] = sorted(recorded.get("entries", ()), key=lambda entry: int(entry["record_id"]))
     if not entries:
@@ -86,8 +85,8 @@ def in_words(recorded: dict[str, Any]) -> str:
     last = ", ".join(_entry(entry) for entry in entries[-SHOWN:])
     status = recorded.get("pg_status", {}).get(str(entries[-1]["pg_id"]), {})
     begun, done = status.get("last_enqueued_collective"), status.get("last_completed_collective")
-    how_many = f"; {done} of {begun} are complete" if begun is not None and done is not None else ""
-    return f"its last collectives are {last}{how_many}"
+    progress = f"; {done} of {begun} are complete" if begun is not None and done is not None else ""
+    return f"its last collectives are {last}{progress}"
 
 
 def _entry(entry: dict[str, Any]) -> str:
@@ -98,7 +97,7 @@ def _entry(entry: dict[str, Any]) -> str:
 
 def _recorded() -> bytes:
     module: Any = torch._C._distributed_c10d
-    # NCCL's has its own name, which earlier versions know alone.
+    # Older versions have the function for NCCL only.
     nccl = dist.get_backend() == "nccl" and hasattr(module, "_dump_nccl_trace_json")
-    ask: Callable[..., bytes] = module._dump_nccl_trace_json if nccl else module._dump_fr_trace_json
-    return bytes(ask())
+    dump_json: Callable[..., bytes] = module._dump_nccl_trace_json if nccl else module._dump_fr_trace_json
+    return bytes(dump_json())

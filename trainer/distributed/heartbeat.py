@@ -1,6 +1,6 @@
-"""Notices that another machine is gone while this rank waits where no Python exception comes: in NCCL or on a GPU.
+"""Detect the loss of another machine while this rank waits in NCCL or on a GPU, where no Python exception is raised.
 
-One rank of each machine counts in the store, on a thread, and reads the others' counts.
+One rank of each machine increments its machine's count in the store, on a thread, and reads the counts of the others.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from trainer.distributed.rendezvous import RankMachine
 
 PREFIX = "gputrain-heartbeat"
 LEFT = "left"
-"""In place of a count: the machine's ranks have left in order."""
+"""Value in place of a count once the machine's ranks have left the group in order."""
 INTERVAL_S = 5.0
 """Time between two heartbeats of a node."""
 BEAT_TIMEOUT_S = 10.0
-"""Of all questions of one beat: a store that is out of reach answers after many minutes."""
+"""Time-out for all store requests of one beat: an unreachable store fails only after many minutes."""
 LOST_S = 60.0
-"""Silence after which a machine is lost: far longer than a pause of a virtual machine or a switch that restarts."""
+"""Time without a new count after which a machine is lost: far longer than the pause of a virtual machine or the
+restart of a switch."""
 
 
 class Heartbeat:
-    """One machine's part; ``beat`` is called every few seconds.
+    """Heartbeat of one machine; ``beat`` is called every few seconds.
 
     Args:
-        store: of the rendezvous.
-        machines: of all ranks.
-        here: index of this machine.
-        now: seconds.
-        timeout_s: of the questions of one beat.
+        store: store of the rendezvous.
+        machines: all machines of the group.
+        own: index of this machine.
+        now: monotonic clock, in seconds.
+        timeout_s: time-out for the store requests of one beat.
     """
 
     def __init__(
         self,
         store: Store,
         machines: Sequence[RankMachine],
-        here: int,
+        own: int,
         *,
         now: Callable[[], float] = time.monotonic,
         timeout_s: float = BEAT_TIMEOUT_S,
@@ -49,43 +50,43 @@ class Heartbeat:
         self._keys = PrefixStore(PREFIX, store)
         self._reports = PrefixStore(PEER_FAILURE_PREFIX, store)
         self._machines = machines
-        self._here = here
+        self._own = own
         self._now = now
         self._timeout_s = timeout_s
         self._count = 0
-        self._heard = {index: (b"", now()) for index in range(len(machines)) if index != here}
-        """The last count of each other machine, and when it changed."""
+        self._seen = {index: (b"", now()) for index in range(len(machines)) if index != own}
+        """Last count of each other machine, and the time of its last change."""
 
     def beat(self) -> str:
-        """Count, and return in words which machine is lost; empty while none is."""
+        """Exchange counts; return a description of the lost machine or failed rank, empty while there is none."""
         self._count += 1
         failed: list[str] = []
         answered = run_with_timeout(self._timeout_s, lambda: failed.extend(self._exchange()))
         if failed:
             return failed[0]
         now = self._now()
-        silent = [index for index, (count, since) in self._heard.items() if _is_lost(count, now - since)]
+        silent = [index for index, (count, since) in self._seen.items() if _is_lost(count, now - since)]
         if not silent:
             return ""
         machines = self._machines
-        if not answered and self._here != 0:
-            return f"{machines[0].name} is gone, or out of reach from {machines[self._here].host}"
+        if not answered and self._own != 0:
+            return f"{machines[0].name} is gone, or out of reach from {machines[self._own].host}"
         return f"no sign of life from {', '.join(machines[index].name for index in silent[:4])} for {LOST_S:g} s"
 
     def leave(self) -> None:
-        """Tell the others that this machine's silence is no loss."""
-        run_with_timeout(self._timeout_s, lambda: self._keys.set(str(self._here), LEFT))
+        """Write that this machine has left in order, so that the others do not count its silence as a loss."""
+        run_with_timeout(self._timeout_s, lambda: self._keys.set(str(self._own), LEFT))
 
     def _exchange(self) -> list[str]:
-        """Write this machine's count and read the others'; return the failures that ranks have reported."""
-        self._keys.set(str(self._here), str(self._count))
-        for index, (count, _) in list(self._heard.items()):
+        """Write this machine's count and read those of the others; return the failures that ranks have reported."""
+        self._keys.set(str(self._own), str(self._count))
+        for index, (count, _) in list(self._seen.items()):
             if self._keys.check([str(index)]) and (found := self._keys.get(str(index))) != count:
-                self._heard[index] = found, self._now()
+                self._seen[index] = found, self._now()
         failed = []
         for index, machine in enumerate(self._machines):
             for rank in machine.ranks:
-                if index != self._here and self._reports.check([str(rank)]):
+                if index != self._own and self._reports.check([str(rank)]):
                     report = msgspec.json.decode(self._reports.get(str(rank)), type=PeerReport)
                     if report.failure:
                         failed.append(f"rank {rank} on {machine.host} failed: {report.failure}")
@@ -93,7 +94,7 @@ class Heartbeat:
 
 
 def start(heartbeat: Heartbeat, on_lost: Callable[[str], None]) -> Callable[[], None]:
-    """Beat on a thread until a machine is lost, which ``on_lost`` is told on that thread; return what ends it."""
+    """Beat on a thread until a machine is lost, then call ``on_lost`` there; return the function that ends it."""
     ended = threading.Event()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Brings a few numbers of a GPU to the host without making the training wait for them."""
+"""Copy a few numbers from a GPU to the host without blocking the training."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 HostMemory = Callable[[int, torch.dtype], Tensor]
-"""Allocates ``[elements]`` of a type where a device can copy to without the host's help."""
+"""Allocate ``[elements]`` of a dtype in page-locked memory, to which a GPU copies asynchronously."""
 
 
 class DeviceEvent(Protocol):
-    """What tells when a device has come to a place in its queue, as ``torch.cuda.Event`` does."""
+    """Marker in a device's queue of work; the interface of ``torch.cuda.Event``."""
 
     def record(self) -> Any:
-        """Mark the place: after all that was asked of the device so far."""
+        """Place the marker behind all work queued so far."""
 
     def query(self) -> bool:
-        """Return whether the device has got there; never waits."""
+        """Return whether the device has reached the marker; never waits."""
 
     def synchronize(self) -> Any:
-        """Wait until it has."""
+        """Wait until the device has reached the marker."""
 
 
 class HostCopy:
-    """Numbers on their way, to be read once; then memory and event serve further numbers."""
+    """Asynchronous copy of numbers to the host, to be read once; its memory and event are then reused."""
 
     def __init__(self, event: DeviceEvent, memory: Tensor, free: list[HostCopy]) -> None:
         self._event = event
@@ -40,19 +40,19 @@ class HostCopy:
         self._event.record()
 
     def arrived(self) -> bool:
-        """Return whether they can be read without waiting."""
+        """Return whether the numbers can be read without waiting."""
         return self._event.query()
 
     def numbers(self) -> list[Any]:
-        """Return the numbers; waits until they are here."""
+        """Wait for the copy and return the numbers."""
         self._event.synchronize()
         numbers = list(self._memory.tolist())
         self._free.append(self)
         return numbers
 
 
-class NumbersHere:
-    """Numbers of a CPU, in the place of a ``HostCopy``."""
+class CpuNumbers:
+    """Numbers of a CPU tensor, with the interface of ``HostCopy``."""
 
     def __init__(self, value: Tensor) -> None:
         self._numbers = list(value.detach().reshape(-1).tolist())
@@ -67,7 +67,7 @@ class NumbersHere:
 
 
 class HostCopies:
-    """Begins copies to the host, and keeps those that were read for further numbers.
+    """Pool of copies to the host; a copy that was read is used again for a tensor of the same size and dtype.
 
     An event is reused, never destroyed, because destroying one can wait for the device.
     """
@@ -78,7 +78,7 @@ class HostCopies:
         self._free: dict[tuple[int, torch.dtype], list[HostCopy]] = {}
 
     def begin(self, value: Tensor) -> HostCopy:
-        """Begin to copy a tensor."""
+        """Begin to copy a tensor to the host."""
         free = self._free.setdefault((value.numel(), value.dtype), [])
         copy = free.pop() if free else HostCopy(self._event(), self._memory(value.numel(), value.dtype), free)
         copy.begin(value)
@@ -87,19 +87,19 @@ class HostCopies:
 
 @cache
 def host_copies(device: torch.device) -> HostCopies | None:
-    """Return what brings numbers from this device; None for a CPU, whose numbers are here already."""
+    """Return the pool of copies for a GPU; None for a CPU, which needs no copies."""
     return HostCopies(torch.cuda.Event, _pinned) if device.type == "cuda" else None
 
 
-def begin_copy(value: Tensor, copies: HostCopies | None) -> HostCopy | NumbersHere:
-    """Begin to copy a tensor to the host, where it is not there already."""
-    return NumbersHere(value) if copies is None else copies.begin(value)
+def begin_copy(value: Tensor, copies: HostCopies | None) -> HostCopy | CpuNumbers:
+    """Begin to copy a tensor to the host; without ``copies`` it is on the CPU and is read at once."""
+    return CpuNumbers(value) if copies is None else copies.begin(value)
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return whole numbers as a tensor on the device, int64, without waiting for what is queued there."""
+    """Return integers as an int64 tensor on the device, without waiting for work queued there."""
     tensor = torch.tensor(numbers, dtype=torch.int64)
-    # From memory that is not pinned the copy would wait for the device.
+    # A copy from memory that is not pinned would wait for the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -1,7 +1,7 @@
 """Find the interface that reaches the other machines, before gloo binds to one.
 
-By itself gloo binds to the address that the host name resolves to, on many machines the loopback's, and where two
-machines cannot reach each other it waits several times its time-out and names neither.
+Without a setting gloo binds to the address of the host name, which is the loopback's on many machines; and if two
+machines cannot reach each other, it waits several times its time-out and names neither.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from trainer.host.reachability import (
 )
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the interface that gloo binds to."""
+"""Environment variable with the interface to which gloo binds."""
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""Likewise of NCCL, which takes prefixes too, and several."""
+"""Environment variable with the interfaces of NCCL: names or prefixes, one or several."""
 
 PROBE_TIMEOUT_S = 10.0
-"""Time-out of the connections between all machines; TCP sends its first packet three times in it."""
+"""Time-out of the connections between machines; enough for TCP to send its first packet three times."""
 EXCHANGE_TIMEOUT_S = 30.0
 """Time-out for another machine's endpoint or probe result in the store."""
 MAX_UNREACHABLE_LISTED = 4
-"""Maximum unreachable pairs listed."""
+"""Maximum number of unreachable pairs in the message."""
 
 
 class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
@@ -52,24 +52,24 @@ class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
 
     port: int
     addresses: list[str]
-    """The chosen address; of rank 0's machine, all candidates until one is chosen."""
+    """Chosen address; for rank 0's machine all candidates, until one is chosen."""
     interface: str = ""
-    """Interface of the address; empty where gloo has to choose."""
+    """Interface of the address; empty if the backend has to choose it."""
 
 
 def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registration, *, gloo: bool) -> str | None:
-    """Return the interface that the backend should bind to; None where the user has set one or it has to choose.
+    """Return the interface to which the backend should bind; None if the user has set one or the backend has to choose.
 
     Args:
-        rdzv: the store in which the ranks have registered.
-        result: the members by machine.
-        mine: this rank's registration.
-        gloo: whether the backend is gloo, which connects every rank with every other one: all pairs of machines are
-            probed. Otherwise it is NCCL.
+        rdzv: store in which the ranks have registered.
+        result: members of the group by machine.
+        mine: registration of this rank.
+        gloo: whether the backend is gloo, which connects every pair of ranks, so that all pairs of machines are probed;
+            otherwise it is NCCL.
 
     Raises:
         RequestError: the interface in the environment does not exist.
-        TrainingError: machines cannot reach each other; the message names which.
+        TrainingError: machines cannot reach each other; the message names them.
     """
     requested = os.environ.get(GLOO_INTERFACE if gloo else NCCL_INTERFACE)
     if len(result.machines) == 1:
@@ -80,15 +80,15 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
     wait = Wait(EXCHANGE_TIMEOUT_S, None)
     try:
         if mine.rank == result.machines[here].ranks[0]:
-            # What NCCL makes of its setting is its own business.
-            named = requested if gloo else None
-            endpoint = _probe_machine(keys, rdzv, result.machines, here, named, wait, probe_all=gloo)
+            # NCCL interprets its own setting, which may be a prefix or a list.
+            forced = requested if gloo else None
+            endpoint = _probe_machine(keys, rdzv, result.machines, here, forced, wait, probe_all=gloo)
         else:
             endpoint = _read_endpoint(keys, result.machines, here, wait)
         if gloo and (refusal := _wait_for_key(keys, "probe_result", result.machines[0].host, wait)):
             raise TrainingError(refusal)
     except (RequestError, TrainingError) as error:
-        # Machines that wait for this one then raise the same message.
+        # The machines that wait for this one raise the same message.
         with contextlib.suppress(RuntimeError):
             keys.compare_set("probe_result", "", str(error))
             _await_failure_read(keys, rdzv, result.machines[0], mine)
@@ -100,8 +100,8 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
 
 
 def interface_setting(interface: str, *, gloo: bool) -> tuple[str, str]:
-    """Return the environment variable, and its value, by which the backend binds to this interface and no other."""
-    return (GLOO_INTERFACE, interface) if gloo else (NCCL_INTERFACE, f"={interface}")  # without =, a prefix
+    """Return name and value of the environment variable that binds the backend to exactly this interface."""
+    return (GLOO_INTERFACE, interface) if gloo else (NCCL_INTERFACE, f"={interface}")  # "=": exact name, not a prefix
 
 
 def _probe_machine(
@@ -135,8 +135,8 @@ def _probe_machine(
         keys.set(f"endpoint/{here}", _to_json(endpoint))
         if probe_all:
             _probe_all(keys, machines, here, wait)
-            # Nobody's connection is taken: that the kernel completes it is all there is to know. So the endpoint stays
-            # open until every machine has tried it.
+            # Connections are completed by the kernel and never accepted, so the listener stays open until every machine
+            # has tried to connect.
             _wait_for_key(keys, "probe_result", machines[0].host, wait)
     return endpoint
 
@@ -149,7 +149,7 @@ def _find_root_address(
     address: InterfaceAddress | None,
     wait: Wait,
 ) -> InterfaceAddress | None:
-    """Publish an address under which rank 0's machine is reached; return this machine's address on that route."""
+    """Publish an address at which rank 0's machine can be reached; return this machine's address on that route."""
     if address is not None and rdzv.host is not None and (known := resolve(rdzv.host)):
         keys.compare_set("root_address", "", known)
         return address
@@ -159,8 +159,8 @@ def _find_root_address(
         keys.compare_set("root_address", "", route[0])
         return address or next((each for each in own if each.text == route[1]), None)
     if keys.compare_set("root_address", "", "nothing").decode() == "nothing":
-        ours = {each.text for each in own}
-        tried = ", ".join(text for text in endpoint.addresses if text not in ours) or "any address"
+        own_texts = {each.text for each in own}
+        tried = ", ".join(text for text in endpoint.addresses if text not in own_texts) or "any address"
         keys.set("root_unreachable", f"{socket.gethostname()} cannot reach {root.name} at {tried}")
     return address
 
@@ -198,7 +198,7 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
 
 
 def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, mine: Registration) -> None:
-    """Mark the failure as read by this rank; ranks of rank 0's machine, which has the store, wait for the others."""
+    """Mark the failure as read by this rank; ranks on rank 0's machine, which has the store, wait for the others."""
     keys.set(f"probe_failure_read/{mine.rank}", "")
     if mine.rank not in root.ranks:
         return
@@ -211,11 +211,12 @@ def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, m
         remove_store_file(rdzv)
 
 
-def _wait_for_key(keys: Store, key: str, whose: str, wait: Wait) -> str:
-    """Return a key that another machine sets.
+def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
+    """Wait for a key that another machine, ``setter``, sets; return its value.
 
     Raises:
-        TrainingError: the probe has failed elsewhere, or the key was not set in time.
+        TrainingError: the probe has failed on another machine.
+        JoinTimeoutError: the key was not set in time.
     """
     pause_s = 0.001
     while not keys.check([key]):
@@ -223,7 +224,7 @@ def _wait_for_key(keys: Store, key: str, whose: str, wait: Wait) -> str:
             raise TrainingError(keys.get("probe_result").decode())
         if wait.left_s <= 0:
             raise JoinTimeoutError(
-                f"{whose} said nothing for {wait.timeout_s:g} s while the machines tried to reach each other"
+                f"{setter} said nothing for {wait.timeout_s:g} s while the machines tried to reach each other"
             )
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.1)
@@ -242,7 +243,11 @@ def _read_endpoint(keys: Store, machines: Sequence[RankMachine], index: int, wai
 
 
 def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> InterfaceAddress | None:
-    """Return the address of the interface that the environment names; None where that is gloo's to understand."""
+    """Return the address of the interface named in the environment; None if it has none that peers could use.
+
+    Raises:
+        RequestError: the interface does not exist.
+    """
     names = [name for _, name in socket.if_nameindex()]
     first = requested.split(",")[0]
     if first not in names:
@@ -253,7 +258,7 @@ def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> Inter
 
 
 def _address_towards_store(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
-    """Return the address on the way to the host of the store, unless it is this machine's loopback that leads there."""
+    """Return this machine's address on the route to the store's host; None if the route is the loopback interface."""
     known = resolve(rdzv.host) if rdzv.host is not None else None
     source = source_towards(known) if known else None
     return next((each for each in own if each.text == source), None)

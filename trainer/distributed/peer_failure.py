@@ -1,7 +1,7 @@
 """Report failures between machines through the store, and find the ranks that were lost.
 
-Gloo names the neighbour whose connection ended, which is often one more victim, or only a time-out. Here every rank
-whose collective failed writes a report into the store; the ranks without one are lost.
+Gloo reports the neighbour whose connection ended, which is often one more victim, or only a time-out. Therefore every
+rank whose collective failed writes a report into the store; the ranks without a report are lost.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from trainer.host.connections import own_connections
 from trainer.host.ports import outgoing_ports
 
 PEER_FAILURE_PREFIX = "gputrain-peer-failure"
+"""Prefix of the reports in the store."""
 
 REPORT_TIMEOUT_S = 0.5
-"""Time-out for writing a report: the connection to the store may be what was lost."""
+"""Time-out for writing a report: the connection to the store may be lost too."""
 STORE_LINGER_S = 0.5
-"""How much longer rank 0, whose process serves the store, lets the others read."""
+"""Time for which rank 0, whose process serves the store, waits for the others to read it."""
 COLLECT_TIMEOUT_S = 4.0
 """Time-out for the reports of the other ranks."""
 COLLECT_IDLE_S = 1.5
@@ -37,7 +38,7 @@ class PeerReport(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """Report of a rank whose collective or training failed."""
 
     failure: str = ""
-    """This rank's own failure; empty when it has only lost others."""
+    """The rank's own failure; empty if it has only lost others."""
 
 
 def report_failure(rdzv: RendezvousStore, rank: int, failure: str) -> None:
@@ -48,7 +49,7 @@ def report_failure(rdzv: RendezvousStore, rank: int, failure: str) -> None:
 def describe_lost_peers(
     rdzv: RendezvousStore, machines: Sequence[RankMachine], rank: int, interface: str | None
 ) -> str:
-    """Write that this rank has lost others, collect their reports, and return in a few words who was lost and why.
+    """Report that this rank has lost others, collect the reports of all, and describe which ranks were lost and why.
 
     The group cannot be used afterwards.
     """
@@ -71,7 +72,7 @@ def describe_lost_peers(
     store_answered = run_with_timeout(COLLECT_TIMEOUT_S + REPORT_TIMEOUT_S, collect)
     if rank == 0:
         time.sleep(STORE_LINGER_S)
-    # Rank 0's process serves the store: a store that goes after rank 0's report was closed, not lost.
+    # Rank 0's process serves the store: a store that ends after rank 0's report was closed, not lost.
     return attribute_failure(
         machines,
         dict(reports),
@@ -89,7 +90,7 @@ def attribute_failure(
     store_answered: bool,
     interface_down: str,
 ) -> str:
-    """Describe whom a rank has lost; empty when no rank is missing.
+    """Describe the ranks that a rank has lost, or the first failure reported; empty when no rank is missing.
 
     Args:
         machines: the members of the group.
@@ -127,9 +128,9 @@ def _write_report(keys: Store, rank: int, failure: str) -> None:
 
 
 def run_with_timeout(limit_s: float, act: Callable[[], None]) -> bool:
-    """Run a function on a thread and give up after ``limit_s``; whether it returned in time.
+    """Run a function on a thread and give up after ``limit_s``; return whether it returned in time.
 
-    A store whose machine is out of reach answers after many minutes, and nothing can interrupt the question.
+    A request to an unreachable store fails only after many minutes, and nothing can interrupt it.
     """
     ended = []
 
@@ -145,10 +146,10 @@ def run_with_timeout(limit_s: float, act: Callable[[], None]) -> bool:
 
 
 def _close_connections(store_port: int | None) -> None:
-    """End this process's connections to other ranks, so that those notice that still wait for it.
+    """Shut down this process's connections to other ranks, so that ranks still waiting for it fail too.
 
-    Gloo lets the kernel choose the ports at both ends. A connection to a service, as a script's own logger may hold
-    one for its log tail, has the service's port at the other end and is left alone.
+    Gloo lets the kernel choose the ports at both ends. A connection to a service, such as that of a script's own
+    logger, has the service's port at the other end and is left alone.
     """
     low, high = outgoing_ports()
     for connection in own_connections():

@@ -1,7 +1,7 @@
 """Register ranks in a store, and name those that are missing, duplicate or of another run.
 
-``init_process_group`` waits in silence and names nobody. Here every rank registers in a store, rank 0 declares the
-group complete or any rank refuses it, and all ranks end with the same message.
+``init_process_group`` waits without naming the missing ranks. Therefore every rank registers in a store first, rank 0
+declares the group complete or any rank refuses it, and all ranks end with the same message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.host.boot import boot_id
 from trainer.host.processes import exists, namespace
 
 REFUSAL_LINGER_S = 3.0
-"""How long rank 0 keeps the store open at most for the others to read a refusal."""
+"""Maximum time for which rank 0 keeps the store open so that the others can read a refusal."""
 
 
 class Registration(msgspec.Struct, kw_only=True, frozen=True):
@@ -53,7 +53,7 @@ class RankMachine(msgspec.Struct, kw_only=True, frozen=True):
 
     host: str
     ranks: list[int]
-    """In order."""
+    """Ranks in ascending order."""
 
     @property
     def name(self) -> str:
@@ -65,10 +65,11 @@ class RendezvousResult(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     """Result of the rendezvous, the same for all ranks."""
 
     refusal: str = ""
-    """Why no group is formed; empty when one is."""
+    """Reason why no group is formed; empty if one is."""
     timed_out: bool = False
+    """Whether the refusal is that ranks are missing at the time-out."""
     machines: list[RankMachine] = []
-    """Members by machine; that of rank 0 first."""
+    """Members by machine; rank 0's machine is first."""
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -110,9 +111,9 @@ def join(
     """Register this process as its rank and wait until every rank is registered.
 
     Args:
-        rdzv: the store.
-        mine: this process's registration.
-        wait: how long to wait for the others.
+        rdzv: store of the rendezvous.
+        mine: registration of this process.
+        wait: time-out for the other ranks.
         request: values by name that must be equal on all ranks.
 
     Raises:
@@ -140,21 +141,20 @@ def _join(
             # The others may have refused each other before rank 0, which serves the store, registers.
             _await_refusal_read(keys, rdzv, mine)
         raise RequestError(_closed_message(rdzv, mine, result))
-    refusal, owner = _register(keys, rdzv, mine, request)
+    refusal, owns_rank = _register(keys, rdzv, mine, request)
     if refusal:
-        # Another refusal may have ended the others meanwhile, and with them the store.
+        # The other ranks, and with them the store, may have ended because of another refusal.
         with contextlib.suppress(RuntimeError):
             _propose_result(keys, RendezvousResult(refusal=refusal))
     else:
-        # A key apart from the registration: rank 0 could find all registrations before the last rank has checked its
-        # own.
+        # A key of its own: rank 0 may find all registrations before the last rank has checked its own.
         keys.set(f"ready/{mine.rank}", "")
-    if refusal and not owner:
+    if refusal and not owns_rank:
         raise RequestError(refusal)
     present: set[int] = set()
     ready: set[int] = set()
     while (result := _read_result(keys)) is None:
-        if owner and mine.rank == 0 and len(_ready_ranks(keys, mine.world_size, ready)) == mine.world_size:
+        if owns_rank and mine.rank == 0 and len(_ready_ranks(keys, mine.world_size, ready)) == mine.world_size:
             _propose_result(keys, RendezvousResult(machines=_machines(keys, mine.world_size)))
             continue
         if wait.left_s <= 0:
@@ -193,15 +193,15 @@ def _register(keys: Store, rdzv: RendezvousStore, mine: Registration, request: M
             f"ranks of two runs meet at {rdzv.url}: {first.identity!r} is rank {first.rank} ({first.process}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
         ), owner
-    own = RankRequest(rank=mine.rank, whom=mine.process, values=dict(request))
+    own = RankRequest(rank=mine.rank, process=mine.process, values=dict(request))
     text = keys.compare_set("request", "", msgspec.json.encode(own).decode())
-    if different := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
-        return different, owner
+    if refusal := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
+        return refusal, owner
     if mine.device:
-        other = _claim(keys, f"device/{mine.device}", mine)
-        if other != mine:
+        user = _claim(keys, f"device/{mine.device}", mine)
+        if user != mine:
             return (
-                f"ranks {other.rank} and {mine.rank} ({other.process}, {mine.process}) use one GPU, {mine.device}; "
+                f"ranks {user.rank} and {mine.rank} ({user.process}, {mine.process}) use one GPU, {mine.device}; "
                 "give every rank its own, or allow it with --share-devices"
             ), owner
     return "", owner
@@ -214,7 +214,7 @@ def _claim(keys: Store, key: str, mine: Registration) -> Registration:
 
 
 def _stale_file_message(rdzv: RendezvousStore, holder: Registration, mine: Registration) -> str:
-    """Return the refusal of a stale store file, where the process that registered is known to have ended."""
+    """Return the refusal of a stale store file; empty unless the process that registered is known to have ended."""
     if rdzv.file is None or holder.pid_namespace != mine.pid_namespace or holder.pid == mine.pid:
         return ""
     if exists(holder.pid):
@@ -226,7 +226,7 @@ def _stale_file_message(rdzv: RendezvousStore, holder: Registration, mine: Regis
 
 
 def _closed_message(rdzv: RendezvousStore, mine: Registration, result: RendezvousResult) -> str:
-    """Return the refusal for a rank that arrives after the result."""
+    """Return the refusal for a rank that arrives after the result was set."""
     if result.refusal:
         return result.refusal + (f" (so says {rdzv.file}; delete it before the next attempt)" if rdzv.file else "")
     if rdzv.file is not None:
@@ -242,12 +242,12 @@ def _read_result(keys: Store) -> RendezvousResult | None:
 
 
 def _propose_result(keys: Store, result: RendezvousResult) -> None:
-    """Set the result unless another rank has."""
+    """Set the result unless another rank has set one."""
     keys.compare_set("result", "", msgspec.json.encode(result).decode())
 
 
 def _ready_ranks(keys: Store, world_size: int, ready: set[int]) -> set[int]:
-    """Extend ``ready`` up to the first rank that is not, which costs one request a poll while ranks are missing."""
+    """Extend ``ready`` up to the first rank that is not ready: one request per poll while ranks are missing."""
     for rank in range(world_size):
         if rank in ready:
             continue
@@ -280,24 +280,25 @@ def _timeout_message(
     joined, missing = _joined_and_missing(keys, mine.world_size, present)
     if not missing:
         return f"rank 0 did not declare the group complete within {timeout_s:g} s at {rdzv.url}"
-    here = ", ".join(f"{rank} ({_read_registration(keys, rank).process})" for rank in joined[:16])
+    processes = ", ".join(f"{rank} ({_read_registration(keys, rank).process})" for rank in joined[:16])
     more = f" and {len(joined) - 16} more" if len(joined) > 16 else ""
     return (
         f"{format_ranks(missing)} of {mine.world_size} did not join within {timeout_s:g} s at {rdzv.url}; "
-        f"joined: {here}{more}"
+        f"joined: {processes}{more}"
     )
 
 
 def _await_refusal_read(keys: Store, rdzv: RendezvousStore, mine: Registration) -> None:
     """Mark the refusal as read by this rank; on rank 0's machine, wait until the others have read it too.
 
-    A store that is no file is in rank 0's process, which its agent ends when another rank of its machine has failed.
+    A store other than a file lives in rank 0's process, which the node agent ends as soon as another rank of the
+    machine has failed; therefore all ranks of that machine wait.
     """
-    # A rank that reads late may find the store gone; it has the refusal already.
+    # The store may be gone already; this rank has read the refusal.
     with contextlib.suppress(RuntimeError):
         keys.set(f"refusal_read/{mine.rank}", "")
         if mine.rank != 0 and rdzv.file is not None:
-            return  # the file needs nobody, and rank 0 removes it now: a read would wait for it until it times out
+            return  # rank 0 removes the file at once, and a read of a removed file waits until it times out
         joined, _ = _joined_and_missing(keys, mine.world_size, set())
         if mine.rank != 0 and (
             0 not in joined or _read_registration(keys, 0).network_namespace != mine.network_namespace

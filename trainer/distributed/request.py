@@ -1,6 +1,6 @@
-"""Compares what the ranks were asked for: values that must be equal on all of them before they train together.
+"""Compare the options of all ranks: values that must be equal on every rank before they train together.
 
-DDP compares shapes and no more: ranks with another learning rate, batch size or data file would train on, and end well.
+DDP compares shapes only: ranks with different learning rates, batch sizes or data files would train without an error.
 """
 
 from __future__ import annotations
@@ -15,49 +15,50 @@ from trainer.contract.errors import RequestError
 from trainer.distributed.collectives import all_gather_list
 
 NAMED = 3
-"""Values that a refusal names; a person mends the first and reads the next line."""
+"""Differing values listed in a refusal; the rest is counted."""
 LONGEST = 120
-"""Characters of a value in a refusal: a path is whole, a list of a thousand batch sizes is not."""
+"""Maximum characters of a value in a refusal: enough for a path, too few for a list of a thousand batch sizes."""
 ABSENT = "none"
+"""Shown for a value that a rank does not have."""
 
 
 class RankRequest(msgspec.Struct, kw_only=True, frozen=True):
-    """What one rank was asked for."""
+    """Options and other values with which one rank was started."""
 
     rank: int
-    whom: str
-    """The process, for a message: ``pid 7 on host``."""
+    process: str
+    """Process of the rank, for a message: ``pid 7 on host``."""
     values: dict[str, str]
-    """By the name that a person knows them by, such as ``--lr``."""
+    """Values by the name used in messages, such as ``--lr``."""
 
 
-def disagreement(one: RankRequest, other: RankRequest) -> str:
-    """Return in one line the values in which two ranks differ, by rank and host; empty where there are none."""
-    low, high = sorted((one, other), key=lambda request: request.rank)
+def disagreement(first: RankRequest, second: RankRequest) -> str:
+    """Return one line with the values in which two ranks differ, by rank and host; empty if they agree."""
+    low, high = sorted((first, second), key=lambda request: request.rank)
     names = [name for name in {**low.values, **high.values} if low.values.get(name) != high.values.get(name)]
     if not names:
         return ""
-    told = [
-        f"{name}: {_shown(low, name)} on rank {low.rank} ({low.whom}), "
-        f"{_shown(high, name)} on rank {high.rank} ({high.whom})"
+    differences = [
+        f"{name}: {_shown(low, name)} on rank {low.rank} ({low.process}), "
+        f"{_shown(high, name)} on rank {high.rank} ({high.process})"
         for name in names[:NAMED]
     ]
     more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"ranks are asked for different things: {'; '.join(told)}{more}"
+    return f"ranks are asked for different things: {'; '.join(differences)}{more}"
 
 
 def require_same(values: Mapping[str, str]) -> None:
-    """Require that all ranks of the group hold equal values; every rank takes part and refuses in the same words.
+    """Require equal values on all ranks of the group; a collective, and every rank raises the same message.
 
     Raises:
-        RequestError: one line that names the ranks, their hosts, the value's name and both values.
+        RequestError: values differ; one line names the ranks, their hosts, the value's name and both values.
     """
-    whom = f"pid {os.getpid()} on {socket.gethostname()}"
-    rows = all_gather_list((whom, dict(values)))
-    requests = [RankRequest(rank=rank, whom=whom, values=held) for rank, (whom, held) in enumerate(rows)]
-    for other in requests[1:]:
-        if different := disagreement(requests[0], other):
-            raise RequestError(different)
+    own = f"pid {os.getpid()} on {socket.gethostname()}"
+    rows = all_gather_list((own, dict(values)))
+    requests = [RankRequest(rank=rank, process=process, values=held) for rank, (process, held) in enumerate(rows)]
+    for request in requests[1:]:
+        if refusal := disagreement(requests[0], request):
+            raise RequestError(refusal)
 
 
 def _shown(request: RankRequest, name: str) -> str:

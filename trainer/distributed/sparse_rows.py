@@ -1,7 +1,7 @@
-"""Averages gradients of which each rank has few rows that are not zero, such as those of a large embedding.
+"""Reduce gradients with few nonzero rows, such as those of a large embedding, by sending those rows only.
 
-Only rows that some rank has travel: first a byte per row says which, then their values are summed. The sums are those
-of a dense allreduce, because every row that is left out is zero on all ranks.
+First the ranks reduce one byte per row that marks rows with values, then the values of the rows marked on any rank.
+The sums equal those of a dense allreduce, because every row that is left out is zero on all ranks.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 DENSE_SHARE = 0.5
-"""Share of the rows from which on all are sent: packing them would cost more than it saves."""
+"""Share of nonzero rows above which the whole bucket is sent: packing would cost more than it saves."""
 
 
 class SparseRows:
-    """The gradients of one bucket, some of them with few rows that are not zero (CPU, gloo)."""
+    """Gradients of one bucket, some of them with few nonzero rows (CPU, gloo)."""
 
     def __init__(self, group: Any, sparse: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
         """Keep views of the bucket.
 
         Args:
-            group: process group whose ranks are averaged.
-            sparse: gradients [rows, ...] of which few rows are not zero.
-            dense: the bucket's other gradients.
+            group: process group over which the bucket is reduced.
+            sparse: gradients [rows, ...] with few nonzero rows.
+            dense: the other gradients of the bucket.
         """
         self._group = group
         self._sparse = [gradient.flatten(1) for gradient in sparse]
         self._dense = [gradient.view(-1) for gradient in dense]
         self._lengths = [len(gradient) for gradient in self._sparse]
-        self._most = dist.AllreduceOptions()
-        self._most.reduceOp = cast(Any, dist.ReduceOp.MAX)
+        self._max = dist.AllreduceOptions()
+        self._max.reduceOp = cast(Any, dist.ReduceOp.MAX)
         self._rows: list[Tensor] = []
         self._packed: Tensor | None = None
 
     def pack(self) -> Tensor | None:
-        """Agree on the rows and return their values and the other gradients [elements]; None when most rows are there.
+        """Agree on the nonzero rows; return their values and the dense gradients [elements], or None above DENSE_SHARE.
 
         A collective: every rank calls it for the same bucket at the same time.
         """
         present = torch.cat([gradient.ne(0).any(1) for gradient in self._sparse]).to(torch.uint8)
-        self._group.allreduce([present], self._most).wait()
+        self._group.allreduce([present], self._max).wait()
         self._rows = [part.nonzero().view(-1) for part in torch.split(present, self._lengths)]
         if sum(map(len, self._rows)) > DENSE_SHARE * len(present):
             return None
@@ -64,5 +64,5 @@ class SparseRows:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that ``pack`` gave for the wire, with those that say which rows."""
+        """Bytes that this rank sends: those returned by ``pack``, and the byte per row that marks nonzero rows."""
         return sum(self._lengths) + (0 if self._packed is None else self._packed.nbytes)

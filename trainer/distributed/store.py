@@ -1,6 +1,6 @@
 """Open the rendezvous store: served by rank 0, a shared file, or torchrun's own.
 
-An init method that cannot work raises at once, with one line; a server that starts late is waited for.
+An init method that cannot work raises a one-line error at once; a server that starts late is waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of, tcp
 from trainer.host.addresses import is_loopback
 
 OnWaiting = Callable[[list[int], list[int], float], None]
-"""Called about once a second while ranks are missing: joined ranks, missing ranks, milliseconds waited."""
+"""Callback about once a second while ranks are missing: joined ranks, missing ranks, milliseconds waited."""
 
 REPORT_EVERY_S = 1.0
 """Interval of the calls to ``OnWaiting``."""
@@ -30,14 +30,14 @@ KEY_PREFIX = "gputrain-join"
 """Prefix of the rendezvous keys; a store file without it was not written by this package."""
 
 NO_ROUTE_S = 10.0
-"""Time-out while no route leads to rank 0's host: a machine that boots gets its network within seconds."""
+"""Time-out while there is no route to rank 0's host: a machine that boots gets its network within seconds."""
 
 FILE_SETTLE_S = 2.0
 """Time-out for the first registration in a store file that a peer has just created."""
 
 _open_file_stores: list[Store] = []
-"""File stores, kept to the end of the process: a ``FileStore`` that is freed writes into its file, and so creates it
-again after rank 0 has removed it."""
+"""File stores, kept to the end of the process: a ``FileStore`` writes into its file when it is freed, which would
+create the file again after rank 0 has removed it."""
 
 
 class JoinTimeoutError(TrainingError):
@@ -46,16 +46,16 @@ class JoinTimeoutError(TrainingError):
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """The store, its address, and the file to remove at the end."""
+    """Store of the rendezvous, its address, and the file to remove at the end."""
 
     store: Store
     url: str
     file: Path | None = None
-    """The store's file, which rank 0 removes."""
+    """File of the store, which rank 0 removes."""
     host: str | None = None
-    """Host of the store, for choosing the network interface."""
+    """Host of the store; the network interface is chosen on the route to it."""
     port: int | None = None
-    """Port of the store, which tells its connection from those of the group."""
+    """Port of the store; distinguishes its connection from those of the group."""
 
 
 class Wait:
@@ -91,7 +91,7 @@ def open_store(url: str, *, rank: int, world_size: int, wait: Wait, environ: Map
     """Open the store that the init method names; rank 0 serves a ``tcp://`` one.
 
     Raises:
-        RequestError: the init method cannot be used here, its port is in use or its file is from an earlier run.
+        RequestError: the init method cannot be used, its port is in use or its file is from an earlier run.
         JoinTimeoutError: the server did not answer in time.
     """
     scheme, address = scheme_of(url), url
@@ -131,7 +131,7 @@ def _address(url: str, address: str) -> tuple[str, int]:
 
 
 def _serve(url: str, host: str, port: int) -> Store:
-    """Listen and return the store; a loopback host is bound to the loopback interface only."""
+    """Listen on the port and return the store; for a loopback host only on the loopback interface."""
     try:
         if is_loopback(host):
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -146,7 +146,7 @@ def _serve(url: str, host: str, port: int) -> Store:
         raise RequestError(f"init method {url!r}: rank 0 cannot listen on port {port} ({error.strerror})") from None
     seconds = timedelta(seconds=10)
     try:
-        # Connect through the address that the others use, so that a rank 0 on the wrong machine fails here.
+        # Connect through the address that the other ranks use, so that a rank 0 on the wrong machine fails here.
         return TCPStore(host, port, None, True, seconds, wait_for_workers=False, master_listen_fd=server.detach())
     except DistNetworkError:
         raise RequestError(
@@ -163,7 +163,7 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
     while True:
         no_route = False
         try:
-            # TCPStore's own retries are slow and log each attempt, so first see with a plain socket whether it listens.
+            # TCPStore's own retries are slow and log each attempt, so a plain socket checks first whether it listens.
             socket.create_connection((host, port), timeout=max(min(5.0, wait.left_s), 0.1)).close()
             seconds = timedelta(seconds=max(min(10.0, wait.left_s), 1.0))
             return TCPStore(host, port, None, False, seconds, wait_for_workers=False)

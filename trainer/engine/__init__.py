@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: model, evaluation, checkpointing, stopping."""
+"""The training loop and its parts: model, optimizer, evaluation, checkpointing, stopping."""

@@ -1,4 +1,4 @@
-"""Sets a GPU up for a training: number formats, algorithms, memory, and the copy of a batch."""
+"""Set-up of a GPU for training: number formats, cuDNN algorithms, allocator, and copies of batches to it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainer.engine.model import to_device
 AMPERE = (8, 0)
 """The first compute capability with TF32 and bf16."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables of torch's allocator, the second by its name in later versions."""
+"""Environment variables that configure torch's CUDA allocator: the older name, and that of later versions."""
 EXPANDABLE = "expandable_segments:True"
-"""Batches of varying lengths otherwise leave holes in memory that none of them fits."""
+"""Allocator setting against fragmentation: batches of varying length otherwise leave gaps that fit no later one."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE_WORKSPACE = ":4096:8"
-"""One of the two with which cuBLAS repeats its sums bit for bit (NVIDIA's cuBLAS documentation, reproducibility)."""
+"""One of two workspaces with which cuBLAS repeats its sums bit for bit (its documentation, "reproducibility")."""
 
 
 def prepare_environment(options: Training, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what CUDA and torch's allocator read once, at their first use; what the user has set stays."""
+    """Set environment variables that CUDA and torch's allocator read at their first use; keep the user's own."""
     if not any(name in environ for name in ALLOCATOR):
         environ[ALLOCATOR[0]] = EXPANDABLE
     if options.deterministic:
@@ -41,13 +41,13 @@ def set_numerics(
     capability: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
     name: Callable[[torch.device], str] = torch.cuda.get_device_name,
 ) -> bool | None:
-    """Set the number formats of a GPU's products.
+    """Set the precision of a GPU's matrix products and convolutions: TF32 or full 32 bits.
 
     Args:
         options: ``--precision`` and ``--tf32``.
-        device: of this rank.
-        capability: of a GPU, as (major, minor).
-        name: of a GPU.
+        device: device of this rank.
+        capability: returns a GPU's compute capability, as (major, minor).
+        name: returns a GPU's name.
 
     Returns:
         Whether products of 32-bit floats are rounded to TF32; None on a CPU, where nothing is set.
@@ -66,22 +66,22 @@ def set_numerics(
     tf32 = options.tf32 and found >= AMPERE
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     with warnings.catch_warnings():
-        # The name that replaces this one is not in all versions that we support.
+        # The setting that replaces this one is not in all supported versions of torch.
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = tf32
     return tf32
 
 
-def choose_algorithms(options: Training, device: torch.device, *, alike_batches: bool) -> None:
-    """Let cuDNN try its algorithms on each shape, where batches have few shapes and none is asked to repeat."""
+def choose_algorithms(options: Training, device: torch.device, *, few_shapes: bool) -> None:
+    """Have cuDNN benchmark its algorithms per shape if shapes are few and ``--deterministic`` is not set."""
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = alike_batches and not options.deterministic
+        torch.backends.cudnn.benchmark = few_shapes and not options.deterministic
 
 
 class DeviceCopy:
-    """Copies batches to a GPU on a stream of its own, beside the work that is queued there.
+    """Copier of batches to a GPU on a separate stream, where copies overlap with queued kernels.
 
-    The host runs ahead of the GPU, so a batch is there before the step before it has ended.
+    The host runs ahead of the GPU, so a copy is done before the preceding step has ended.
     """
 
     def __init__(
@@ -98,17 +98,18 @@ class DeviceCopy:
         self._stream = stream(device)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch on the device; what is queued from here on waits for it there."""
+        """Return the batch on the device; work queued afterwards on the current stream waits for the copy."""
         compute = self._current_stream(self._device)
         with self._on(self._stream):
             moved = to_device(batch, self._device)
         compute.wait_stream(self._stream)
-        _each_tensor(moved, lambda tensor: tensor.record_stream(compute))  # else its memory is given away too early
+        # Otherwise the allocator may reuse the memory while the current stream reads it.
+        _each_tensor(moved, lambda tensor: tensor.record_stream(compute))
         return moved
 
 
 def batch_copy(device: torch.device) -> Callable[[Any], Any]:
-    """Return what brings a batch to this device."""
+    """Return the function that copies a batch to this device."""
     return DeviceCopy(device) if device.type == "cuda" else lambda batch: batch
 
 

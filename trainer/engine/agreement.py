@@ -1,6 +1,6 @@
-"""Lets all ranks act at the same update on what only a clock or a person decides: stopping, and saving by time.
+"""Agreement of all ranks on the update after which they stop or save, as one rank's clock or the user requests.
 
-One collective of a few bytes about every half second. It is begun after one update and looked at after the next, so
+It takes one collective of a few bytes about every half second, started after one update and read after the next, so
 that a GPU's queue never runs empty for it.
 """
 
@@ -10,48 +10,48 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Begin = Callable[[Sequence[int]], Callable[[], list[int]]]
-"""Begins to take the maximum of each number over the ranks; the result of a call is waited for only then."""
+MaxAsync = Callable[[Sequence[int]], Callable[[], list[int]]]
+"""Starts an all-reduce of numbers by maximum; returns a function that waits for the result and returns it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRequests:
-    """What one rank wants, or all of them have agreed on."""
+    """Requests to the training loop: those of one rank, or those agreed on by all."""
 
     stop: bool = False
-    """Somebody asked this rank to stop."""
+    """Stop, because the user asked for it."""
     end: bool = False
-    """The time for training is over."""
+    """End training, because ``--stop-time`` is reached."""
     save: bool = False
-    """A checkpoint is due by the clock."""
+    """Save a checkpoint, because one is due by the clock or a number was not finite."""
 
 
 NONE = LoopRequests()
 
 
 class Agreement:
-    """One rank's part in the agreements; every rank calls ``after`` for the same updates."""
+    """One rank's side of the agreements; every rank calls ``after`` for the same updates."""
 
     interval_s = 0.5
-    """Time between two agreements, roughly: they are due by number of updates, which all ranks count alike."""
+    """Approximate time between two agreements; they are scheduled by number of updates, which all ranks count alike."""
 
     def __init__(
         self,
-        begin: Begin,
+        begin: MaxAsync,
         requests: Callable[[], LoopRequests],
         *,
         leads: bool,
         first_update: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Agree for the first time after the first update.
+        """Schedule the first agreement after the first update.
 
         Args:
-            begin: the collective.
-            requests: asked for when an agreement begins.
-            leads: whether this rank says when the next agreement is due; one does.
-            first_update: updates done before, when a training resumes.
-            now: seconds.
+            begin: starts the collective.
+            requests: returns this rank's requests; called when an agreement starts.
+            leads: whether this rank sets the time of the next agreement; exactly one rank does.
+            first_update: updates done before, if the training resumes.
+            now: clock, in seconds.
         """
         self._begin = begin
         self._requests = requests
@@ -61,31 +61,31 @@ class Agreement:
         self._last_update, self._last_time = first_update, now()
         self._interval = 1
         self._pending: Callable[[], list[int]] | None = None
-        self._afresh = False
-        """Whether what is pending says nothing about when the next agreement is due."""
+        self._rescheduled = False
+        """Whether ``reschedule`` set the next agreement, so that a pending result does not."""
 
     def after(self, update: int) -> LoopRequests:
-        """Return what has been agreed on by now; what it says holds on every rank after this very update."""
+        """Return the requests agreed on; every rank returns the same ones after the same update."""
         agreed = NONE
         if self._pending is not None:
             stop, end, save, interval = self._pending()
             self._pending = None
             agreed = LoopRequests(stop=bool(stop), end=bool(end), save=bool(save))
-            if not self._afresh:
+            if not self._rescheduled:
                 self._due = self._last_update + interval
         if update >= self._due:
-            self._afresh = False
-            mine = self._requests()
-            self._pending = self._begin([mine.stop, mine.end, mine.save, self._next_interval(update)])
+            self._rescheduled = False
+            own = self._requests()
+            self._pending = self._begin([own.stop, own.end, own.save, self._next_interval(update)])
         return agreed
 
-    def soon(self, update: int) -> None:
-        """Agree after the next update, because updates will take another time than they did."""
-        self._interval, self._due, self._afresh = 1, update + 1, True
+    def reschedule(self, update: int) -> None:
+        """Schedule an agreement after the next update, because the duration of updates is about to change."""
+        self._interval, self._due, self._rescheduled = 1, update + 1, True
         self._last_update, self._last_time = update, self._now()
 
     def close(self) -> None:
-        """Wait for what has been begun: the group cannot be left in the middle of it."""
+        """Wait for a pending collective, which must end before the process group is left."""
         if self._pending is not None:
             self._pending()
             self._pending = None
@@ -94,6 +94,6 @@ class Agreement:
         now = self._now()
         seconds = max((now - self._last_time) / max(update - self._last_update, 1), 1e-6)
         self._last_update, self._last_time = update, now
-        # Growing step by step: one fast update does not say that all are.
+        # At most doubled: a single fast update does not show that all are.
         self._interval = max(1, min(int(self.interval_s / seconds), 2 * self._interval))
         return self._interval if self._leads else 0

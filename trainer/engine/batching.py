@@ -1,4 +1,4 @@
-"""Makes the batches of a training and of its evaluations, as the options say and the task's data allows."""
+"""Batches of training and evaluation, built from the options and the task's datasets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.tasks.task import Task
 
 
 def batch_sizes(options: Training, world_size: int) -> tuple[int, ...]:
-    """Return the samples per micro-step of each rank; by tokens they are not known, and these only count ranks."""
+    """Return the samples per micro-step of each rank; the default with ``--max-tokens``, where they vary."""
     return rank_batch_sizes(None if options.max_tokens else options.batch_size, world_size)
 
 
@@ -71,15 +71,17 @@ def training_batches(
 def evaluation_batches(
     task: Task, splits: Mapping[str, AnyDataset], options: Training, ctx: WorkerContext
 ) -> dict[str, EvalBatches | StreamEvalBatches]:
-    """Return this rank's batches of every split but that of training.
+    """Return this rank's batches of every split but ``train``.
 
     Raises:
-        RequestError: a split is empty, or its samples do not tell their tokens.
+        RequestError: a split is empty, or the tokens of its samples are not known.
     """
     limit = None if options.valid_batch_size else token_limit(options)
     largest = max(batch_sizes(options, ctx.world_size))
     found: dict[str, EvalBatches | StreamEvalBatches] = {}
     for split, dataset in splits.items():
+        if split == "train":
+            continue
         common: dict[str, Any] = {
             "collate": task.collate,
             "batch_sizes": (options.valid_batch_size or largest,) * ctx.world_size,
@@ -88,8 +90,6 @@ def evaluation_batches(
             "num_workers": options.num_workers,
             "pin_memory": ctx.device.type == "cuda",
         }
-        if split == "train":
-            continue
         if is_stream(dataset):
             found[split] = StreamEvalBatches(dataset, exchange=distributed.all_gather_list, **common)
         else:
@@ -99,7 +99,7 @@ def evaluation_batches(
 
 
 def token_limit(options: Training) -> TokenLimit | None:
-    """Return what a batch may hold; None where batches are made by samples alone.
+    """Return the limits on a batch's tokens and samples; None without ``--max-tokens``.
 
     Raises:
         RequestError: the options contradict each other.
@@ -120,10 +120,10 @@ def token_limit(options: Training) -> TokenLimit | None:
 
 
 def sample_lengths(task: Task, split: str, dataset: Any, limit: TokenLimit | None) -> Sequence[int] | None:
-    """Return the length of each sample of a split, or with a limit its tokens; None where nothing depends on it.
+    """Return the length of each sample of a split, in tokens if there is a limit; None if lengths are not used.
 
     Raises:
-        RequestError: neither the task nor the dataset tells the tokens.
+        RequestError: neither the task nor the dataset gives the tokens.
     """
     if limit is None:
         return task.lengths(split)

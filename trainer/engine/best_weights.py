@@ -1,4 +1,4 @@
-"""Keeps the weights of the best validation for the test, which comes after the last update."""
+"""Weights of the best validation, kept for the test after the last update."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from trainer.engine.worker_context import WorkerContext
 
 
 class BestWeights:
-    """The best weights of one training, in rank 0's memory; of a resumed one until then in its checkpoints.
+    """Best weights of a training, in rank 0's memory; after a resume in a checkpoint, until there are better ones.
 
-    In memory, because the file may not be: checkpoints may be switched off, or the disk full. It is a copy of the
-    weights alone, beside which a checkpoint that is being written is several times as large.
+    In memory, because there may be no file: checkpoints may be switched off, or the disk full. The copy has the weights
+    alone; a checkpoint that is being written takes several times as much memory.
     """
 
     def __init__(self, *, wanted: bool) -> None:
-        """Keep nothing yet.
+        """Begin without weights.
 
         Args:
-            wanted: whether they are to be kept here: on rank 0, when they will be tested.
+            wanted: whether ``keep`` copies weights: on rank 0, if they will be tested.
         """
         self._wanted = wanted
         self._weights: dict[str, Any] | None = None
         self._file: Path | None = None
-        self._why_not = ""
+        self._missing_reason = ""
 
     def keep(self, model: nn.Module) -> None:
         """Keep a model's weights as the best so far."""
@@ -41,10 +41,10 @@ class BestWeights:
         try:
             self._weights = copy_to_cpu(model.state_dict())
         except CheckpointError as error:
-            self._weights, self._why_not = None, str(error)
+            self._weights, self._missing_reason = None, str(error)
 
-    def resumed(self, source: str, best: Best) -> Path | None:
-        """Look for them beside the checkpoint from which the training goes on; return their file, None without one."""
+    def find_beside(self, source: str, best: Best) -> Path | None:
+        """Find the best checkpoint beside the one that is resumed, or that one itself; return it, None without one."""
         self._file = None
         if best.value is None:
             return None
@@ -54,13 +54,13 @@ class BestWeights:
             if candidate.is_file() and _is_of(candidate, best):
                 self._file = candidate
                 return candidate
-        self._why_not = f"no checkpoint of it in {folder}, from which the training was resumed"
+        self._missing_reason = f"no checkpoint of it in {folder}, from which the training was resumed"
         return None
 
     def _find(self, best: Best) -> tuple[dict[str, Any] | None, str]:
-        """Return the weights of the best validation, or None and in one line why they are not there."""
+        """Return the weights of the best validation, or None and the reason in one line."""
         if self._weights is not None or self._file is None:
-            return self._weights, self._why_not
+            return self._weights, self._missing_reason
         try:
             if not _is_of(self._file, best):
                 return None, f"{self._file} is gone, or was replaced"
@@ -69,18 +69,18 @@ class BestWeights:
             return None, str(error)
 
     def load_into(self, model: nn.Module, best: Best, ctx: WorkerContext, *, last_step: int) -> bool:
-        """Give the model of every rank the best weights; return whether it has them. Every rank takes part.
+        """Load the best weights on all ranks; return whether there are any. Every rank calls this.
 
         Args:
-            model: of this rank.
+            model: model of this rank.
             best: the best validation.
-            ctx: where it is reported that they cannot be had.
+            ctx: context of this rank, which gets a warning if there are none.
             last_step: optimizer steps of the weights that the model has.
         """
-        ctx.waits()
-        weights, why_not = distributed.from_master(lambda: self._find(best))
+        ctx.before_wait()
+        weights, reason = distributed.from_master(lambda: self._find(best))
         if weights is None:
-            text = f"the last weights are tested, of step {last_step}, not the best, of step {best.step}: {why_not}"
+            text = f"the last weights are tested, of step {last_step}, not the best, of step {best.step}: {reason}"
             reports.remark(ctx, BEST_NOT_TESTED, text, severity="warning")
             return False
         model.load_state_dict(weights)
@@ -88,7 +88,7 @@ class BestWeights:
 
 
 def _is_of(path: Path, best: Best) -> bool:
-    """Whether a file is the checkpoint of this best validation: another training may have left its files there."""
+    """Return whether a file is the checkpoint of this best validation; another training may have left files there."""
     try:
         entries = peek(path)
     except CheckpointError:

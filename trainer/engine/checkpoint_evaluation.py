@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint without training: ``--eval-only``."""
+"""Evaluation of a checkpoint without training: ``--eval-only``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
-from trainer.engine.data_sample import DataSample, data_sample, require_same_data
+from trainer.engine.data_sample import require_same_data, samples_to_compare
 from trainer.engine.evaluation import evaluate
 from trainer.engine.model import autocast
 from trainer.engine.resuming import require_weights
@@ -24,7 +24,7 @@ from trainer.tasks.task import Task
 
 
 def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> TrainingOutcome:
-    """Evaluate one split with the weights that rank 0 reads and sends; nothing is written but the record.
+    """Evaluate one split with a checkpoint's weights, which rank 0 reads and sends; write nothing but the record.
 
     Raises:
         RequestError: the task lacks the split, or the checkpoint is damaged or of another task or model.
@@ -34,7 +34,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     if options.resume:
         raise RequestError("--eval-only does not train, and --resume does: leave one of them out")
     split, path = options.eval_split, Path(options.eval_only)
-    seed_all(options.seed)  # as in training: a split that is drawn at random is the one of the training
+    seed_all(options.seed)  # as in training, so that a random split is the same one
     splits = task.datasets()
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
@@ -42,17 +42,14 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()
-    ctx.waits()
-    samples: dict[str, DataSample] = {}
-    sample = data_sample(splits[split], task.collate, num_workers=0)
-    if ctx.world_size > 1 and isinstance(sample, DataSample):
-        samples[split] = sample
+    samples = samples_to_compare({split: splits[split]}, task.collate, world_size=ctx.world_size)
+    ctx.before_wait()
     require_same_data(samples, ctx.request)
 
     def read() -> tuple[str, dict[str, Any], int, int, list[str]]:
         source, state, passed_over = open_checkpoint(path, asked="--eval-only")
-        kept = require_weights(state, model, task=options.task, source=str(source))
-        return str(source), kept.weights, kept.updates, kept.epoch, passed_over
+        checkpoint = require_weights(state, model, task=options.task, source=str(source))
+        return str(source), checkpoint.weights, checkpoint.updates, checkpoint.epoch, passed_over
 
     source, weights, updates, epoch, passed_over = distributed.from_master(read)
     reports.remark(ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
@@ -69,7 +66,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
         device=ctx.device,
         autocast=autocast(options, ctx.device),
         stop_requested=ctx.stop_requested,
-        waits=ctx.waits,
+        before_wait=ctx.before_wait,
     )
     if result is not None:
         if not math.isfinite(result.loss):

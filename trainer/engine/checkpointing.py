@@ -1,6 +1,6 @@
-"""When a training's checkpoints are written and what goes into the record about them.
+"""Saving of a training's checkpoints, and their events in the record.
 
-How a file gets onto the disk whole is ``trainer.checkpoint``'s business.
+``trainer.checkpoint`` writes the files atomically.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ State = dict[str, Any]
 
 
 class Saving:
-    """The checkpoints of one training; every rank has one, rank 0 writes."""
+    """Saving of one training's checkpoints; every rank has an instance, rank 0 writes."""
 
     def __init__(self, ctx: WorkerContext, *, keep_last: int, keep_last_epochs: int = 0) -> None:
-        """Open the folder for checkpoints; every rank takes part.
+        """Open the folder for checkpoints; every rank calls this.
 
         Raises:
             RequestError: another rank has a folder and rank 0, which writes, has none.
@@ -33,21 +33,21 @@ class Saving:
         self.enabled = has_folder[0]
         """Whether rank 0 has a folder for checkpoints; the others need none."""
         if any(has_folder) and not self.enabled:
-            other = has_folder.index(True)
-            raise RequestError(f"--save-dir is given to rank {other} and not to rank 0, which writes the checkpoints")
+            rank = has_folder.index(True)
+            raise RequestError(f"--save-dir is given to rank {rank} and not to rank 0, which writes the checkpoints")
         self.keeps_epochs = keep_last_epochs != 0
         """Whether the checkpoints of epoch ends are kept besides the newest."""
         self.last_update = -1
         """The update after which the last checkpoint was begun, or from which training was resumed."""
         self.last_epoch: int | None = None
-        """The epoch at whose end that was, if it was kept as such."""
+        """The epoch that ended at that update, if the checkpoint is kept as that of an epoch's end."""
         self.last_time = time.monotonic()
-        """When that was."""
+        """Time of that save or of the start, in seconds of the monotonic clock."""
         self._ctx = ctx
         self._begun = -1
-        """Updates done at the last save of this training."""
+        """Updates done at the last save of this training; -1 before the first."""
         self._on_disk: Saved | None = None
-        """The newest that was written; it may be gone since."""
+        """Newest checkpoint that was written; its file may have been deleted since."""
         self._writer: CheckpointWriter | None = None
         if ctx.checkpoints is not None and ctx.rank == 0:
             self._writer = CheckpointWriter(
@@ -60,31 +60,31 @@ class Saving:
             )
 
     def inherit_best(self, path: Path, *, step: int) -> None:
-        """Keep the best checkpoint of the training that goes on here besides its own; rank 0 writes."""
+        """Keep the best checkpoint of the training that is resumed, besides the new ones; only rank 0 acts."""
         if self._writer is not None:
             self._writer.inherit_best(path, step=step)
 
     def save(self, state: Callable[[], State], *, step: int, best: bool = False, epoch: int | None = None) -> None:
-        """Begin to write a checkpoint; every rank takes part, because each gives the state of its random numbers.
+        """Start to write a checkpoint; every rank calls this, because each gives its random state.
 
         Args:
-            state: returns what is to be kept; asked on rank 0.
+            state: returns the entries of the checkpoint; called on rank 0.
             step: updates done.
             best: whether the last validation was the best so far.
             epoch: the epoch that ends here, if one does.
         """
         self.last_update, self.last_epoch, self.last_time = step, epoch, time.monotonic()
-        self._ctx.waits()
+        self._ctx.before_wait()
         rng = distributed.all_gather_list(capture_rng())
         if self._writer is not None:
             self._ctx.set_state("saving")
             self._begun = step
-            kept = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
-            self._writer.save({**kept, ENTRIES: kinds(kept)}, step=step, best=best, epoch=epoch)
+            entries = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
+            self._writer.save({**entries, ENTRIES: kinds(entries)}, step=step, best=best, epoch=epoch)
             self._ctx.set_state("training")
 
     def close(self) -> str:
-        """Wait until all that was begun is on disk; rank 0 returns in one line what is not, or an empty string."""
+        """Wait for pending checkpoints; return one line about one that was not written, else an empty string."""
         if self._writer is None:
             return ""
         self._ctx.set_state("saving")
@@ -94,12 +94,12 @@ class Saving:
             why = next((one.why for one in not_saved if one.step == self._begun), "its file has been deleted")
             known = f"the last checkpoint is step {last.step}" if last is not None else "there is no checkpoint of it"
             return f"{known}; that of step {self._begun} was not kept: {why}"
-        # The best one is wanted besides the last one.
+        # The last checkpoint is there, but the best one may not be.
         lost = next((one for one in not_saved if one.best), None)
         return f"the best checkpoint, of step {lost.step}, was not written: {lost.why}" if lost is not None else ""
 
     def path_of(self, step: int) -> Path | None:
-        """Return the checkpoint of that update if it is the last one on disk; rank 0 only."""
+        """Return the path of the newest checkpoint if it is of update ``step``, else None; rank 0 only."""
         last = self._kept()
         return last.path if last is not None and last.step == step else None
 
@@ -108,9 +108,9 @@ class Saving:
         return self._on_disk if self._on_disk is not None and self._on_disk.path.is_file() else None
 
     def _saved(self, saved: Saved) -> None:
-        if self._on_disk is None or saved.step >= self._on_disk.step:  # a best one may be written at the end
+        if self._on_disk is None or saved.step >= self._on_disk.step:  # the best one may be written last
             self._on_disk = saved
-        path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a name need not be UTF-8, the record is
+        path = os.fsencode(saved.path).decode(errors="backslashreplace")  # a path need not be UTF-8, the record must be
         self._ctx.writer.write(
             record.Checkpoint(
                 time=time.time(),
@@ -123,9 +123,9 @@ class Saving:
         )
 
     def _failed(self, step: int, why: str) -> None:
-        """A full disk costs the checkpoint, not the training; the record says so."""
+        """Report a checkpoint that was not written; training goes on."""
         why = why.encode(errors="backslashreplace").decode()  # it may hold the path
-        self._ctx.say(why)
+        self._ctx.print_line(why)
         self._ctx.writer.write(
             record.Finding(
                 time=time.time(),

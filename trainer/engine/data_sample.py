@@ -1,4 +1,4 @@
-"""A few samples of the training data as digests, kept in a checkpoint: other data is known when training resumes."""
+"""Digests of a few samples of a dataset, by which a resumed training and the ranks detect unequal data."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from trainer.distributed import all_gather_list, require_same
 from trainer.distributed.encoding import encode
 
 SAMPLES = 32
-"""Of data of which a tenth was altered, this many samples show it 97 times in 100."""
+"""Number of samples; if a tenth of the data was altered, they show it with a probability of 97 %."""
 BUDGET_S = 1.0
-"""Seconds after which no further sample is read: training waits meanwhile."""
+"""Seconds after which no further sample is read, since training waits for it."""
 _SEED = 0
-"""Of the random numbers that reading draws: augmentation is then the same each time."""
+"""Seed for reading samples, so that random augmentation is the same each time."""
 
 
 class DataSample:
-    """Reads single samples of a dataset and compares them with what a checkpoint knows of them.
+    """Digests of a few samples of a dataset, to compare with those in a checkpoint or of another rank.
 
     Args:
-        dataset: the training data.
-        collate: makes a batch of the one sample.
-        num_workers: reading processes of the training. Where it has some, the samples are read in one too: a dataset
-            may open its file at the first sample, and a file that is open before a fork is shared by the processes.
+        dataset: the data of a split.
+        collate: makes a batch of one sample.
+        num_workers: loader processes of the training. If it has some, the samples are read in one too: a dataset may
+            open its file at the first sample, and processes share a file that is opened before they are forked.
     """
 
     def __init__(self, dataset: SizedDataset, collate: Collate, *, num_workers: int) -> None:
@@ -43,7 +43,7 @@ class DataSample:
         self._known: list[list[int | str]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many samples the data has and, of a few, index and digest; they are read at the first call."""
+        """Return the size of the dataset, and index and digest of a few samples, which the first call reads."""
         if self._known is None:
             size = len(self._dataset)
             indices = random.Random(size).sample(range(size), min(SAMPLES, size))
@@ -52,14 +52,14 @@ class DataSample:
             ]
         return {"samples": len(self._dataset), "known": self._known}
 
-    def steady(self, indices: Sequence[int]) -> list[int]:
-        """Return those of the samples that are read again as they were read first."""
+    def repeatable(self, indices: Sequence[int]) -> list[int]:
+        """Return the indices of samples whose digest is the same when they are read again."""
         known = dict(self.state_dict()["known"])
-        again = zip(indices, self._digests(indices), strict=False)
-        return [index for index, digest in again if digest and digest == known.get(index)]
+        read = zip(indices, self._digests(indices), strict=False)
+        return [index for index, digest in read if digest and digest == known.get(index)]
 
     def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
-        """Return in words how the data differs from that of a checkpoint; empty where no difference is seen.
+        """Return in words how the data differs from that of a checkpoint; empty without a difference.
 
         Args:
             samples: how many the data had.
@@ -69,17 +69,20 @@ class DataSample:
         if samples != size:
             return f"it has {size} samples now and had {samples}"
         indices = [index for index, _ in known]
-        other = [index for (index, was), now in zip(known, self._digests(indices), strict=False) if now and now != was]
-        # What differs between two readings of the same data says nothing about the data.
-        steady = [
+        read = zip(known, self._digests(indices), strict=False)
+        unequal = [index for (index, digest), now in read if now and now != digest]
+        # A sample that differs between two readings of the same data is no evidence.
+        altered = [
             index
-            for index, one, two in zip(other, self._digests(other), self._digests(other), strict=False)
+            for index, one, two in zip(unequal, self._digests(unequal), self._digests(unequal), strict=False)
             if one == two
         ]
-        if not steady:
+        if not altered:
             self._known = [[index, digest] for index, digest in known]
             return ""
-        return f"of {len(known)} samples that were compared {len(steady)} are not what they were, such as {min(steady)}"
+        return (
+            f"of {len(known)} samples that were compared {len(altered)} are not what they were, such as {min(altered)}"
+        )
 
     def _digests(self, indices: Sequence[int]) -> list[str]:
         """Return a digest of each sample, empty where it has none; fewer where reading fails or takes long."""
@@ -88,13 +91,13 @@ class DataSample:
         reader = BatchLoader(self._dataset, self._digest, num_workers=self._num_workers, pin_memory=False)
         read = reader.read(range(len(self._dataset)), indices, lambda index: (index, index + 1), seed=_SEED)
         try:
-            with _own_random_numbers():
+            with _keep_random_state():
                 for index in indices:
-                    seed_all(mix_seed(_SEED, index))  # as a reading process does
+                    seed_all(mix_seed(_SEED, index))  # as a loader process does
                     found.append(next(read).batch)
                     if time.monotonic() - began > BUDGET_S:
                         break
-        except Exception:  # noqa: BLE001 - training meets the error itself, in its place
+        except Exception:  # noqa: BLE001 - training raises the same error when it reads the sample
             return found
         finally:
             reader.close()
@@ -104,21 +107,21 @@ class DataSample:
         try:
             content = encode(copy_to_cpu(self._collate(samples)))
         except (CheckpointError, TypeError):
-            return ""  # it holds something that has no bytes of its own
+            return ""  # it holds an object that cannot be encoded
         buffer = bytearray(content.numel())
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
         return hashlib.blake2b(buffer, digest_size=16).hexdigest()
 
 
 class NoDataSample:
-    """Stands for the sample of a stream, whose readers compare what it begins with."""
+    """Empty sample of a stream; ``StreamBatches`` compares the first samples of the stream instead."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return that nothing is known."""
+        """Return a sample of no data."""
         return {"samples": 0, "known": []}
 
     def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
-        """Return that no difference is seen."""
+        """Return an empty string: no difference."""
         return ""
 
 
@@ -130,14 +133,26 @@ def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> D
 
 
 def samples_to_compare(
-    splits: Mapping[str, AnyDataset], collate: Collate, *, train: DataSample | NoDataSample, world_size: int
+    splits: Mapping[str, AnyDataset],
+    collate: Collate,
+    *,
+    world_size: int,
+    train: DataSample | NoDataSample | None = None,
 ) -> dict[str, DataSample]:
-    """Read the samples of every split by which the ranks compare their data; none in a world of one."""
+    """Read the samples by which the ranks compare their data, by split; none if there is one rank.
+
+    Args:
+        splits: data by split.
+        collate: makes a batch of one sample.
+        world_size: number of ranks.
+        train: the sample of the training data; None leaves that out.
+    """
     if world_size == 1:
         return {}
     others = {split: data for split, data in splits.items() if split != "train"}
     every = {split: data_sample(data, collate, num_workers=0) for split, data in others.items()}
-    every["train"] = train
+    if train is not None:
+        every["train"] = train
     samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
     for sample in samples.values():
         sample.state_dict()
@@ -145,10 +160,10 @@ def samples_to_compare(
 
 
 def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, str]) -> None:
-    """Require that all ranks were asked for the same and read the same data; every rank takes part.
+    """Raise unless all ranks have the same request and read the same data; every rank calls this.
 
     Args:
-        samples: of every split.
+        samples: samples by split.
         request: values by name that must be equal on all ranks.
 
     Raises:
@@ -168,19 +183,19 @@ def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, s
     }
     if not any(suspects.values()):
         return
-    # What differs between two readings on one rank says nothing about the data.
-    steady = all_gather_list({split: samples[split].steady(indices) for split, indices in suspects.items()})
+    # A sample that differs between two readings on one rank is no evidence.
+    repeatable = all_gather_list({split: samples[split].repeatable(indices) for split, indices in suspects.items()})
     shown: dict[str, str] = {}
     for split, indices in suspects.items():
-        found = next((index for index in indices if all(index in rank[split] for rank in steady)), None)
+        found = next((index for index in indices if all(index in rank[split] for rank in repeatable)), None)
         if found is not None:
             shown[f"contents of {split}"] = f"sample {found} with digest {dict(known[split]['known'])[found][:8]}"
     require_same(shown)
 
 
 @contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Leave the random numbers of the training as they are."""
+def _keep_random_state() -> Iterator[None]:
+    """Restore the random state when the context ends."""
     before = capture_rng()
     try:
         yield

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: what is validated, tested and saved, while the plain ones go on."""
+"""Exponential moving average of the weights, which is validated, tested and saved; training uses the plain weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class WeightAverage:
     """The average of a model's trained weights over the updates; with a decay of 0 there is none.
 
-    After each update it becomes ``decay`` of itself and ``1 - decay`` of the weights; it begins with the first ones.
+    It begins with the initial weights; an update makes it ``decay`` of itself and ``1 - decay`` of the weights.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -24,19 +24,19 @@ class WeightAverage:
         self.enabled = decay > 0
 
     def begin(self) -> None:
-        """Begin anew with the weights as they are."""
+        """Reset the average to the current weights."""
         for average, weight in zip(self._average, self._weights, strict=True):
             average.copy_(weight.detach())
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an update."""
+        """Include the weights after an update in the average."""
         if self.enabled:
             torch._foreach_lerp_(self._average, self._weights, 1.0 - self._decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the contents of the weights and the average, in place: whoever holds the weights sees the other."""
+        """Exchange the contents of weights and average in place, so that references to the weights stay valid."""
         if self.enabled:
             before = [weight.clone() for weight in self._weights]
             torch._foreach_copy_(self._weights, self._average)
@@ -44,7 +44,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the average for as long as this lasts."""
+        """Put the average into the model until the context ends."""
         self.swap()
         try:
             yield
@@ -52,13 +52,18 @@ class WeightAverage:
             self.swap()
 
     def plain_weights(self) -> dict[str, Tensor]:
-        """Return, while the average is in place, the weights that training goes on with."""
+        """Return the plain weights while the average is in place."""
         return dict(zip(self._names, self._average, strict=True))
 
     def load(self, plain: Mapping[str, Tensor] | None, model: nn.Module) -> None:
-        """Go on from a checkpoint whose model has been loaded; ``plain`` are the weights beside it, where it had both.
+        """Continue from a checkpoint whose weights the model has loaded.
 
-        Without an average here the plain weights go on; without one there, the average begins with the weights.
+        Without an average in this run the plain weights are used; without one in the checkpoint the average begins with
+        its weights.
+
+        Args:
+            plain: plain weights of the checkpoint; None if its weights were not averaged.
+            model: the model.
         """
         self.begin()
         if plain is None:

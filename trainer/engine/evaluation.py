@@ -37,12 +37,12 @@ def evaluate(
     device: torch.device,
     autocast: AbstractContextManager[Any],
     stop_requested: Callable[[], bool],
-    waits: Callable[[], None],
+    before_wait: Callable[[], None],
 ) -> Evaluation | None:
-    """Evaluate this rank's share of the split and sum with the others; None on all ranks once one was asked to stop.
+    """Evaluate this rank's share of a split and sum over all ranks; None on all ranks if one was asked to stop.
 
-    The batches are the same on any number of ranks, and their sums are added without rounding, so that the result is
-    too.
+    The batches are the same on any number of ranks and their sums are added exactly, so that the result does not depend
+    on the world size.
 
     Args:
         task: gives the loss and the metrics.
@@ -50,11 +50,11 @@ def evaluate(
         batches: the split's batches of this rank; dummies do not count.
         device: where the batches go.
         autocast: the precision of the forward pass.
-        stop_requested: whether this rank is to stop; asked after every batch.
-        waits: told before this rank waits for the others.
+        stop_requested: returns whether this rank is to stop; called after every batch.
+        before_wait: called before this rank waits for the others.
 
     Raises:
-        TrainingError: the task gives other metrics on other ranks.
+        TrainingError: the ranks sum different metrics, or no item counts.
     """
     training = model.training
     model.eval()
@@ -67,14 +67,14 @@ def evaluate(
             sums = {"loss": loss, "count": items, **{f"metric:{name}": value for name, value in metrics.items()}}
             for name, value in sums.items():
                 each.setdefault(name, []).append(float(value) if micro.samples else 0.0)
-            if stop_requested():  # not before the first batch, which tells what the metrics are called
+            if stop_requested():  # after at least one batch, which gives the names of the metrics
                 stopped = True
                 break
     finally:
         model.train(training)
-    waits()
-    mine = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
-    ranks = distributed.all_gather_list((stopped, mine))
+    before_wait()
+    own = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
+    ranks = distributed.all_gather_list((stopped, own))
     if any(rank_stopped for rank_stopped, _ in ranks):
         return None
     named = [", ".join(values) for _, values in ranks]
@@ -82,15 +82,17 @@ def evaluate(
         raise TrainingError(
             f"ranks sum unlike values: {'; '.join(f'rank {n} has {text}' for n, text in enumerate(named))}"
         )
-    totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in mine}
+    totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in own}
     if isinstance(batches, StreamEvalBatches):
         batches.require_same()
     count = totals["count"]
+    if not count:
+        raise TrainingError("the loss of every sample of the split counts no item")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
 
 
 def _exact_sum(values: Sequence[float]) -> float:
     """Return the sum, rounded once, so that it does not depend on the order."""
-    # fsum refuses infinities of both signs, of which the sum is no number.
+    # fsum raises on infinities of both signs, whose sum is not a number.
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -1,9 +1,9 @@
-"""Floating-point operations of products of matrices, convolutions, attention and recurrent layers, by their shapes.
+"""Formulas for the floating-point operations of matrix products, convolutions, attention and recurrent layers.
 
-Written here rather than taken from ``torch.utils.flop_counter``, which counts the backward pass of a convolution in
-groups as one of all channels, the scores that an attention computes again as the model's own, and neither attention on
-CPUs nor recurrent layers. A multiplication and an addition are two operations. Attention is counted in full where it
-is causal, too (Chowdhery et al., PaLM, appendix B).
+Not taken from ``torch.utils.flop_counter``, which ignores the groups of a convolution in its backward pass, counts
+attention scores that the backward pass computes again, and covers neither attention on CPUs nor recurrent layers.
+A multiplication and an addition are two operations. Causal attention is counted in full (Chowdhery et al., PaLM,
+appendix B).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 Formula = Callable[[Sequence[Any], Any], tuple[int, Tensor]]
-"""Takes an operator's arguments and its result; returns its operations, and a tensor of the format they are made in."""
+"""Takes an operator's arguments and result; returns its number of operations, and a tensor in their number format."""
 
 UNCOUNTED = re.compile(
     r"(mm|matmul|linear|rnn|attention|layer_fwd)(_(?!flatten)|$)|conv(\d|_|olution)|gemm|lstm_mps|"
     r"^(lstm|gru)(_cell)?$|einsum|tensordot|multi_dot"
 )
-"""Names of operators of torch that compute such products, or take them apart where no gradient is recorded."""
+"""Names of torch operators that compute such products, or (composite ones, without gradients) call those that do."""
 
 
 def _product(first: int) -> Formula:
-    """Return the formula of [.., n, m] by [.., m, k], the arguments from the ``first`` on."""
+    """Return the formula of the product of two arguments, [.., n, m] by [.., m, k], from the ``first`` on."""
 
     def count(args: Sequence[Any], out: Any) -> tuple[int, Tensor]:
         left, right = args[first], args[first + 1]
@@ -41,18 +41,18 @@ def _convolution(args: Sequence[Any], out: Any) -> tuple[int, Tensor]:
 
 
 def _convolution_backward(args: Sequence[Any], out: Any) -> tuple[int, Tensor]:
-    gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    gradients = int(wanted[0]) + int(wanted[1])  # of inputs and weight, each as many as forward
+    gradient, inputs, weight, transposed, output_mask = args[0], args[1], args[2], args[7], args[10]
+    gradients = int(output_mask[0]) + int(output_mask[1])  # of inputs and weight, each as many as forward
     return gradients * _positions(inputs if transposed else gradient) * 2 * weight.numel(), gradient
 
 
 def _positions(tensor: Tensor) -> int:
-    """Return how often the filter is applied: [N, C, ...] without the channels."""
+    """Return how often a filter is applied: the elements of [N, C, ...] per channel."""
     return tensor.numel() // tensor.shape[1]
 
 
 def _attention(first: int, passes: int) -> Formula:
-    """Return the formula of query, key and value from the ``first`` argument on, [N, H, T, D] each."""
+    """Return the formula of attention with query, key and value from the ``first`` argument on, [N, H, T, D] each."""
 
     def count(args: Sequence[Any], out: Any) -> tuple[int, Tensor]:
         query, key, value = args[first : first + 3]
@@ -101,6 +101,6 @@ FORMULAS: Mapping[Any, Formula] = {
     _aten.mkldnn_rnn_layer: _mkldnn_rnn(1),
     _aten.mkldnn_rnn_layer_backward: _mkldnn_rnn(2),
 }
-"""By operator, whatever its overload."""
+"""Formulas by operator, for all its overloads."""
 BY_CUDNN = (_aten.convolution, _aten.convolution_backward, _aten._cudnn_rnn, _aten._cudnn_rnn_backward)
-"""Those for which cuDNN's own setting allows TF32, rather than that of matrix products."""
+"""Operators whose use of TF32 follows cuDNN's setting, not that of matrix products."""

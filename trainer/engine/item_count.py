@@ -1,4 +1,4 @@
-"""Divides gradients by the items (samples, tokens) of all ranks, where only the losses of a step tell how many."""
+"""Division of gradients by the items (samples, tokens) of all ranks, where the losses of a step give their number."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainer.engine.non_finite import FiniteCheck, no_item
 
 
 class ItemCount:
-    """The items of all ranks in an update: the last known number stands in until the true one corrects the gradients.
+    """Number of items of all ranks in an update, estimated by the last known number until gradients are corrected.
 
-    On a GPU both stay there, and whether anything counted is looked at later.
+    On a GPU both numbers stay there, and a count of 0 is detected later.
 
     Args:
-        estimate: of the first update.
-        parameters: whose gradients are corrected.
-        finite: looks at counts later; None where they are on the host and looked at at once.
+        estimate: estimate for the first update.
+        parameters: parameters whose gradients are corrected.
+        finite: checks counts on a GPU later; None on a CPU, where they are checked at once.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ItemCount:
             The true count over the estimate.
 
         Raises:
-            TrainingError: nothing counts.
+            TrainingError: no rank counts an item.
         """
         total, estimate = self._sum(), self.estimate
         if self._finite is None:
@@ -53,7 +53,7 @@ class ItemCount:
             self._finite.require_count(total, step=step)
             self.estimate = torch.where(total > 0, total, estimate)
         if isinstance(self.estimate, Tensor) or self.estimate != estimate:
-            found = gradients(self._parameters)  # there are none before the only backward pass
+            found = gradients(self._parameters)  # empty before the first backward pass
             for dtype in {gradient.dtype for gradient in found}:
                 same = [gradient for gradient in found if gradient.dtype is dtype]
                 torch._foreach_mul_(same, factor_for(estimate / self.estimate, dtype))
@@ -61,5 +61,5 @@ class ItemCount:
 
 
 def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """Return a factor for tensors of a type: where it is a tensor [], float64, the product must not become one."""
+    """Return a factor for tensors of a dtype, cast if it is a tensor [], so that their product keeps the dtype."""
     return factor.to(dtype) if isinstance(factor, Tensor) else factor

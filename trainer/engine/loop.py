@@ -1,8 +1,7 @@
 """The training loop: step, accumulate, validate, save, stop.
 
-`Loop.run` is the whole story; `Loop._update` is one optimizer step. What surrounds them (batches, timing, schedule,
-checkpoints, collectives) lives in modules of its own; what a checkpoint keeps, and how a training goes on from it, in
-`training_state.py`.
+`Loop.run` is the loop itself; `Loop._update` is one optimizer step. Batches, timing, schedule, checkpoints and
+collectives have modules of their own; the entries of a checkpoint, and resuming, are in `training_state.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, build_optimizer
-from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, too_much
+from trainer.engine.out_of_memory import OutOfMemoryError, describe_out_of_memory, is_out_of_memory
 from trainer.engine.stopping import Best, StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
 from trainer.engine.worker_context import WorkerContext
@@ -68,26 +67,25 @@ class Loop:
         require_stop_condition(options)
         require_consistent(options)
         self.task, self.options, self.ctx = task, options, ctx
-        seed_all(options.seed)  # a split that is drawn at random is the same on all ranks
+        seed_all(options.seed)  # so that a random split is the same on all ranks
         self.splits = task.datasets()
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
-        self.sizes = sizes = batch_sizes(options, ctx.world_size)
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)
         self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
         train_sample = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
-        seed_all(options.seed)  # the same initialisation on all ranks, whatever reading the data has drawn
+        seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
         model = task.model()
         require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
         if options.activation_checkpointing:
             checkpoint_activations(task, model)
         samples = samples_to_compare(self.splits, task.collate, train=train_sample, world_size=ctx.world_size)
-        ctx.waits()  # for the others' data, and for their models, which DDP compares
+        ctx.before_wait()  # until the others have read their data and built their models, which DDP compares
         require_same_data(samples, ctx.request)
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
-        seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks and can be repeated
+        seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
         self.parameters = trainable(self.raw_model)
         self.optimizer = task.optimizer(self.raw_model) or build_optimizer(
             options, self.parameters, sparse=has_sparse_gradients(self.raw_model)
@@ -110,7 +108,7 @@ class Loop:
         )
         self._copies = ctx.copies or host_copies(ctx.device)
         self._to_device = batch_copy(ctx.device)
-        choose_algorithms(options, ctx.device, alike_batches=task.lengths("train") is None)
+        choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
         self._finite = FiniteCheck(
             task, self.raw_model, autocast=self.autocast, scaled=self.scaler.enabled, copies=self._copies
         )
@@ -120,9 +118,9 @@ class Loop:
         self._holds_best = False
         """Whether the model holds the best weights in place of the last ones, at the very end."""
         self.epoch = 1
-        # One item per sample until a count is known; far less would overflow fp16's first gradient.
+        # One item per sample until a count is known; a far smaller estimate would overflow the first gradient in fp16.
         self._items = ItemCount(
-            float(sum(sizes) * self._update_freq(1)),
+            float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
             finite=None if self._copies is None else self._finite,
         )
@@ -156,12 +154,12 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ the loop
 
     def run(self) -> TrainingOutcome:
-        """Train until an end is reached, then validate, test and save what has not been yet.
+        """Train until an end condition holds; then validate and save if the last update was not yet, and test.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite.
             OutOfMemoryError: memory ran out.
-            NotKeptError: all updates are made, but what was trained is not on disk.
+            NotKeptError: all updates are made, but the last checkpoint, or the best one, is not on disk.
             TrainingError: all updates are made, but the ranks hold different parameters.
         """
         reports.announce(
@@ -182,13 +180,13 @@ class Loop:
             first_update=self.updates,
         )
         step_times = StepTimes(self.ctx.step_took)
-        if self.updates and self._due(self.options.valid_every_updates) and self.state.validated_at != self.updates:
-            self._validate()  # the stop came before it
-        tried = self.updates  # and not every one is taken in fp16
-        while not (self._stopped or (reason := self._end())):
+        if self.updates and self._due(self.options.valid_every_updates):
+            self._validate()  # the resumed training was stopped before it
+        tried = self.updates  # in fp16 not every step that is tried is taken
+        while not (self._stopped or (reason := self.end_reason())):
             self.epoch = epoch = self.train_batches.position.epoch
             if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
-                agreement.soon(tried)
+                agreement.reschedule(tried)
             for update in self.train_batches.updates(self._update_freq(epoch)):
                 stepped = self._update(update)
                 tried += 1
@@ -201,7 +199,7 @@ class Loop:
                     return self._stop()
                 if (stepped and self._due(self.options.save_every_updates)) or agreed.save:
                     self._save()
-                if reason := self._end():
+                if reason := self.end_reason():
                     break
             if not self.train_batches.updates_left(1):
                 self._end_of_epoch(epoch)
@@ -220,10 +218,10 @@ class Loop:
         """Make one optimizer step over the update's micro-batches of all ranks; return whether it was taken.
 
         The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
-        ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. Where B is not
-        known beforehand, the last known B stands in and the gradients are corrected after the reduction; where they
-        are compressed for it, they are corrected before, since half precision holds a mean and may not hold a sum. In
-        fp16 a step whose gradient overflows is left out: it counts nowhere, and the loss scale is halved.
+        ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. If B is not known
+        beforehand, the last known B is used and the gradients are corrected after the reduction; with a compressing
+        comm hook they are corrected before it, since half precision holds a mean but may not hold a sum. In fp16 a step
+        whose gradient overflows is left out: it counts nowhere, and the loss scale is halved.
         """
         options, meter, device = self.options, self.meter, self.ctx.device
         self.optimizer.zero_grad(set_to_none=True)
@@ -242,7 +240,7 @@ class Loop:
                 with self.accumulation(last=last), self._flops.count(batch, micro.samples):
                     with self.autocast:
                         local_sum, local_count, _ = summed_loss(self.task, self.model, batch)
-                    if not micro.samples:  # a dummy keeps the ranks in step and counts for nothing
+                    if not micro.samples:  # a dummy, for the other ranks' collectives; it counts for nothing
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
                     if last and not per_sample:
@@ -259,7 +257,8 @@ class Loop:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {too_much(batch, error)}") from error
+                cause = describe_out_of_memory(batch, error)
+                raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {cause}") from error
             samples += micro.samples
         if not per_sample and not self._compresses:
             grad_scale *= self._items.correct(step=self.updates + 1)
@@ -267,14 +266,14 @@ class Loop:
         norm = clip(self.parameters, options.clip_norm)
         grad_norm = self._finite.require_gradient(norm, self.optimizer, step=self.updates + 1)
         if not self.scaler.step(self.optimizer):
-            self._left_out()
+            self._discard_step()
             return False
         self.average.update()
         self.state.updates += 1
         lr = self.schedule.lr
         self.schedule.step(self.updates)
         meter.lap("optimizer")
-        # A rank may have read samples in which nothing counts; a count on a device is not asked.
+        # The samples of a rank may count no item; a count that is a tensor is not read, as that may be a sync point.
         loss = loss_sum / count if samples and (isinstance(count, Tensor) or count) else None
         meter.end(
             step=self.updates,
@@ -292,27 +291,24 @@ class Loop:
         self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
         return True
 
-    def _left_out(self) -> None:
-        """Go on after a step that was not taken, unless the loss scale says that none will be.
+    def _discard_step(self) -> None:
+        """Discard a step whose gradient overflowed.
 
         Raises:
-            NonFiniteError: the loss scale is below its least.
+            NonFiniteError: the loss scale is below ``--min-loss-scale``.
         """
         step, scaler = self.updates + 1, self.scaler
         self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
         self.meter.discard()
-        self.ctx.say(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
-
-    def at_its_end(self) -> str:
-        """Say why a resumed training will make no update; empty when it will."""
-        return self._end()
+        self.ctx.print_line(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
 
     @property
     def validation_missing(self) -> bool:
-        """Whether the last update has not been validated, which every training does before it is finished."""
+        """Whether the last update still has to be validated, as that of every training with validation data."""
         return "valid" in self.splits and self.state.validated_at != self.updates
 
-    def _end(self) -> str:
+    def end_reason(self) -> str:
+        """Return why training makes no further update; empty if it makes one."""
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"
         if self.options.patience and self.best.since >= self.options.patience:
@@ -321,14 +317,14 @@ class Loop:
         return end_reached(self.options, epoch=epoch, updates=self.updates, lr=self.schedule.lr)
 
     def _requests(self) -> LoopRequests:
-        """Say what this rank wants; of the clocks only that of rank 0 counts."""
+        """Return the requests of this rank; only those of rank 0 depend on the clock."""
         options, now = self.options, time.monotonic()
         by_time = self.ctx.rank == 0
         return LoopRequests(
             stop=self.ctx.stop_requested(),
             end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
-            # A rank that has seen a number that is not finite has all of them look, which a save does.
-            save=self._finite.seen()
+            # A save has all ranks check their numbers, so a rank that found one that is not finite requests it.
+            save=self._finite.found_bad()
             or (
                 by_time
                 and bool(options.save_every_minutes)
@@ -337,7 +333,7 @@ class Loop:
         )
 
     def _stop(self) -> TrainingOutcome:
-        """Keep what has been trained since the last checkpoint, and nothing else: somebody is waiting."""
+        """Save the last update, without a validation, since the user waits for the stop; return the outcome."""
         self.ctx.stopping()
         self._agreement.close()
         self._desync.finish()
@@ -345,7 +341,7 @@ class Loop:
         self._save()
         not_kept = self._saving.close()
         saved = self._saving.path_of(self.updates)
-        self.ctx.say(describe_stop(self.updates, None if saved is None else str(saved), not_kept))
+        self.ctx.print_line(describe_stop(self.updates, None if saved is None else str(saved), not_kept))
         return TrainingOutcome(
             updates=self.updates,
             epoch=self.epoch,
@@ -365,7 +361,7 @@ class Loop:
             self._save(ended=ended)
 
     def _finish(self, reason: str) -> None:
-        """Validate and save at the end, each only if the last step has not been yet, and test, until asked to stop.
+        """Validate and save if the last update was not yet, then test; return early if asked to stop.
 
         Raises:
             NotKeptError: the last checkpoint, or the best one, is not on disk.
@@ -373,7 +369,7 @@ class Loop:
         """
         self._desync.finish()
         self.meter.close()
-        if "valid" in self.splits and self.state.validated_at != self.updates and self.updates:
+        if self.updates:
             self._validate()
         if self._stopped:
             return
@@ -396,24 +392,24 @@ class Loop:
             reports.report_validation(
                 self.ctx, "test", result, step=self.updates, epoch=self.epoch, weights_step=weights_step
             )
-        self.ctx.stopping()  # whoever asks from here on waits for the disk
+        self.ctx.stopping()  # a stop requested from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
-        if different := self._desync.standing:
-            raise TrainingError(f"trained, but {different}")
-        self.ctx.say(f"finished: {reason}")
+        if difference := self._desync.unresolved:
+            raise TrainingError(f"trained, but {difference}")
+        self.ctx.print_line(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
 
     def _validate(self, *, ended: int | None = None) -> None:
-        if "valid" not in self.splits or self.state.validated_at == self.updates:
-            return  # an epoch may end where an evaluation was due by updates
+        if not self.validation_missing:
+            return
         self.meter.pause()
-        self._make_whole()
+        self._sync_model()
         self.ctx.set_state("validating")
         with self.average.in_place():
             result = self._evaluation("valid")
-            is_best = result is not None and self.best.see(result.loss, result.metrics, step=self.updates)
+            is_best = result is not None and self.best.add(result.loss, result.metrics, step=self.updates)
             if is_best:
                 self._best_weights.keep(self.raw_model)
         if result is not None:
@@ -425,7 +421,7 @@ class Loop:
         self.meter.start()
 
     def _evaluation(self, split: str) -> Evaluation | None:
-        """Evaluate a split; a rank that is asked to stop meanwhile breaks it off on all ranks."""
+        """Evaluate a split; return None on all ranks if one of them was asked to stop meanwhile."""
         result = evaluate(
             self.task,
             self.raw_model,
@@ -433,7 +429,7 @@ class Loop:
             device=self.ctx.device,
             autocast=self.autocast,
             stop_requested=self.ctx.stop_requested,
-            waits=self.ctx.waits,
+            before_wait=self.ctx.before_wait,
         )
         self._stopped |= result is None
         return result
@@ -441,33 +437,33 @@ class Loop:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def _save(self, *, best: bool = False, ended: int | None = None) -> None:
-        """Write a checkpoint, unless there is one of this update under all names that it is to have.
+        """Write a checkpoint of this update, unless there is one that is also kept as ``best`` and ``ended`` require.
 
         Args:
             best: whether the last validation was the best so far.
             ended: the epoch that ended here, if its checkpoint is kept as such.
 
         Raises:
-            NonFiniteError: there is nothing that is worth keeping.
+            NonFiniteError: a loss, gradient, parameter or buffer is not finite.
         """
         if self._holds_best or (
             self._saving.last_update == self.updates and not best and ended in (None, self._saving.last_epoch)
         ):
             return
         self.meter.pause()
-        self._make_whole()
+        self._sync_model()
         if self._saving.enabled:
             with self.average.in_place():
                 self._saving.save(self.state.state_dict, step=self.updates, best=best, epoch=ended)
         self.meter.start()
 
-    def _make_whole(self) -> None:
-        """Make sure that what is evaluated or saved now is finite, and one model on all ranks.
+    def _sync_model(self) -> None:
+        """Check that the model is finite, and give all ranks the same buffers, before it is evaluated or saved.
 
         Raises:
-            NonFiniteError: it is not finite.
+            NonFiniteError: a loss, gradient, parameter or buffer is not finite.
         """
-        self.ctx.waits()
+        self.ctx.before_wait()
         self._finite.require_all(step=self.updates)
         share_buffers(self.raw_model)
 

@@ -1,4 +1,4 @@
-"""Scales the loss in fp16, and knows which steps it left out."""
+"""Loss scaling in fp16, and the number of steps left out because a gradient overflowed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class LossScaler:
-    """torch's ``GradScaler``, which also answers whether a step was taken; in another precision it does nothing.
+    """Wrapper of torch's ``GradScaler`` whose ``step`` returns whether it was taken; passes through if not enabled.
 
     Args:
-        device: where the model is.
+        device: device of the model.
         enabled: whether the precision is fp16.
     """
 
@@ -22,7 +22,7 @@ class LossScaler:
         self.enabled = enabled
         self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.value = self._scaler.get_scale()
-        """The scale of the next loss; 1 where nothing is scaled."""
+        """The scale of the next loss; 1 in another precision than fp16."""
         self.left_out = 0
         """Steps in a row that were not taken."""
 
@@ -50,11 +50,11 @@ class LossScaler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and what adjusts it; empty where nothing is scaled."""
+        """Return the scale and the settings of its adjustment; empty in another precision than fp16."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved scale; one of a training in another precision, which has none, begins afresh."""
+        """Restore a saved scale; keep the initial one if the state, of another precision, is empty."""
         if state and self.enabled:
             self._scaler.load_state_dict(dict(state))
             self.value = self._scaler.get_scale()

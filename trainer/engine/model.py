@@ -1,4 +1,4 @@
-"""Turns a task's model into one that trains here: on its device, compiled, wrapped in DDP."""
+"""Preparation of a task's model for training: on its device, compiled, wrapped in DDP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.options import Training
 from trainer.tasks.task import Task
 from trainer.telemetry.comm_hook import CommHook
 
-# torch 2.13 renamed the flag and warns at the old name, which the older versions that we support know alone.
+# torch 2.13 renamed the flag and warns at the old name; older supported versions have the old name only.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters
@@ -32,9 +32,9 @@ _SYNC_BUFFERS = (
 
 
 def checkpoint_activations(task: Task, model: nn.Module) -> None:
-    """Compute the activations of the modules that the task names again in the backward pass, instead of keeping them.
+    """Recompute the activations of the task's ``checkpointed_modules`` in the backward pass instead of keeping them.
 
-    The random numbers of the forward pass are drawn again as they were, so that gradients do not change.
+    The random state of the forward pass is restored for that, so that gradients do not change.
 
     Raises:
         RequestError: the task names none.
@@ -52,7 +52,7 @@ def checkpoint_activations(task: Task, model: nn.Module) -> None:
             f"count each batch twice: leave it out of {type(task).__name__}.checkpointed_modules(model)"
         )
     for module in modules:
-        # In place of the method, so that the names of parameters, and hooks on the module, stay as they are.
+        # The method is replaced, not the module, so that parameter names and hooks on the module stay as they are.
         module.forward = _recomputed(module.forward)
 
 
@@ -92,7 +92,7 @@ def wrap(model: nn.Module, options: Training, *, device: torch.device, world_siz
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How gradients travel: what is registered on DDP and what it makes of their size."""
+    """Gradient compression: a DDP comm hook and the size of its messages."""
 
     hook: tuple[object, CommHook] | None
     """State and comm hook; None for DDP's own averaging."""
@@ -104,7 +104,7 @@ def compression(options: Training) -> Compression:
     """Return the comm hook that the options name.
 
     Raises:
-        RequestError: the hook needs what is not installed.
+        RequestError: the hook needs a package that is not installed.
     """
     match options.ddp_comm_hook:
         case "fp16":
@@ -120,9 +120,9 @@ def compression(options: Training) -> Compression:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the task's own module: what is validated, sampled and saved."""
+    """Return the task's own module, without DDP and torch.compile around it."""
     inner = model.module if isinstance(model, DDP) else model
-    original = getattr(inner, "_orig_mod", inner)  # what torch.compile wraps
+    original = getattr(inner, "_orig_mod", inner)  # inside torch.compile's wrapper
     assert isinstance(original, nn.Module)
     return original
 
@@ -130,8 +130,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 def share_buffers(model: nn.Module) -> None:
     """Give every rank the buffers of rank 0, as DDP's ``broadcast_buffers`` does before each forward pass.
 
-    A batch norm's statistics come from the batches of its rank. What is evaluated and saved must be one model, and
-    rank 0's buffers never saw a dummy batch, nor are they mixed from what may not be averaged.
+    A batch norm's statistics come from the batches of its rank, but the model that is evaluated and saved must be the
+    same everywhere. Rank 0 never gets a dummy batch; a mean over the ranks would be wrong for some buffers.
     """
     group = distributed.get_default_group()
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
@@ -143,22 +143,22 @@ def share_buffers(model: nn.Module) -> None:
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     with torch.no_grad():
         for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
-            # A copy, because a part of the whole may begin between two numbers of its type.
+            # A copy, because the part may not be aligned for the buffer's dtype.
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def autocast(options: Training, device: torch.device) -> AbstractContextManager[Any]:
-    """Return what every forward pass runs in; one that is off would still cost a tenth of a millisecond each time."""
+    """Return the context of a forward pass; null in fp32, where a disabled autocast would cost 0.1 ms each time."""
     if options.precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.float16 if options.precision == "fp16" else torch.bfloat16)
 
 
 class Accumulation:
-    """Lets only the last micro-step of an update reduce gradients; the others run under ``no_sync``.
+    """Gradient accumulation: only an update's last micro-step reduces gradients, the others run under ``no_sync``.
 
-    With a static graph the very first backward pass reduces too, because DDP learns the graph from it. The mean over
-    the ranks of what is a mean already changes nothing, so the gradients stay exact.
+    With a static graph the very first backward pass reduces too, because DDP learns the graph from it. The gradients
+    stay exact: the last reduction averages them again, which does not change values that are equal on all ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -166,7 +166,7 @@ class Accumulation:
         self._learning = self._ddp is not None and self._ddp.static_graph
 
     def __call__(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return what the micro-step's forward and backward pass run in."""
+        """Return the context of a micro-step's forward and backward pass."""
         reduces, self._learning = last or self._learning, False
         if reduces or self._ddp is None:
             return contextlib.nullcontext()
@@ -189,7 +189,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the optimizer and the gradient norm see."""
+    """Return the parameters that are trained."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -199,7 +199,7 @@ def has_sparse_gradients(model: nn.Module) -> bool:
 
 
 def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients of those that have one."""
+    """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 

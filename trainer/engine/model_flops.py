@@ -1,7 +1,7 @@
-"""Count the floating-point operations that a model makes for a sample, forward and backward.
+"""Number of floating-point operations of a model per sample, forward and backward.
 
-They are the model's own: what activation checkpointing computes again does not count, as the model FLOPs utilization
-has it (Chowdhery et al., PaLM, appendix B). Where the figure cannot be right there is none.
+Operations that activation checkpointing repeats do not count, as in the definition of model FLOPs utilization
+(Chowdhery et al., PaLM, appendix B). If the number cannot be right, none is reported.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trainer.engine.worker_context import WorkerContext
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
 MAX_SHAPES = 8
-"""Shapes of a batch that are counted, each of which makes one micro-step slower; if these agree, others will."""
+"""Maximum number of batch shapes to count, each of which slows one micro-step; if these agree, others will."""
 TOLERANCE = 0.01
-"""By how much two counts may differ: a share of a peak is shown in percents."""
-_KNOWN_OPERATORS = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of which the operators with many operations are known; another's kernels compute what nobody can tell."""
+"""Relative difference up to which two counts agree; utilization is shown in whole percents."""
+_KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces whose costly operators are all known here; the operations of other kernels cannot be counted."""
 _FORMATS: Mapping[torch.dtype, NumberFormat] = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -39,10 +39,10 @@ _FORMATS: Mapping[torch.dtype, NumberFormat] = {
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls every operator as it is, and adds up the operations of those for which there is a formula.
+    """Dispatch mode that adds up the operations of all operators that have a formula.
 
-    ``FlopCounterMode`` takes operators without one apart, which may change a result; here the training is the same
-    with and without, and what cannot be counted ends the counting only.
+    ``FlopCounterMode`` decomposes operators without a formula, which may change results. Here every operator is called
+    unchanged, and one that cannot be counted ends only the counting.
     """
 
     supports_higher_order_operators = True
@@ -52,9 +52,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         self.flops: dict[NumberFormat, int] = {}
-        """By number format."""
+        """Operations by number format."""
         self.in_backward = False
-        """Whether the forward pass is over: what records gradients from then on is computed a second time."""
+        """Whether the forward pass is over; operators that record gradients after it are repeated ones."""
         self.failed = False
         """Whether there was an operator whose operations are not known."""
 
@@ -71,10 +71,10 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = getattr(func, "_overloadpacket", None)
         formula = FORMULAS.get(operator)
         if formula is None:
-            # One of higher order, of another library, of a tensor that is several, or a product without a formula.
+            # Of higher order, of another library, on a tensor subclass that dispatches, or a product without a formula.
             self.failed = (
                 operator is None
-                or func.namespace not in _KNOWN_OPERATORS
+                or func.namespace not in _KNOWN_NAMESPACES
                 or any(_dispatches(kind) for kind in types)
                 or UNCOUNTED.search(func._schema.name.partition("::")[2]) is not None
             )
@@ -82,29 +82,29 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops, tensor = formula(args, out)
         dense = all(arg.layout is torch.strided for arg in args if isinstance(arg, Tensor))
         found = number_format(tensor.dtype, self._capability, by_cudnn=operator in BY_CUDNN)
-        elsewhere = tensor.device.type != self._device.type
-        if found is None or not dense or elsewhere or any(_dispatches(kind) for kind in types):
+        other_device = tensor.device.type != self._device.type
+        if found is None or not dense or other_device or any(_dispatches(kind) for kind in types):
             self.failed = True
         elif not (self.in_backward and torch.is_grad_enabled()):
             self.flops[found] = self.flops.get(found, 0) + flops
 
 
 def _dispatches(kind: type) -> bool:
-    """Whether a class of tensors computes its operators by others, which are not seen."""
+    """Return whether a class of tensors dispatches its operators to others, which are not seen here."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 def number_format(
     dtype: torch.dtype, capability: tuple[int, int] | None, *, by_cudnn: bool = False
 ) -> NumberFormat | None:
-    """Return the format in which products are made; None for one that is not known.
+    """Return the number format of products; None for an unknown one.
 
-    Whether those of 32-bit floats are rounded to TF32 follows from the settings in force, which a task may change.
+    Whether 32-bit floats are rounded to TF32 follows from torch's current settings, which a task may change.
 
     Args:
-        dtype: of the factors.
-        capability: of the GPU, as (major, minor); None on a CPU.
-        by_cudnn: whether cuDNN makes them, which has a setting of its own.
+        dtype: type of the factors.
+        capability: compute capability of the GPU, as (major, minor); None on a CPU.
+        by_cudnn: whether cuDNN computes them, which has its own setting for TF32.
     """
     found = _FORMATS.get(dtype)
     if found != "fp32" or capability is None or capability < AMPERE:
@@ -114,34 +114,34 @@ def number_format(
 
 
 class FlopCount:
-    """Counts micro-batches of this rank: the first shape of a batch twice, further ones once.
+    """Counter of a rank's operations per sample, in a micro-batch of each shape; in two of the first shape.
 
-    Samples that take unequally many operations have no figure: then the one that was recorded is withdrawn.
+    If samples differ in their number of operations, the recorded number is withdrawn.
     """
 
     def __init__(self, options: Training, ctx: WorkerContext) -> None:
-        """Count where ``--count-flops`` asks for it and nothing is compiled."""
+        """Count if ``--count-flops`` requires it, there is a record and nothing is compiled."""
         on_gpu = ctx.device.type == "cuda"
-        # Without a peak there is no share of one to show, so ``auto`` leaves CPUs alone.
+        # A CPU has no known peak, and so no utilization to show: ``auto`` does not count there.
         wanted = options.count_flops == "on" or (options.count_flops == "auto" and on_gpu)
         self._counts = wanted and ctx.writer.enabled and not options.compile
         self._ctx = ctx
         self._passes = 0
-        """Micro-batches with samples so far, up to those counted."""
+        """Micro-batches with samples so far, without those whose shape was counted before."""
         self._shapes: set[Any] = set()
         self._counter: OperationCounter | None = None
-        """While a micro-batch is counted."""
+        """Counter of the current micro-batch; None if it is not counted."""
         self._written: record.ModelFlops | None = None
 
     def count(self, batch: Any, samples: int) -> AbstractContextManager[None]:
-        """Return what a micro-batch's forward and backward pass run in."""
+        """Return the context of a micro-batch's forward and backward pass."""
         if not self._counts or not samples:
             return nullcontext()
         shape = (samples, _shape(batch))
         if self._passes > 2 and shape in self._shapes:
             return nullcontext()
         self._passes += 1
-        # While operators are counted torch.compile compiles nothing, neither then nor later: first it has its chance.
+        # A function that first runs while operators are counted is never compiled, so the first pass is not counted.
         if self._passes == 1:
             return nullcontext()
         if _has_compiled():
@@ -199,7 +199,7 @@ def peak_of_mixture(gpu: str, multiprocessors: int, flops: Mapping[NumberFormat,
 
     Args:
         gpu: its name.
-        multiprocessors: how many of them the process may use.
+        multiprocessors: number of them that the process may use.
         flops: operations by number format, at least one.
     """
     peaks = {found: peak_flops_per_s(gpu, multiprocessors, found) for found in flops}
@@ -208,18 +208,18 @@ def peak_of_mixture(gpu: str, multiprocessors: int, flops: Mapping[NumberFormat,
 
 
 def _has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """Return whether torch.compile has compiled anything in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def _shape(batch: Any) -> Any:
-    """Return the shapes of a batch's tensors, in which it may be held as a member."""
+    """Return the shapes of a batch's tensors, which an object may have as attributes."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):
         return tuple(map(_shape, batch.values()))
     if isinstance(batch, list | tuple):
         return tuple(map(_shape, batch))
-    members = getattr(batch, "__dict__", {}).values()
-    return tuple(tuple(member.shape) for member in members if isinstance(member, Tensor))
+    attributes = getattr(batch, "__dict__", {}).values()
+    return tuple(tuple(value.shape) for value in attributes if isinstance(value, Tensor))

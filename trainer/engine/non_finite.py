@@ -1,4 +1,4 @@
-"""Ends training at a non-finite loss, gradient or parameter, and names the module that first produced it.
+"""Detection of a non-finite loss, gradient or parameter, and of the module that first produced it.
 
 The module is found by running the offending batch once more.
 """
@@ -25,7 +25,7 @@ AGAIN = (
     "dropout and other random numbers were drawn anew, or the number came from one of them: lower --lr, or set "
     "--clip-norm"
 )
-"""Why the same batch may give finite numbers the next time, and what to try."""
+"""Reasons why the same batch may give finite numbers when it is computed again, and advice."""
 
 
 class NonFiniteError(TrainingError):
@@ -33,8 +33,8 @@ class NonFiniteError(TrainingError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Number:
-    """A number that has not been looked at yet, and with what it can be computed again."""
+class _PendingNumber:
+    """Number on its way to the host, and the batch from which it can be computed again."""
 
     kind: Literal["loss", "gradient", "count"]
     step: int
@@ -43,10 +43,10 @@ class _Number:
 
 
 class FiniteCheck:
-    """Looks at every loss and every gradient.
+    """Check of every loss and every gradient.
 
-    On a CPU that happens at once and costs microseconds. On a GPU it would stop the queue at every step: there a
-    number is looked at when it has arrived on the host, and waited for only before an evaluation and a save
+    On a CPU each is checked at once, which costs microseconds. On a GPU that would be a sync point at every step: there
+    a number is checked when its copy has arrived on the host, and waited for only before an evaluation and a save
     (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it does
     nothing or gets zeros, so that the parameters stay finite and the batch computed again shows the module.
 
@@ -54,8 +54,8 @@ class FiniteCheck:
         task: computes the loss once more to find the place.
         model: the task's own module.
         autocast: the precision of the forward pass; an overflow in it does not show in another one.
-        scaled: whether a loss scaler looks at the gradients itself and leaves a step out.
-        copies: brings numbers from the device; None where they are on the host.
+        scaled: whether a loss scaler checks the gradients itself and leaves steps out.
+        copies: copies numbers from the device; None on a CPU.
     """
 
     def __init__(
@@ -73,44 +73,39 @@ class FiniteCheck:
         self._scaled = scaled
         self._copies = copies
         self._batch: Any = None
-        self._unread: deque[_Number] = deque()
-        self._bad: _Number | None = None
-        """The first that is not finite, once it has been looked at."""
+        self._unread: deque[_PendingNumber] = deque()
+        self._bad: _PendingNumber | None = None
+        """The first number found bad: a loss or gradient that is not finite, or a count of 0."""
         self._overflowed: Tensor | None = None
         """Whether a gradient was not finite, [] on the device."""
-        # A mask may hold infinities from the beginning.
-        self._state = [
+        # Without buffers that begin with infinities, such as a mask.
+        self._checked_names = [
             *(name for name, parameter in model.named_parameters() if parameter.requires_grad),
             *(name for name, buffer in model.named_buffers() if _finite(buffer)),
         ]
 
     def require_loss(self, loss: Tensor, batch: Any, *, step: int) -> Tensor | float:
-        """End this rank before its bad loss [] of this batch reaches the others, where that needs no waiting.
+        """Raise if this rank's loss [] is not finite, before it reaches the others; on a GPU check it later.
 
         Returns:
-            The loss, apart from the graph: a number on a CPU, where it has been looked at, else a tensor [].
+            The detached loss: a number on a CPU, a tensor [] on a GPU.
 
         Raises:
             NonFiniteError: with the step and the place.
         """
         self._batch = batch
         if self._copies is not None:
-            self._look_later("loss", loss, step, self._copies)
+            self._check_later("loss", loss, step, self._copies)
             return loss.detach()
         if math.isfinite(value := loss.item()):
             return value
-        if where := self._locate(batch):
-            raise NonFiniteError(f"non-finite loss at step {step}: first in {where}; {remedy(where)}")
-        raise NonFiniteError(
-            f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
-            f"named; {AGAIN}"
-        )
+        raise NonFiniteError(_loss_message(step, self._locate(batch)))
 
     def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
-        """Refuse to step on gradients whose norm [] is not finite; all ranks have the same one and look for it.
+        """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later.
 
         Returns:
-            The norm: a number on a CPU, where it has been looked at, else as it is.
+            The norm: a number if it was checked, else the tensor [].
 
         Raises:
             NonFiniteError: with the step and the places.
@@ -118,25 +113,22 @@ class FiniteCheck:
         if self._scaled:
             return norm
         if self._copies is not None:
-            self._look_later("gradient", norm, step, self._copies)
+            self._check_later("gradient", norm, step, self._copies)
             overflowed = ~torch.isfinite(norm)
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
             self._keep_from_stepping(optimizer, self._overflowed)
             return norm
         if math.isfinite(value := norm.item()):
             return value
-        raise NonFiniteError(self._gradient_trouble(step, self._batch))
+        raise NonFiniteError(self._gradient_message(step, self._batch))
 
     def require_count(self, count: Tensor, *, step: int) -> None:
-        """Look later at the items of all ranks in a step, [] on a GPU; a step without any is none.
-
-        ``require_all`` raises what was found.
-        """
+        """Have ``require_all`` check that the number of items of all ranks in a step, [] on a GPU, is above 0."""
         assert self._copies is not None
-        self._look_later("count", count, step, self._copies)
+        self._check_later("count", count, step, self._copies)
 
     def require_scale(self, scale: float, least: float, *, step: int, left_out: int) -> None:
-        """End all ranks when the loss scale has fallen below the least one: no step will be taken any more.
+        """Raise on all ranks if the loss scale is below the least one, where no step will be taken any more.
 
         Raises:
             NonFiniteError: with the step and the places.
@@ -144,81 +136,74 @@ class FiniteCheck:
         if scale < least:
             raise NonFiniteError(
                 f"the loss scale is {scale:.3g}, below --min-loss-scale {least:g}, and {left_out} steps in a row were "
-                f"left out: {self._gradient_trouble(step, self._batch)}"
+                f"left out: {self._gradient_message(step, self._batch)}"
             )
 
-    def seen(self) -> bool:
-        """Return whether a number that has arrived is not finite; never waits."""
+    def found_bad(self) -> bool:
+        """Check the numbers that have arrived; return whether one is bad. Never waits."""
         while self._bad is None and self._unread and self._unread[0].copy.arrived():
-            self._look(self._unread.popleft())
+            self._check(self._unread.popleft())
         return self._bad is not None
 
     def require_all(self, *, step: int) -> None:
-        """Wait for all numbers up to this step, and look at the parameters too; every rank takes part.
+        """Wait for all numbers up to this step and check them, parameters and buffers; every rank calls this.
 
         Raises:
-            NonFiniteError: on all ranks, if one of them has found something; with the step and the places.
+            NonFiniteError: on all ranks, if one of them has a number that is not finite; with the step and the places.
             TrainingError: the losses of a step counted no item.
         """
         while self._bad is None and self._unread:
-            self._look(self._unread.popleft())
-        bad, state = self._bad, "" if self._bad else self._bad_state()
-        told = distributed.all_gather_list([bad.kind, bad.step, ""] if bad else ["state", step, state])
-        numbers = [(at, kind) for kind, at, _ in told if kind != "state"]
+            self._check(self._unread.popleft())
+        bad, tensor = self._bad, "" if self._bad else self._first_bad_tensor()
+        ranks = distributed.all_gather_list([bad.kind, bad.step, ""] if bad else ["state", step, tensor])
+        numbers = [(at, kind) for kind, at, _ in ranks if kind != "state"]
         if numbers:
             at, kind = min(numbers, key=lambda number: (number[0], number[1] != "loss"))
             if kind == "count":
                 raise TrainingError(no_item(at))
             batch = bad.batch if bad and bad.step == at else None
             if kind == "gradient":
-                raise NonFiniteError(self._gradient_trouble(at, batch))
+                raise NonFiniteError(self._gradient_message(at, batch))
             bad_loss = bad is not None and (bad.step, bad.kind) == (at, "loss")
-            places = self._places(batch if bad_loss else None)
-            raise NonFiniteError(
-                f"non-finite loss at step {at}: "
-                + (
-                    f"first in {places}; {remedy(places)}"
-                    if places
-                    else f"the same batch computed again gives finite numbers, so no module can be named; {AGAIN}"
-                )
-            )
-        if found := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(told) if where]:
+            raise NonFiniteError(_loss_message(at, self._places(batch if bad_loss else None)))
+        if found := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
             raise NonFiniteError(
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
                 f"{'; '.join(found)}; {remedy('parameter')}"
             )
 
     def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
-        """Have the optimizer change no parameter once a gradient was not finite, [] on the device."""
+        """Keep the optimizer from changing parameters if ``overflowed``, [] on the device, is true."""
         if all(group.get("fused") for group in optimizer.param_groups):
-            # What GradScaler tells a fused optimizer, whose kernel then does nothing.
+            # GradScaler sets these attributes on a fused optimizer, whose kernel then does nothing.
             optimizer.found_inf, optimizer.grad_scale = overflowed.to(torch.float32), None  # type: ignore[attr-defined]
             return
         for parameter in self._model.parameters():
             if (gradient := parameter.grad) is not None:
                 (gradient._values() if gradient.is_sparse else gradient).masked_fill_(overflowed, 0.0)
 
-    def _look_later(
+    def _check_later(
         self, kind: Literal["loss", "gradient", "count"], value: Tensor, step: int, copies: HostCopies
     ) -> None:
-        self.seen()  # lets go of the batches whose numbers are here
-        self._unread.append(_Number(kind=kind, step=step, batch=self._batch, copy=copies.begin(value)))
+        self.found_bad()  # frees the batches whose numbers have arrived
+        self._unread.append(_PendingNumber(kind=kind, step=step, batch=self._batch, copy=copies.begin(value)))
 
-    def _look(self, number: _Number) -> None:
+    def _check(self, number: _PendingNumber) -> None:
         value = number.copy.numbers()[0]
         if not (value > 0 if number.kind == "count" else math.isfinite(value)):
             self._bad = number
 
-    def _gradient_trouble(self, step: int, batch: Any) -> str:
-        """Say where the gradient of a step became non-finite; every rank looks into its batch of that step."""
+    def _gradient_message(self, step: int, batch: Any) -> str:
+        """Return the message about a step's bad gradient; every rank computes its batch of that step again."""
         if places := self._places(batch):
             return f"non-finite gradient at step {step}: first in {places}; {remedy(places)}"
         return (
-            f"non-finite gradient at step {step}: {self._seen_in_gradients()}; the last batch of each rank computed "
+            f"non-finite gradient at step {step}: {self._describe_gradients()}; the last batch of each rank computed "
             "again gives finite gradients, so the module where it began cannot be named; lower --lr"
         )
 
     def _places(self, batch: Any) -> str:
+        """Have each rank compute its batch, if any, again; return the places of bad numbers. All ranks call this."""
         found = distributed.all_gather_list("" if batch is None else self._locate(batch))
         return "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(found) if where)
 
@@ -226,8 +211,8 @@ class FiniteCheck:
         with self._autocast:
             return locate(self._task, self._model, batch)
 
-    def _seen_in_gradients(self) -> str:
-        """Say what the gradients that were reduced show."""
+    def _describe_gradients(self) -> str:
+        """Describe the non-finite one of the reduced gradients that is nearest to its origin."""
         # Backward runs from the last module to the first, so the last bad parameter is nearest to where it began.
         for name, parameter in reversed(list(self._model.named_parameters())):
             if parameter.grad is not None and not _finite(parameter.grad):
@@ -236,30 +221,39 @@ class FiniteCheck:
             return "a GPU's gradients are not kept until they are looked at"
         return "every gradient is finite, only their norm is too large for its number format"
 
-    def _bad_state(self) -> str:
+    def _first_bad_tensor(self) -> str:
         tensors = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
-        # One answer for all of them: on a GPU each question would be waited for.
-        finite = [torch.isfinite(tensors[name]).all() for name in self._state if tensors[name].is_floating_point()]
-        if not finite or bool(torch.stack(finite).all()):
+        # One result for all of them: on a GPU each one read is a sync point.
+        floats = [tensors[name] for name in self._checked_names if tensors[name].is_floating_point()]
+        if not floats or bool(torch.stack([torch.isfinite(tensor).all() for tensor in floats]).all()):
             return ""
-        return next(name for name in self._state if not _finite(tensors[name]))
+        return next(name for name in self._checked_names if not _finite(tensors[name]))
 
 
 def no_item(step: int) -> str:
-    """Say that nothing counted in a step."""
+    """Return the message about a step in which no item counts."""
     return f"step {step}: the loss of every rank counts no item"
 
 
-def locate(task: Task, model: nn.Module, batch: Any) -> str:
-    """Say where the first non-finite number of a forward and backward pass appears.
+def _loss_message(step: int, places: str) -> str:
+    if places:
+        return f"non-finite loss at step {step}: first in {places}; {remedy(places)}"
+    return (
+        f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
+        f"named; {AGAIN}"
+    )
 
-    The pass runs on the unwrapped model, so no other rank takes part. Dropout draws anew; what comes from data or
-    parameters shows again.
+
+def locate(task: Task, model: nn.Module, batch: Any) -> str:
+    """Return the place of the first non-finite number in a forward and backward pass.
+
+    The pass runs on the unwrapped model, so no other rank takes part. Dropout draws new random numbers; a fault in the
+    data or the parameters shows again.
 
     Returns:
-        For people: ``output of blocks.3.mlp``, ``gradient of embedding.weight``; empty where every number is finite.
+        Text for messages: ``output of blocks.3.mlp``, ``gradient of embedding.weight``; empty if all are finite.
     """
-    # Not the buffers: a batch norm's statistics have the number from the batch, and what a bad one does shows below.
+    # Not the buffers: the batch may have spoiled a batch norm's statistics, and the effect of a bad one shows below.
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name}"
@@ -295,11 +289,11 @@ REMEDIES = {
     "gradient": "look for a square root or logarithm of 0, or a division by 0, there or in what comes after it; if "
     "there is none, lower --lr",
 }
-"""By the place where the first number that is not finite appears, as ``locate`` names it."""
+"""Advice by the beginning of a place that ``locate`` returns."""
 
 
 def remedy(places: str) -> str:
-    """Return what to try, by the first of some places."""
+    """Return the advice for the first of some places."""
     return next(text for place, text in REMEDIES.items() if places.startswith(place))
 
 

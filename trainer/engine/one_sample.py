@@ -1,4 +1,4 @@
-"""Refuses a training that would end at its first batch of one sample, because a batch norm needs more than one."""
+"""Check that a model with a batch norm gets no training batch of one sample, for which the norm raises."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainer.data.loader import BatchLoader
 from trainer.tasks.task import Task
 
 _TOO_FEW = "more than 1 value per channel"
-"""In torch's words, where a batch norm has one value of a channel: its variance would be 0."""
+"""Part of torch's message where a batch norm gets one value per channel, whose variance is 0."""
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def require_batches_for_norms(
     task: Task, model: nn.Module, dataset: AnyDataset, options: Training, *, smallest: int
 ) -> None:
-    """Try one sample where an epoch has a batch of one and the model a batch norm; pictures may have enough values.
+    """Try a batch of one sample if there will be one and the model has a batch norm; an image may have enough values.
 
     Args:
         task: gives batch and loss.
-        model: on the CPU; left as it is.
+        model: on the CPU; not changed.
         dataset: the training data.
-        options: batch sizes and reading processes.
+        options: batch sizes and loader processes.
         smallest: the fewest samples of a batch.
 
     Raises:

@@ -57,15 +57,15 @@ def build_optimizer(
 
 
 def _fused(params: list[Any], name: str) -> bool:
-    """Return whether torch has a kernel that updates all of these parameters at once."""
-    # Adagrad's kernel for GPUs is not in all versions that we support; adadelta has none.
+    """Return whether torch has a fused kernel for this optimizer and these parameters."""
+    # Adagrad's kernel for GPUs is not in all supported versions of torch; adadelta has none.
     devices = ("cpu",) if name == "adagrad" else ("cpu", "cuda")
     tensors = [tensor for group in params for tensor in (group["params"] if isinstance(group, dict) else [group])]
     return all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
 
 
 def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse a saved state that is not of an optimizer of this kind over as many parameters.
+    """Raise if a saved state is not of an optimizer of this kind over the same groups of parameters.
 
     Raises:
         RequestError: one line that names what differs.
@@ -78,7 +78,7 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     for index, (settings, group) in enumerate(zip(own["param_groups"], groups, strict=True)):
         if group.get("params") != settings["params"]:
             raise RequestError(f"the parameters of its param_groups[{index}] are not those of this run")
-        # Numbers tell the kinds apart; switches such as fused come and go with torch's versions.
+        # Numbers distinguish the kinds; switches such as fused depend on torch's version.
         lacking = [
             key
             for key, value in settings.items()
@@ -96,7 +96,7 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer its saved state and keep the settings of this run.
+    """Load an optimizer's saved state, but keep the settings of this run.
 
     torch's own ``load_state_dict`` brings the saved settings along, so that a new ``--weight-decay`` would do nothing.
 
@@ -113,8 +113,8 @@ class Schedule:
     def __init__(self, options: Training, optimizer: Optimizer) -> None:
         """Set the learning rate of the first update.
 
-        The schedule speaks of ``options.lr``, which may have one value per epoch. A group with another learning rate
-        keeps its ratio to that one throughout, so that a task's own optimizer peaks where the task put it.
+        The schedule is of ``options.lr``, which may have one value per epoch. A parameter group with another learning
+        rate keeps its ratio to that throughout, so that the rates of a task's own optimizer are its peaks.
 
         Raises:
             RequestError: the schedule lacks a setting that it needs.

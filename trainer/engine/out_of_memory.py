@@ -1,4 +1,4 @@
-"""Recognises running out of memory, and names the batch with which it happened."""
+"""Recognition of out-of-memory errors, and the description of the batch that caused one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def shapes(batch: Any) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or on the host, where torch's allocator raises a plain RuntimeError."""
+    """Return whether memory ran out: on a GPU, or on the host, where torch's allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 
-def too_much(batch: Any, error: BaseException) -> str:
-    """Say with which batch memory ran out, and the first line of how torch puts it."""
+def describe_out_of_memory(batch: Any, error: BaseException) -> str:
+    """Return the shapes of the batch, and the first line of the error's message or its type."""
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"batch {shapes(batch)}: {first_line}"

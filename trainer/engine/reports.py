@@ -1,4 +1,4 @@
-"""Reports a training's progress to the record and to people."""
+"""Reports of a training's progress: events in the record, and lines for the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.contract import record
 from trainer.contract.options import Training
-from trainer.distributed.host_copies import HostCopy, NumbersHere, begin_copy, host_copies
+from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
 from trainer.engine.evaluation import Evaluation
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry import desync
@@ -23,15 +23,15 @@ REPORT_EVERY_S = 2.0
 def announce(
     ctx: WorkerContext, options: Training, *, samples: int, updates_per_epoch: int, first_update: int, parameters: int
 ) -> None:
-    """Record what lies ahead; rank 0 only.
+    """Record the training plan; rank 0 only.
 
     Args:
-        ctx: whom to tell.
-        options: where training ends.
-        samples: of an epoch.
-        updates_per_epoch: of the first epoch.
+        ctx: context of this rank.
+        options: end of the training.
+        samples: samples of an epoch.
+        updates_per_epoch: updates of the first epoch.
         first_update: updates done already.
-        parameters: numbers that are trained.
+        parameters: number of trained values.
     """
     if ctx.rank != 0:
         return
@@ -56,12 +56,12 @@ def report_validation(
     """Report the result of an evaluation; rank 0 only.
 
     Args:
-        ctx: of this rank.
-        split: what was evaluated.
-        result: over all ranks.
+        ctx: context of this rank.
+        split: the split that was evaluated.
+        result: result over all ranks.
         step: updates done.
-        epoch: of the training.
-        weights_step: updates of the weights where they need not be the last ones.
+        epoch: epoch of the training.
+        weights_step: updates done when the weights were taken, if they may not be the last ones.
     """
     if ctx.rank != 0:
         return
@@ -78,52 +78,52 @@ def report_validation(
     )
     metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
     which = f"at step {step}" if weights_step is None else f"(weights of step {weights_step})"
-    ctx.say(f"{split} {which}: loss {result.loss:.4f} nats{metrics}")
+    ctx.print_line(f"{split} {which}: loss {result.loss:.4f} nats{metrics}")
 
 
 def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
-    """Tell a sample of what the model makes."""
+    """Report a sample of the model's output."""
     ctx.writer.write(record.Sample(time=time.time(), step=step, text=text))
-    ctx.say(text)
+    ctx.print_line(text)
 
 
 def remark(
     ctx: WorkerContext, kind: str, text: str, *, severity: Literal["info", "warning"] = "info", advice: str = ""
 ) -> None:
-    """Tell what a person did not expect of a training that goes on; rank 0 only, nothing for an empty text."""
+    """Report a finding that does not end the training; rank 0 only, and nothing for an empty text."""
     if ctx.rank != 0 or not text:
         return
     text = text.encode(errors="backslashreplace").decode()  # it may hold a path
-    ctx.say(text)
+    ctx.print_line(text)
     ctx.writer.write(
         record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
     )
 
 
 class DesyncReports:
-    """Reports whether all ranks hold the same model: each difference once, and when it is over."""
+    """Reports of differences between the models of the ranks: each once, and its end."""
 
     def __init__(self, ctx: WorkerContext, model: nn.Module) -> None:
         self._ctx = ctx
         self._replica = desync.ReplicatedTensors(model)
         self._pending: desync.DesyncCheck | None = None
         self._reported: dict[str | None, record.Finding] = {}
-        """By what differs; on rank 0, which reports it."""
+        """Unresolved findings by cause; only rank 0 has any."""
 
     def begin(self, *, step: int) -> None:
-        """Begin to compare the parameters of all ranks; all of them call this after the same step."""
+        """Start to compare the models of all ranks; all of them call this after the same step."""
         ctx = self._ctx
         self._pending = desync.DesyncCheck(
             self._replica, step=step, rank=ctx.rank, device=ctx.device, copies=ctx.copies
         )
 
     @property
-    def standing(self) -> str:
-        """The difference in parameters that was found last and is not over, in one line; on rank 0, else empty."""
+    def unresolved(self) -> str:
+        """Message of the unresolved finding about parameters; empty without one, and on ranks other than 0."""
         return next((found.message for found in self._reported.values() if found.severity == "critical"), "")
 
     def finish(self) -> None:
-        """Report what was found, if a check was begun; all ranks call this at the same place too."""
+        """Report the result of a check, if one was started; all ranks call this after the same step."""
         if self._pending is None:
             return
         writer, step = self._ctx.writer, self._pending.step
@@ -131,30 +131,30 @@ class DesyncReports:
         writer.write(checksum)
         found = {finding.cause: finding for finding in findings}
         self._pending = None
-        for what, finding in self._reported.items():
-            if what not in found or found[what].rank != finding.rank:
+        for cause, finding in self._reported.items():
+            if cause not in found or found[cause].rank != finding.rank:
                 writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
-                self._ctx.say(f"desync is over at step {step}: {finding.message}")
-        for what, finding in found.items():
-            if what not in self._reported or self._reported[what].message != finding.message:
+                self._ctx.print_line(f"desync is over at step {step}: {finding.message}")
+        for cause, finding in found.items():
+            if cause not in self._reported or self._reported[cause].message != finding.message:
                 writer.write(finding)
-                self._ctx.say(f"desync at step {step}: {finding.message}; {finding.advice}")
+                self._ctx.print_line(f"desync at step {step}: {finding.message}; {finding.advice}")
         self._reported = found
 
 
 class Progress:
-    """Says now and then where training is."""
+    """Progress line with epoch, step, loss and learning rate, printed at intervals."""
 
     def __init__(self, ctx: WorkerContext, *, every: int = 0) -> None:
-        """Say it every so many updates, with 0 when some time has passed."""
+        """Print a line every so many updates; with 0, every ``REPORT_EVERY_S``."""
         self._ctx = ctx
         self._every = every
         self._last = 0.0
-        self._pending: tuple[str, str, HostCopy | NumbersHere] | None = None
-        """What is said before the loss and after it, and the loss on its way."""
+        self._pending: tuple[str, str, HostCopy | CpuNumbers] | None = None
+        """Text before the loss and after it, and the loss on its way to the host."""
 
     def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:
-        """Say it if it is due; the loss [] is in nats, and is said when it is on the host."""
+        """Print a line if one is due, as soon as its loss [], in nats, is on the host; rank 0 only."""
         now, ctx = time.monotonic(), self._ctx
         due = step % self._every == 0 if self._every else now - self._last >= REPORT_EVERY_S
         if ctx.rank == 0 and self._pending is None and loss is not None and due:
@@ -165,4 +165,4 @@ class Progress:
         if self._pending is not None and self._pending[2].arrived():
             before, after, copy = self._pending
             self._pending = None
-            ctx.say(f"{before} {copy.numbers()[0]:.4f} {after}")
+            ctx.print_line(f"{before} {copy.numbers()[0]:.4f} {after}")

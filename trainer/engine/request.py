@@ -1,4 +1,4 @@
-"""Lists what a rank was asked for by name: options, versions and code, which must be equal on all ranks."""
+"""Options, versions and code of a rank by name, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def training_request(options: Training) -> dict[str, str]:
-    """Return what can be compared before the ranks have a process group: versions, this package and its options."""
+    """Return the values that are compared before the process group exists: torch, this package and its options."""
     return {
         # Builds for CPUs and for GPUs of one version may train together.
         "torch version": torch.__version__.partition("+")[0],
@@ -29,15 +29,15 @@ def training_request(options: Training) -> dict[str, str]:
 
 
 def task_request(name: str, kind: type[Task], options: Any) -> dict[str, str]:
-    """Return the code and the options of the task of this name.
+    """Return digests of the code of the task of this name, and its options.
 
-    A user's module may take long to import or fail to, and the others would wait for a rank that never joins;
-    therefore this is compared later.
+    They are compared after the rendezvous: a user's module may take long to import, or fail, while the other ranks
+    would wait for one that never joins.
     """
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if file is None or Path(file).is_relative_to(PACKAGE):
         return _values(options)
-    own, *helpers = task_sources(kind.__module__, Path(file), known=PACKAGE).items()
+    own, *helpers = task_sources(kind.__module__, Path(file), excluded=PACKAGE).items()
     code = {f"code of task {name}": _digest(own[1])}
     code |= {f"code of {path}, which task {name} imports": _digest(helper) for path, helper in helpers}
     return {**code, **_values(options)}

@@ -1,4 +1,4 @@
-"""Checks that all of a checkpoint fits a training, and gives it to the training."""
+"""Check that a checkpoint fits a training, entry by entry, and restoring of model, optimizer and random state."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class _Position(msgspec.Struct):
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     shuffle: Annotated[int, Meta(ge=0, le=1)]
     chunk: Annotated[int, Meta(ge=0, le=2**32)]
-    # What a checkpoint of an earlier version lacks:
+    # Absent from checkpoints of earlier versions:
     curriculum: Count = 0
     fixed_ranks: Count = 0
     fixed_batch: Count = 0
     max_tokens: Count = 0
     max_samples: Count = 0
     multiple: Annotated[int, Meta(ge=1, le=2**53)] = 1
-    # Of a stream alone:
+    # Of a stream only:
     stream: Annotated[int, Meta(ge=0, le=1)] = 0
     shards: Count = 0
     head: str = ""
@@ -53,7 +53,7 @@ class _Best(msgspec.Struct):
 
 
 class _Scaler(msgspec.Struct, rename={"growth_tracker": "_growth_tracker"}):
-    """Of a training in fp16, as torch names it; others have an empty one."""
+    """State of torch's ``GradScaler``, of a training in fp16; it is an empty dict in another precision."""
 
     scale: Annotated[float, Meta(gt=1e-38, le=1e38)]
     growth_factor: Annotated[float, Meta(gt=1, le=1e9)]
@@ -66,38 +66,38 @@ class _InFp16(msgspec.Struct):
     scaler: _Scaler
 
 
-class DataKnown(msgspec.Struct):
-    """What a checkpoint knows of the training data."""
+class DataDigests(msgspec.Struct):
+    """Size of the training data, and digests of some samples."""
 
     samples: Count
     known: list[tuple[Count, str]]
     """Index and digest of some samples."""
 
 
-class Kept(msgspec.Struct):
-    """The entries of a checkpoint; what is ``Any`` is compared with the model and the optimizer."""
+class CheckpointEntries(msgspec.Struct):
+    """Entries of a checkpoint; those of type ``Any`` are compared with the model and the optimizer."""
 
     task: str
     updates: Count
     count_estimate: Annotated[float, Meta(gt=0, le=1e300)]
     model: dict[str, Any]
     parameters: list[str]
-    """Names of those that the optimizer steps, in its order."""
+    """Names of the parameters that the optimizer updates, in its order."""
     optimizer: dict[str, Any]
     schedule: _Schedule
     scaler: dict[str, Any]
     position: _Position
     best: _Best
     validated_at: Annotated[int, Meta(ge=-1, le=2**53)]
-    data: DataKnown
+    data: DataDigests
     rng: list[dict[str, Any]]
     recipe: str
     plain: dict[str, Any] | None = None
-    """Weights with which training goes on, where ``model`` has their average."""
+    """The plain weights of the parameters, if ``model`` has their average."""
 
 
-class _Weights(msgspec.Struct):
-    """What an evaluation needs to know of a checkpoint besides its weights."""
+class _WeightEntries(msgspec.Struct):
+    """Entries of a checkpoint that an evaluation needs besides the weights."""
 
     task: str
     updates: Count
@@ -105,7 +105,7 @@ class _Weights(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptWeights:
+class CheckpointWeights:
     """The weights of a checkpoint, which fit a model."""
 
     weights: dict[str, Any]
@@ -113,29 +113,29 @@ class KeptWeights:
     epoch: int
 
 
-def require_weights(state: Mapping[str, Any], model: nn.Module, *, task: str, source: str) -> KeptWeights:
-    """Refuse a checkpoint whose weights are of another task or do not fit this model; the rest of it does not matter.
+def require_weights(state: Mapping[str, Any], model: nn.Module, *, task: str, source: str) -> CheckpointWeights:
+    """Return a checkpoint's weights; raise if they are of another task or do not fit this model.
 
     Raises:
         RequestError: one line that names the file and the entry.
     """
-    kept = _convert(state, _Weights, source)
-    _require_task(kept.task, task, source)
+    entries = _convert(state, _WeightEntries, source)
+    _require_task(entries.task, task, source)
     weights = weights_of(state, source=source)
     if wrong := difference(kinds(weights, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"):
         raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    return KeptWeights(weights=weights, updates=kept.updates, epoch=kept.position.epoch)
+    return CheckpointWeights(weights=weights, updates=entries.updates, epoch=entries.position.epoch)
 
 
 def require_fit(
     state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None, *, task: str, source: str
-) -> Kept:
-    """Refuse a checkpoint of which any entry is not as it was saved, or does not fit this model and optimizer.
+) -> CheckpointEntries:
+    """Return a checkpoint's entries; raise if one is not as it was saved or does not fit this model and optimizer.
 
     Args:
         state: the checkpoint.
         model: the task's own module.
-        optimizer: of its parameters; None where its state is not taken.
+        optimizer: optimizer of the model's parameters; None if its state is not restored.
         task: name of the task that this run trains.
         source: the checkpoint's path, for the message.
 
@@ -147,43 +147,43 @@ def require_fit(
     """
     saved = state.get(ENTRIES)
     if not isinstance(saved, Mapping):
-        what = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
+        problem = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
         raise CheckpointError(
-            f"{source}: entry {ENTRIES}, the list of what was saved, {what}; was it written by an earlier version?"
+            f"{source}: entry {ENTRIES}, the list of what was saved, {problem}; was it written by an earlier version?"
         )
     found = kinds({key: value for key, value in state.items() if key != ENTRIES})
     if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
         raise CheckpointError(f"{source}: {_line(wrong)}")
-    kept = _convert(state, Kept, source)
-    if kept.scaler:
+    entries = _convert(state, CheckpointEntries, source)
+    if entries.scaler:
         _convert(state, _InFp16, source)
-    if kept.schedule.updates != kept.updates:
+    if entries.schedule.updates != entries.updates:
         raise CheckpointError(
-            f"{source}: entry schedule['updates'] is {kept.schedule.updates}, but updates is {kept.updates}"
+            f"{source}: entry schedule['updates'] is {entries.schedule.updates}, but updates is {entries.updates}"
         )
-    _require_task(kept.task, task, source)
+    _require_task(entries.task, task, source)
     own = kinds(model.state_dict(), "model")
-    wrong = difference(kinds(kept.model, "model"), own, of="in the model of this run")
+    wrong = difference(kinds(entries.model, "model"), own, of="in the model of this run")
     if optimizer is not None:
-        wrong = wrong or _other_parameters(kept.parameters, parameter_names(model, optimizer))
+        wrong = wrong or _parameter_difference(entries.parameters, parameter_names(model, optimizer))
     if wrong:
         raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    if kept.plain is not None:
+    if entries.plain is not None:
         trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-        if wrong := difference(kinds(kept.plain, "plain"), kinds(trained, "plain"), of="in the model of this run"):
+        if wrong := difference(kinds(entries.plain, "plain"), kinds(trained, "plain"), of="in the model of this run"):
             raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
     if optimizer is None:
-        return kept
+        return entries
     try:
-        require_state_of(optimizer, kept.optimizer)
+        require_state_of(optimizer, entries.optimizer)
     except RequestError as error:
         raise RequestError(f"{source} does not fit this model: entry optimizer: {error}") from None
-    return kept
+    return entries
 
 
-def _require_task(kept: str, task: str, source: str) -> None:
-    if kept != task:
-        raise RequestError(f"{source} is of task {kept!r}, but this run trains {task!r}: see its entry task")
+def _require_task(saved: str, task: str, source: str) -> None:
+    if saved != task:
+        raise RequestError(f"{source} is of task {saved!r}, but this run trains {task!r}: see its entry task")
 
 
 def _convert(state: Mapping[str, Any], schema: type[S], source: str) -> S:
@@ -196,12 +196,12 @@ def _convert(state: Mapping[str, Any], schema: type[S], source: str) -> S:
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the names of the parameters that an optimizer steps, in its order; empty for one of no module."""
+    """Return the names of an optimizer's parameters, in its order; an empty name for one that is not the model's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _other_parameters(saved: Sequence[str], own: Sequence[str]) -> str:
+def _parameter_difference(saved: Sequence[str], own: Sequence[str]) -> str:
     if len(saved) != len(own):
         return f"entry parameters names {len(saved)} trained parameters, but this run trains {len(own)}"
     for index, (was, name) in enumerate(zip(saved, own, strict=True)):
@@ -210,44 +210,44 @@ def _other_parameters(saved: Sequence[str], own: Sequence[str]) -> str:
     return ""
 
 
-def resume_model(kept: Kept, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
-    """Set the model, and the optimizer unless it begins fresh, to a checkpoint's, which ``require_fit`` found to fit.
+def resume_model(entries: CheckpointEntries, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
+    """Load a checkpoint that ``require_fit`` accepted into the model, and into the optimizer unless that is None.
 
     Raises:
         RequestError: a module or an optimizer of the user's own refuses it.
     """
-    for entry, give in (
-        ("model", lambda: model.load_state_dict(kept.model)),
-        ("optimizer", lambda: None if optimizer is None else restore(optimizer, kept.optimizer)),
+    for entry, load in (
+        ("model", lambda: model.load_state_dict(entries.model)),
+        ("optimizer", lambda: None if optimizer is None else restore(optimizer, entries.optimizer)),
     ):
         try:
-            give()
+            load()
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"{source} does not fit this model: entry {entry}: {_line(str(error))}") from None
 
 
-def resume_rng(kept: Kept, *, rank: int, world_size: int, source: str) -> None:
-    """Set this rank's random numbers to a checkpoint's; those of another world size have no counterpart here.
+def resume_rng(entries: CheckpointEntries, *, rank: int, world_size: int, source: str) -> None:
+    """Restore this rank's random state from a checkpoint; do nothing if that is of another world size.
 
     Raises:
-        CheckpointError: torch or Python does not take them.
+        CheckpointError: torch or Python does not accept it.
     """
-    if len(kept.rng) != world_size:
+    if len(entries.rng) != world_size:
         return
     try:
-        restore_rng(kept.rng[rank])
+        restore_rng(entries.rng[rank])
     except (RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{source}: entry rng[{rank}] cannot be restored: {_line(str(error))}") from None
 
 
 def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_ranks: bool) -> str:
-    """Return in words what another seed than the checkpoint's does from here on; empty where it is the same.
+    """Describe the effect of a seed that differs from the checkpoint's; empty without a difference.
 
     Args:
-        position: the checkpoint's, in its data.
-        seed: of this run.
+        position: the checkpoint's position in its data.
+        seed: seed of this run.
         shuffle: whether this run shuffles.
-        same_ranks: whether the ranks have their random numbers from the checkpoint.
+        same_ranks: whether the ranks have restored their random states.
     """
     was, epoch = position["seed"], position["epoch"]
     if was == seed:

@@ -1,12 +1,13 @@
-"""When training ends, how it ended, and which validation was the best; equal on all ranks."""
+"""End conditions and outcome of a training, and its best validation; equal on all ranks."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.options import Training
@@ -24,15 +25,15 @@ def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> st
 
 
 class StepTimes:
-    """Reports how long a step takes of late, by which a stop request is waited for.
+    """Reporter of the recent duration of a step, which sets the grace period of a stop request.
 
-    The longer of the last two counts: the next one may be as long, and a first one that compiles is forgotten.
+    The longer of the last two steps counts: the next one may take as long, and a first one that compiles is forgotten.
     """
 
     LEAST_S = 0.3
-    """Shorter steps are all alike: three of them are within any grace."""
+    """Shorter steps are reported as this long: three of them are within any grace period."""
     CHANGE = 1.25
-    """Factor by which it must have changed to be reported again."""
+    """Factor by which the duration must have changed to be reported again."""
 
     def __init__(self, report: Callable[[float], None], *, now: Callable[[], float] = time.monotonic) -> None:
         self._report = report
@@ -42,7 +43,7 @@ class StepTimes:
         self._reported_s = self.LEAST_S
 
     def step_done(self) -> None:
-        """Take the time since the last call as a step's, with all that came between."""
+        """Take the time since the last call as the duration of a step, with any validation or save in it."""
         now = self._now()
         took_s, self._began = now - self._began, now
         longer_s = max(self.LEAST_S, took_s, self._last_s)
@@ -54,7 +55,7 @@ class StepTimes:
 
 @dataclass(kw_only=True)
 class Best:
-    """The best validation so far and how many have passed without a better one."""
+    """The best validation so far, and the number of validations since."""
 
     metric: str
     maximize: bool
@@ -65,12 +66,12 @@ class Best:
 
     @classmethod
     def of(cls, options: Training) -> Best:
-        """What the options call best: less loss, or more of a metric."""
+        """Return the criterion of the options: by default a lower loss, or a higher metric."""
         maximize = options.maximize_best_metric
         return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
 
-    def see(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Take note of a validation; True when it is the best so far, which one that is not finite never is.
+    def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
+        """Add a validation; return whether it is the best so far, which a non-finite value never is.
 
         Raises:
             RequestError: the task has no such metric.
@@ -92,32 +93,29 @@ class Best:
         return better
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint keeps."""
+        """Return the entry of a checkpoint."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from a checkpoint; another metric starts anew."""
-        if state.get("metric") != self.metric:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the entry of a checkpoint, unless it is of another metric."""
+        if state["metric"] != self.metric:
             return
-        value, step, since = state["value"], state["step"], state["since"]
-        assert isinstance(step, int)
-        assert isinstance(since, int)
-        kept = math.nan if value is None else float(str(value))
-        self.value = kept if math.isfinite(kept) else None
-        self.step, self.since = step, since
+        value = state["value"]
+        self.value = value if value is not None and math.isfinite(value) else None
+        self.step, self.since = state["step"], state["since"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOutcome:
-    """How a training ended."""
+    """Outcome of a training."""
 
     updates: int
     epoch: int
     reason: str
     best: Best
     stopped: bool = False
-    """Whether somebody ended it before it had reached an end of its own."""
+    """Whether the user stopped it before an end condition held."""
     saved: Path | None = None
     """The checkpoint of the update at which it was stopped; rank 0 only."""
     not_kept: str = ""
-    """What could not be saved of a training that was stopped, in one line; rank 0 only."""
+    """Line about a checkpoint that a stopped training could not write, else empty; rank 0 only."""

@@ -1,4 +1,4 @@
-"""The state of a training: what a checkpoint keeps of it, and how a training begins with that or goes on from it."""
+"""State of a training: its entries in a checkpoint, resuming from one, and starting with other weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,21 @@ from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.optimizers import Schedule
-from trainer.engine.resuming import Kept, parameter_names, require_fit, resume_model, resume_rng, seed_effect
+from trainer.engine.resuming import (
+    CheckpointEntries,
+    parameter_names,
+    require_fit,
+    resume_model,
+    resume_rng,
+    seed_effect,
+)
 from trainer.engine.stopping import Best
 from trainer.engine.worker_context import WorkerContext
 
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The counters of one rank's training, and its parts that have a state of their own."""
+    """Counters of one rank's training, and its components that have a state."""
 
     options: Training
     ctx: WorkerContext
@@ -43,7 +50,7 @@ class TrainingState:
     items: ItemCount
     train_batches: EpochBatches | StreamBatches
     data_sample: DataSample | NoDataSample
-    """Samples of the training data, by which a resumed training sees that it was altered."""
+    """Samples of the training data, by which a resumed training detects that it was altered."""
     best: Best
     best_weights: BestWeights
     saving: Saving
@@ -53,7 +60,7 @@ class TrainingState:
     """Optimizer steps done at the last validation; -1 before the first."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, besides the random numbers of the ranks; asked with the average in place."""
+        """Return the entries of a checkpoint, except random states; call this while the weight average is in place."""
         return {
             "task": self.options.task,
             "updates": self.updates,
@@ -70,86 +77,87 @@ class TrainingState:
             "data": self.data_sample.state_dict(),
         }
 
-    def require_fit(self, state: Mapping[str, Any], *, source: str) -> Kept:
-        """Refuse a checkpoint from which this training could not go on exactly; change nothing.
+    def require_fit(self, state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
+        """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing.
 
         Raises:
             RequestError: one line that names the file, and the entry that is wrong or does not fit.
         """
         fresh_state = self.options.reset_optimizer
-        kept = require_fit(
+        entries = require_fit(
             state, self.model, None if fresh_state else self.optimizer, task=self.options.task, source=source
         )
         if self.options.reset_dataloader:
-            return kept
+            return entries
         try:
             self.train_batches.require_fit(state["position"])
         except RequestError as error:
             raise RequestError(f"{source}: entry position: {error}") from None
-        return kept
+        return entries
 
     def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
-        """Read the weights with which this model may begin; change nothing.
+        """Read the weights of a file that fit this model; change nothing.
 
         Returns:
-            Those that it has by name and shape, and in words what else differs; that is empty unless ``partial``.
+            Those that fit by name and shape, and a description of the other ones, which is empty unless ``partial``.
 
         Raises:
             RequestError: the file cannot be read, or does not fit; one line that names what does not.
         """
-        weights, other = fit(load_weights(file), self.model.state_dict())
-        if other and not (partial and weights):
+        weights, misfits = fit(load_weights(file), self.model.state_dict())
+        if misfits and not (partial and weights):
             hint = "; --finetune-partial takes those that fit" if weights else ""
-            raise RequestError(f"{file} does not fit this model, {other}{hint}")
-        return weights, other
+            raise RequestError(f"{file} does not fit this model, {misfits}{hint}")
+        return weights, misfits
 
     def begin_with(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the model to weights of another training; everything else begins fresh."""
+        """Load weights of another training into the model; everything else begins fresh."""
         self.model.load_state_dict(weights, strict=False)
         self.average.begin()
 
-    def load_state_dict(self, state: Mapping[str, Any], *, source: str, again: bool = False) -> None:
-        """Continue from a checkpoint, exactly on the same world size, with the same data once each on another.
+    def load_state_dict(self, state: Mapping[str, Any], *, source: str, own_checkpoint: bool = False) -> None:
+        """Restore a checkpoint: exactly on the same world size; on another one, samples are still read once per epoch.
 
         Args:
             state: the checkpoint.
             source: its path, for messages.
-            again: whether this run wrote it, so that what the options reset has been reset before.
+            own_checkpoint: whether this run wrote it, after the resets that its options require.
 
         Raises:
             RequestError: the checkpoint is damaged or belongs to another task or model.
         """
         ctx, options = self.ctx, self.options
-        kept = self.require_fit(state, source=source)
+        entries = self.require_fit(state, source=source)
         fresh_state, fresh_data, fresh_best = (
-            not again and reset for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
+            not own_checkpoint and reset
+            for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
         )
         compare = ctx.rank == 0 and not fresh_data
-        altered = self.data_sample.altered(kept.data.samples, kept.data.known) if compare else ""
-        resume_model(kept, self.model, None if fresh_state else self.optimizer, source=source)
-        self.average.load(kept.plain, self.model)
-        if self.average.enabled != (kept.plain is not None):
+        altered = self.data_sample.altered(entries.data.samples, entries.data.known) if compare else ""
+        resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
+        self.average.load(entries.plain, self.model)
+        if self.average.enabled != (entries.plain is not None):
             begins = "begins with these weights" if self.average.enabled else "ends, and the weights beside it go on"
             reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
         self.schedule.load_state_dict(state["schedule"])
-        self.scaler.load_state_dict(kept.scaler)
+        self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
             self.train_batches.load_state_dict(state["position"])
         self.schedule.begin_epoch(self.train_batches.position.epoch)
         if not fresh_best:
             self.best.load_state_dict(state["best"])
-        self.updates = self.saving.last_update = kept.updates
-        self.validated_at = kept.validated_at
-        self.items.estimate = kept.count_estimate
-        best_file = self.best_weights.resumed(source, self.best) if ctx.rank == 0 and not fresh_best else None
+        self.updates = self.saving.last_update = entries.updates
+        self.validated_at = entries.validated_at
+        self.items.estimate = entries.count_estimate
+        best_file = self.best_weights.find_beside(source, self.best) if ctx.rank == 0 and not fresh_best else None
         if best_file is not None:
             self.saving.inherit_best(best_file, step=self.best.step)
-        resume_rng(kept, rank=ctx.rank, world_size=ctx.world_size, source=source)
+        resume_rng(entries, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
         fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
-        ctx.say(f"resumed at {where}, after {self.updates} updates{fresh}")
-        same_ranks = len(kept.rng) == ctx.world_size
+        ctx.print_line(f"resumed at {where}, after {self.updates} updates{fresh}")
+        same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
         if altered:

@@ -1,4 +1,4 @@
-"""Runs one rank: joins the rendezvous, trains, reports how it ended, leaves in order."""
+"""The process of one rank: rendezvous, training, report of the outcome, teardown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from trainer.tasks.task import Task
 def run_rank(assignment: RankAssignment) -> int:
     """Train as this rank; return the exit code with which the process is to end, by ``os._exit``.
 
-    What the parent needs to know is sent before the teardown, because torch's gloo may hang or abort while a
+    The outcome is sent to the parent before the teardown, because torch's gloo may hang or abort while a
     successful process exits (pytorch issue 190489).
     """
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
@@ -54,7 +54,7 @@ def run_rank(assignment: RankAssignment) -> int:
 
 
 class _Rank:
-    """What one rank's process does, in order."""
+    """Run of one rank, from the rendezvous to the teardown."""
 
     def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, writer: EventWriter) -> None:
         self.assignment = assignment
@@ -65,7 +65,7 @@ class _Rank:
         self._narration = Narration(assignment.terminal)
 
     def run(self) -> int:
-        """Train, tell how it ended, tear down; return the exit code."""
+        """Train, report the outcome, tear down; return the exit code."""
         try:
             return self._run()
         finally:
@@ -74,14 +74,14 @@ class _Rank:
     def _run(self) -> int:
         try:
             outcome = self._train()
-        except Exception as error:  # noqa: BLE001  (whatever it is, the record says it and the run ends)
+        except Exception as error:  # noqa: BLE001  (any error is recorded and ends the run)
             failure = self._failure(error)
             self._end_failed(failure)
-            distributed.shutdown(abort=True)  # peers may be gone: nothing is waited for
+            distributed.shutdown(abort=True)  # without waiting for peers, which may be gone
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
         if outcome.stopped:
             self.writer.flush()
-            self.assignment.stopped(  # an evaluation is at no step
+            self.assignment.stopped(  # the step is None in an evaluation
                 self.step(), outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.write_error
             )
             self.writer.close()
@@ -138,8 +138,8 @@ class _Rank:
             share_devices=assignment.distributed.share_devices,
             identity=assignment.run_id,
             request=training_request(options),
-            on_waiting=self._waiting if assignment.rank == 0 else None,
-            on_lost=self._lost,
+            on_waiting=self._report_missing if assignment.rank == 0 else None,
+            on_lost=self._end_lost_peer,
         )
         self.set_state("ready")
         task, request = self._task(options, words)
@@ -155,13 +155,13 @@ class _Rank:
         return loop.run()
 
     def _task(self, options: Training, words: list[str]) -> tuple[Task, dict[str, str]]:
-        """Build the task from the flags that are left; return it and what must be equal of it on all ranks."""
+        """Build the task from the remaining flags; return it, and its values that must be equal on all ranks."""
         kind = load_task(options.task)
         schema = describe(kind.Options)
         values, rest = read_flags(words, schema)
         rest, notes = settle(rest)
         for note in notes if self.assignment.rank == 0 else ():
-            self._say(note)
+            self._print_line(note)
         if rest:
             raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
         flags = {option.name: option.flag for option in schema}
@@ -182,19 +182,19 @@ class _Rank:
             tf32=tf32,
             writer=self.writer,
             set_state=self.set_state,
-            say=self._say if assignment.rank == 0 else _discard_line,
+            print_line=self._print_line if assignment.rank == 0 else _discard_line,
             checkpoints=None if options.eval_only else folder,
             stop_requested=assignment.stop_requested,
             step_took=assignment.step_took,
             stopping=assignment.stopping,
-            waits=self._waits,
+            before_wait=self._report_wait,
             run_id=assignment.run_id,
             request=request,
             recipe=_recipe_in(self.run_dir),
         )
 
     def _warm_start(self, loop: Loop, options: Training) -> None:
-        """Begin with the weights of another training, if any are named; a run that resumes has its own.
+        """Load the weights of ``--finetune-from``, if given; a run that resumes has its own.
 
         Raises:
             RequestError: the file cannot be read, or does not fit the model.
@@ -203,45 +203,46 @@ class _Rank:
         if not file or options.resume:
             reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
-        # Rank 0 sends what it has read: nobody else needs the file, or could have another one.
-        weights, other = distributed.from_master(
+        # Rank 0 reads and sends: the others need no file, and cannot read a different one.
+        weights, misfits = distributed.from_master(
             lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
         )
         loop.state.begin_with(weights)
         took = f"the model begins with {len(weights)} weights of {file}"
-        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {other}" if other else took)
+        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {misfits}" if misfits else took)
 
     def _resume(self, loop: Loop, options: Training) -> None:
-        """Continue from a checkpoint, if there is something to continue.
+        """Restore the checkpoint of ``--resume``, if given.
 
-        Nothing ends with exit code 0 without having trained. A training whose updates are all made, but that was
-        stopped before its last validation, is not finished, though: that validation, and the test where one is asked
-        for, are what it lacks. They are made and the output says that no update is.
+        A finished training is refused, because no run may end with exit code 0 without having trained. One that was
+        stopped between its last update and its last validation is not finished: the validation is made, and the test if
+        there is one, and a finding reports that no update is left.
 
         Raises:
-            RequestError: no checkpoint, one of something else, or of a training that is finished.
+            RequestError: there is no checkpoint, or it does not fit, or its training is finished.
         """
         if not options.resume:
             return
         path = Path(options.resume)
-        # Rank 0 sends what it has read: nobody else needs the file, or could choose another one.
-        source, state, passed_over = distributed.from_master(lambda: _choose(loop, path))
-        # A run that goes on after its own last checkpoint has begun afresh already.
-        loop.state.load_state_dict(state, source=source, again=distributed.from_master(lambda: self._is_own(source)))
+        # Rank 0 reads and sends: the others need no file, and cannot choose a different one.
+        source, state, passed_over = distributed.from_master(lambda: _open_fitting(loop, path))
+        # A run that continues from its own checkpoint has made the resets of its options already.
+        own_checkpoint = distributed.from_master(lambda: self._is_own(source))
+        loop.state.load_state_dict(state, source=source, own_checkpoint=own_checkpoint)
         reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
-        if not (reason := loop.at_its_end()):
+        if not (reason := loop.end_reason()):
             return
         distributed.from_master(lambda: self._require_work(loop, source, reason))
         missing = "its last validation is made now" if loop.validation_missing else "it is finished"
         reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no update is left to make, {reason}: {missing}")
 
     def _require_work(self, loop: Loop, name: str, reason: str) -> None:
-        """Refuse a training that is finished, unless it is this run's own.
+        """Raise if a checkpoint's training is finished, unless this run trained it.
 
         Raises:
             RequestError: nothing is left to train.
         """
-        # A run that is started again after its last checkpoint has trained; another one would end without having.
+        # A run that is restarted after its last checkpoint has trained; another one would end without having trained.
         if not self._is_own(name) and not loop.validation_missing:
             raise RequestError(f"{name} is at update {loop.updates}, and nothing is left to train: {reason}")
 
@@ -253,10 +254,10 @@ class _Rank:
             or source.absolute() in recorded_checkpoints(self.run_dir)
         )
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self._narration.say(line)
 
-    def _waits(self) -> None:
+    def _report_wait(self) -> None:
         if self.assignment.world_size == 1:
             return
         self.writer.write(
@@ -270,14 +271,14 @@ class _Rank:
             )
         )
 
-    def _waiting(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
+    def _report_missing(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
-        self._say(
+        self._print_line(
             f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
         )
 
-    def _lost(self, why: str) -> None:
-        """Report that another machine is gone and end the process, whose training thread may wait in NCCL."""
+    def _end_lost_peer(self, why: str) -> None:
+        """Record the loss of a peer and end the process, whose training thread may be blocked in NCCL."""
         last = flight_recorder.dump()
         failure = Failure(
             time=time.time(),
@@ -299,22 +300,22 @@ class _Rank:
 
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
-        told = kind not in ("exception", "lost_peer", "out_of_memory")
+        explained = kind not in ("exception", "lost_peer", "out_of_memory")
         first_line = next((line for line in str(error).splitlines() if line.strip()), "")
         failure = failure_of(
             error,
             kind=kind,
-            # A line break in what was asked for is part of a name that the message quotes, not its end.
-            message=printable(str(error)) if kind == "request" else first_line if told else "",
+            # The message about a request is kept whole: it may quote a name with a line break.
+            message=printable(str(error)) if kind == "request" else first_line if explained else "",
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step(),
-            defect=not told,
+            defect=not explained,
         )
-        # On a terminal the node agent says it, once for all ranks; only a traceback is worth more than that.
-        if not told or self.run_dir is not None:
-            said = failure.traceback or f"{type(error).__name__}: {error}"
-            print(printable_lines(said), file=sys.stderr)
+        # Without a run directory the node agent prints the message, once for all ranks; a rank adds only a traceback.
+        if not explained or self.run_dir is not None:
+            text = failure.traceback or f"{type(error).__name__}: {error}"
+            print(printable_lines(text), file=sys.stderr)
         last = flight_recorder.dump()
         if kind != "lost_peer":
             distributed.report_failure(failure.message)
@@ -326,11 +327,11 @@ class _Rank:
         return failure
 
 
-def _choose(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the checkpoint that a path names and that fits: its file, its state, and what was passed over.
+def _open_fitting(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
+    """Open the checkpoint that a path names; return its file, its state, and the reasons for passing over newer ones.
 
     Raises:
-        RequestError: there is none; a good one beside it is offered.
+        RequestError: there is none that fits; the message offers one beside it that does.
     """
     source = path
     try:
@@ -342,7 +343,7 @@ def _choose(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
 
 
 def _offer(loop: Loop, source: Path) -> str:
-    """Offer the newest checkpoint beside the one that was refused from which this training can go on."""
+    """Return a hint at the newest checkpoint that fits, beside one that does not; empty without one."""
     if source.is_dir():
         return ""
     for path, state in good_ones(source.parent, on_skipped=lambda _: None):
@@ -382,7 +383,7 @@ def _kind(error: Exception) -> str:
 
 
 def _recipe_in(run_dir: RunDir | None) -> str:
-    """Return the recipe that a run keeps; empty where there is none."""
+    """Return the recipe in a run directory; empty if there is none."""
     if run_dir is None:
         return ""
     try:
@@ -392,4 +393,4 @@ def _recipe_in(run_dir: RunDir | None) -> str:
 
 
 def _discard_line(line: str) -> None:
-    """Only rank 0 speaks."""
+    """Do nothing: only rank 0 prints."""

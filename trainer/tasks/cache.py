@@ -1,4 +1,4 @@
-"""Cache prepared text on disk: built once, memory-mapped by every rank and every later run.
+"""Disk cache of prepared text: built once, memory-mapped by every rank and every later run.
 
 An entry is a folder named by a hash of its inputs. It is renamed into place, so a reader sees all of it or nothing,
 and a file lock makes the ranks of a node wait for the first one instead of building it again. The cache may be deleted
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expand_home
+from trainer.tasks.sources import Splits
 
 
 def folder() -> Path:
@@ -37,18 +38,25 @@ def fingerprint(files: Sequence[Path]) -> list[list[Any]]:
     return [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
 
 
-def entry(kind: str, made_from: Any, build: Callable[[Path], None]) -> Path:
+def fingerprint_splits(splits: Splits) -> dict[str, Any]:
+    """Identify pieces of text without reading them: their files, and the byte ranges of each split."""
+    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
+    cuts = {split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()}
+    return {"files": fingerprint(files), "cuts": cuts}
+
+
+def entry(kind: str, inputs: Any, build: Callable[[Path], None]) -> Path:
     """Return the folder of a cache entry; build it first if it does not exist.
 
     Args:
         kind: kind of the entry and version of its layout; part of its name.
-        made_from: all inputs that determine the content, as JSON values.
+        inputs: all inputs that determine the content, as JSON values.
         build: writes the files of the entry into an empty folder.
 
     Raises:
         RequestError: the cache cannot be written.
     """
-    digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
     root = folder()
     final = root / f"{kind}-{digest}"
     if final.is_dir():
@@ -71,7 +79,7 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
         build(scratch)
         scratch.rename(final)
     except OSError:
-        # Where locks do not work (some network file systems) another rank may have been first: its entry is equal.
+        # Without working locks (some network file systems) another rank may have been first: its entry is equal.
         if not final.is_dir():
             raise
     finally:
@@ -87,7 +95,7 @@ def _locked(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             except OSError:
-                yield  # no locks here; the rename alone keeps entries whole
+                yield  # this file system has no locks; the rename alone keeps entries whole
                 return
             if not _still_there(descriptor, path):
                 continue  # its last holder removed the file that this process was waiting for

@@ -60,7 +60,7 @@ class DocNN(nn.Module):
 
     def __init__(self, options: DocNNOptions, *, words: int, classes: int) -> None:
         super().__init__()
-        # Padding is the zero vector and stays it. The convolutions themselves pad with zeros by their kernel size,
+        # Padding is the zero vector and is not trained. The convolutions pad with zeros by their kernel size,
         # so a window of zeros alone is part of every maximum: a sentence's class is then the same in any batch.
         self.embedding = nn.Embedding(words, options.embedding_dim, padding_idx=PAD)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -159,7 +159,7 @@ def _refuse_unseen_labels(path: str, rows: Sequence[LabelledSentence], vocabular
     for row in rows:
         if row.label not in vocabulary.labels:
             known = ", ".join(list(vocabulary.labels)[:10])
-            # A header that was taken for a row.
+            # The first line may be a header that was read as a row.
             hint = "; is it a header? Then name its columns by text_column and label_column" if row.line == 1 else ""
             raise RequestError(
                 f"{path}, line {row.line}: label {row.label!r} does not occur in the training file, which has "

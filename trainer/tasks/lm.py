@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import text_files
 from trainer.contract.task_options import LmOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks import cache
-from trainer.tasks.sources import Piece, read_pieces, split_tail
+from trainer.tasks.sources import Splits, read_pieces, text_splits
 from trainer.tasks.task import Task
 
 BYTE_VALUES = 256
@@ -146,12 +145,7 @@ class LanguageModel(Task):
     def datasets(self) -> Mapping[str, SizedDataset]:
         """Return the windows of the text, and of its held-out tail or the validation text."""
         options = self.options
-        files = text_files(options.data, options.pattern)
-        train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
-        if options.valid_data:
-            valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
-        splits = {"train": train, "valid": valid} if valid else {"train": train}
-        texts = byte_tensors(splits)
+        texts = byte_tensors(text_splits(options))
         for split, text in texts.items():
             if len(text) <= options.context:
                 self._refuse(split, len(text))
@@ -198,7 +192,7 @@ class LanguageModel(Task):
         if not self.options.sample_bytes:
             return None
         device = next(model.parameters()).device
-        # An own generator leaves the random state of the training as it is.
+        # A separate generator, so that the random state of the training does not change.
         generator = torch.Generator().manual_seed(0)
         text = list(self.options.prompt.encode() or b"\n")
         training = model.training
@@ -212,17 +206,15 @@ class LanguageModel(Task):
         return decode_printable(bytes(text))
 
 
-def byte_tensors(splits: Mapping[str, Sequence[Piece]]) -> dict[str, Tensor]:
+def byte_tensors(splits: Splits) -> dict[str, Tensor]:
     """Join the pieces of each split into one mapped tensor of bytes ``[N]``, uint8."""
-    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
-    cuts = {split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()}
 
     def build(folder: Path) -> None:
         for split, pieces in splits.items():
             with (folder / f"{split}.bin").open("wb") as file:
                 file.writelines(read_pieces(pieces))
 
-    folder = cache.entry("bytes1", {"files": cache.fingerprint(files), "cuts": cuts}, build)
+    folder = cache.entry("bytes1", cache.fingerprint_splits(splits), build)
     return {split: cache.mapped(folder / f"{split}.bin", torch.uint8) for split in splits}
 
 

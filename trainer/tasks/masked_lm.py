@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import text_files
 from trainer.contract.task_options import MaskedLmOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks import wordpiece
-from trainer.tasks.sources import split_tail
+from trainer.tasks.sources import text_splits
 from trainer.tasks.task import Task
 
 
@@ -143,13 +142,8 @@ class MaskedLanguageModel(Task):
     def datasets(self) -> Mapping[str, SizedDataset]:
         """Tokenise the text, or map it from the cache."""
         options = self.options
-        files = text_files(options.data, options.pattern)
-        train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
-        if options.valid_data:
-            valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
-        splits = {"train": train, "valid": valid} if valid else {"train": train}
         self._vocabulary, texts = wordpiece.token_tensors(
-            splits, vocab=options.vocab, vocab_size=options.vocab_size, lowercase=options.lowercase
+            text_splits(options), vocab=options.vocab, vocab_size=options.vocab_size, lowercase=options.lowercase
         )
         needed = options.sequence_length - 2
         for split, tokens in texts.items():

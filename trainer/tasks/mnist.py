@@ -23,7 +23,7 @@ from trainer.data.dataset import SizedDataset
 from trainer.tasks.task import Task
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
-"""Of the training images, pixels scaled to 0…1."""
+"""Mean and standard deviation of the training images' pixels, scaled to 0…1."""
 
 
 class Images:

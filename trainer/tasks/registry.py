@@ -1,4 +1,4 @@
-"""Import a task by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
+"""Import of tasks by name: built in, ``package.module:Class``, or ``path/to/file.py:Class``.
 
 Torch-free until a task is loaded.
 """

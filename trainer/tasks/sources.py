@@ -1,13 +1,14 @@
-"""Split text files into training and validation pieces, and read them; torch-free."""
+"""Splitting of text files into training and validation pieces, and reading of these; torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import refuse_unreadable
+from trainer.contract.task_files import refuse_unreadable, text_files
+from trainer.contract.task_options import TextOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,19 @@ class Piece:
     """One past the last byte."""
 
 
+Splits = Mapping[str, Sequence[Piece]]
+"""Pieces of text by split."""
+
+
+def text_splits(options: TextOptions) -> Splits:
+    """Return the pieces of ``train`` and, if it has any, of ``valid``: its own text, or the tail of the other."""
+    files = text_files(options.data, options.pattern)
+    train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
+    if options.valid_data:
+        valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
+    return {"train": train, "valid": valid} if valid else {"train": train}
+
+
 def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], list[Piece]]:
     """Split the concatenated files into training pieces and a validation tail, a ``fraction`` of the bytes.
 
@@ -28,14 +42,14 @@ def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], lis
     """
     whole = [Piece(path=file, start=0, end=file.stat().st_size) for file in files]
     whole = [piece for piece in whole if piece.end]
-    left = int(sum(piece.end for piece in whole) * (1 - fraction))
+    remaining = int(sum(piece.end for piece in whole) * (1 - fraction))
     train: list[Piece] = []
     valid: list[Piece] = []
     for piece in whole:
-        cut = min(left, piece.end)
+        cut = min(remaining, piece.end)
         if 0 < cut < piece.end:
             cut = _line_end(piece.path, cut)
-        left -= min(left, piece.end)
+        remaining -= min(remaining, piece.end)
         if cut:
             train.append(Piece(path=piece.path, start=0, end=cut))
         if cut < piece.end and fraction:
@@ -62,10 +76,10 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
             yield b"\n"
         with refuse_unreadable(piece.path), piece.path.open("rb") as file:
             file.seek(piece.start)
-            left = piece.end - piece.start
-            while left:
-                chunk = file.read(min(left, block))
+            remaining = piece.end - piece.start
+            while remaining:
+                chunk = file.read(min(remaining, block))
                 if not chunk:
                     raise RequestError(f"{piece.path} became shorter while it was read")
-                left -= len(chunk)
+                remaining -= len(chunk)
                 yield chunk

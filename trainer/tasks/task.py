@@ -1,4 +1,4 @@
-"""Define the ``Task`` interface, which a user's own task subclasses."""
+"""The ``Task`` interface, which a user's own task subclasses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Task:
     def loss(
         self, model: nn.Module, batch: Any
     ) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]] | tuple[Tensor, Tensor | int]:
-        """Return the summed loss in nats, how many items it sums over, and, where there are any, sums of metrics.
+        """Return the summed loss in nats, the number of items in the sum, and, if there are metrics, their sums.
 
         A metric is reported as its sum over the same count: the number of correct labels becomes the accuracy.
         """
@@ -64,11 +64,11 @@ class Task:
         return None
 
     def sizes(self, split: str) -> Sequence[int] | None:
-        """Return the tokens of each sample, for ``--max-tokens``; None asks the dataset's ``size(index)``."""
+        """Return the tokens of each sample, for ``--max-tokens``; None to use the dataset's ``size(index)``."""
         return self.lengths(split)
 
     def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules whose activations ``--activation-checkpointing`` computes again; none within another."""
+        """Return the modules that ``--activation-checkpointing`` recomputes in the backward pass; none in another."""
         return ()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -76,7 +76,7 @@ class Task:
         return None
 
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
-        """Return parameters whose gradient has few rows that are not zero, such as a large embedding's.
+        """Return the parameters with few nonzero rows in their gradient, such as a large embedding.
 
         CPU ranks then send only those rows; the result is the same.
         """
@@ -92,15 +92,17 @@ class Task:
 
 
 def summed_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
-    """Return what the task's ``loss`` gives for a batch, with no metrics where it gives none.
+    """Return summed loss, count and metrics from the task's ``loss``; metrics are empty if it has none.
 
     Raises:
-        RequestError: it gives something else; one line that names the task's class.
+        RequestError: ``loss`` returns something else; one line that names the task's class.
     """
-    given = task.loss(model, batch)
-    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
-        _refuse(task, f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple | list) else ""))
-    loss, count, *rest = given
+    result = task.loss(model, batch)
+    if not isinstance(result, tuple | list):
+        _refuse(task, f"a {type(result).__name__}")
+    if len(result) not in (2, 3):
+        _refuse(task, f"a {type(result).__name__} of {len(result)}")
+    loss, count, *rest = result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         _refuse(task, f"{_kind(loss)} as the loss")
     if torch.is_grad_enabled() and not loss.requires_grad:
@@ -116,10 +118,10 @@ def summed_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tenso
     return loss, count, metrics
 
 
-def _refuse(task: Task, given: str) -> NoReturn:
+def _refuse(task: Task, returned: str) -> NoReturn:
     raise RequestError(
-        f"{type(task).__name__}.loss() returned {given}; it must return the summed loss (a tensor of one number), the "
-        "count (a number or a tensor of one) and, if there are metrics, a dict of their sums"
+        f"{type(task).__name__}.loss() returned {returned}; it must return the summed loss (a tensor of one number), "
+        "the count (a number or a tensor of one) and, if there are metrics, a dict of their sums"
     )
 
 

@@ -1,4 +1,4 @@
-"""Read labelled sentences from tab-separated files of several column orders; torch-free."""
+"""Reader of labelled sentences in tab-separated files with several column orders; torch-free."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LABEL_NAMES = ("label", "labels", "doc_label", "class", "category", "sentiment",
 
 
 class Columns(NamedTuple):
-    """Where rows have their text and their label."""
+    """Columns of text and label in every row."""
 
     text: int
     label: int
     width: int
-    """Columns of every row."""
+    """Number of columns."""
     has_header: bool
     """Whether the first line names the columns."""
 
@@ -95,7 +95,7 @@ def _has_usual(names: list[str], usual: tuple[str, ...]) -> bool:
 
 
 def _named_columns(path: Path, names: list[str], text: str | None, label: str | None) -> Columns:
-    """Return the columns that are named or numbered; one that is not given has a usual name, or is the other of two."""
+    """Return the columns given by name or number; one not given is the one with a usual name, or the other of two."""
     wanted = {"text": (text, TEXT_NAMES), "label": (label, LABEL_NAMES)}
     found = {kind: _column(path, names, f"{kind}_column", name) for kind, (name, _) in wanted.items() if name}
     for kind, (name, usual) in wanted.items():
@@ -119,7 +119,7 @@ def _is_number(wanted: str, names: list[str]) -> bool:
 
 def _column(path: Path, names: list[str], option: str, wanted: str) -> int:
     if _is_number(wanted, names):
-        if int(wanted[:9]) < len(names):
+        if len(wanted) <= 9 and int(wanted) < len(names):
             return int(wanted)
         raise RequestError(f"{path}, line 1: {option} is {wanted[:9]}, but there are columns 0 to {len(names) - 1}")
     for known, name in ((names, wanted), (_lower(names), wanted.lower())):

@@ -1,11 +1,11 @@
-"""Train or load a WordPiece vocabulary for the masked language model, and cache the tokenised text."""
+"""WordPiece vocabulary of the masked language model, trained or loaded, and the cached tokenised text."""
 
 from __future__ import annotations
 
 import importlib.util
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.contract.errors import RequestError
 from trainer.contract.task_files import require_file
 from trainer.tasks import cache
-from trainer.tasks.sources import Piece, read_pieces
+from trainer.tasks.sources import Piece, Splits, read_pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,7 +37,7 @@ class WordPieceVocabulary(NamedTuple):
 
 
 def token_tensors(
-    splits: Mapping[str, Sequence[Piece]], *, vocab: str | None, vocab_size: int, lowercase: bool
+    splits: Splits, *, vocab: str | None, vocab_size: int, lowercase: bool
 ) -> tuple[WordPieceVocabulary, dict[str, Tensor]]:
     """Tokenise each split, or map it from the cache.
 
@@ -50,12 +50,8 @@ def token_tensors(
     if importlib.util.find_spec("tokenizers") is None:
         raise RequestError("task masked_lm needs the package tokenizers: pip install 'gputrain[tokenizers]'")
     vocab_path = require_file(vocab) if vocab is not None else None
-    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
-    made_from = {
-        "files": cache.fingerprint(files),
-        "cuts": {
-            split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()
-        },
+    inputs = {
+        **cache.fingerprint_splits(splits),
         "vocab": cache.fingerprint([vocab_path]) if vocab_path else vocab_size,
         "lowercase": lowercase,
     }
@@ -66,7 +62,7 @@ def token_tensors(
         for split, pieces in splits.items():
             _tokenise(tokenizer, pieces, folder / f"{split}.bin")
 
-    folder = cache.entry("wordpiece1", made_from, build)
+    folder = cache.entry("wordpiece1", inputs, build)
 
     from tokenizers import Tokenizer
 
@@ -98,7 +94,7 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((normalize(line).translate(rare) for line in _lines(pieces)), trainer)
-    # Rebuilt from its words alone, so that only the five special tokens stay special.
+    # Rebuilt from its words alone, so that only the five special tokens are special.
     return _untrained(tokenizer.get_vocab(), lowercase)
 
 

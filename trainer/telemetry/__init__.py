@@ -1,1 +1,1 @@
-"""Measure the phases of a step and its gradient synchronisation."""
+"""Measurement of a step's phases and its gradient synchronisation."""

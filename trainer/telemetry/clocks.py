@@ -1,4 +1,4 @@
-"""Measure time without synchronising: the host's clock for CPU ranks, CUDA events for GPU ranks.
+"""Clocks that do not synchronise: the host's for CPU ranks, CUDA events for GPU ranks.
 
 A mark is a point in time on the rank's timeline. On the host it is known at once; on a GPU it is reached once the
 device has done the work queued before it, so readers check ``ready`` first and never wait.
@@ -65,12 +65,12 @@ class Clock(Protocol):
         ...
 
     def memory_peak_bytes(self) -> int | None:
-        """Return the most memory that tensors have held on the device; None where it is not counted."""
+        """Return the peak memory of tensors on the device, bytes; None where it is not counted."""
         ...
 
 
-SHORT_S = 50e-6
-"""Time in which a thread cannot have waited for a core so long that it matters: reading the run delay costs a tenth."""
+RUN_DELAY_INTERVAL_S = 50e-6
+"""Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is negligible."""
 
 
 class HostClock:
@@ -99,7 +99,7 @@ class HostClock:
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return the time and the run delay."""
         now = self._clock()
-        if waits and now - self._read_s > SHORT_S and self._waits is not None:
+        if waits and now - self._read_s > RUN_DELAY_INTERVAL_S and self._waits is not None:
             self._waited, self._read_s = self._waits(), now
         return now, self._waited
 
@@ -161,8 +161,7 @@ class CudaClock:
     def enter_thread(self) -> None:
         """Make the device this thread's current one.
 
-        A thread begins on GPU 0, and the first question about an event opens a context there, of half a GiB in each
-        rank.
+        A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
         """
         self._set_device(self._device)
 
@@ -197,16 +196,16 @@ class CudaClock:
         self._events.extend(marks)
 
     def memory_peak_bytes(self) -> int | None:
-        """Return the allocator's count, which needs no answer of the device."""
+        """Return the allocator's count, without synchronising."""
         return self._peak_bytes(self._device) or None
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
         """Queue one copy of all numbers behind the kernels that compute them."""
         on_device = [isinstance(value, Tensor) and value.device.type == self._device.type for value in values]
-        queued = [value for value, there in zip(values, on_device, strict=True) if there and isinstance(value, Tensor)]
+        pairs = list(zip(values, on_device, strict=True))
+        queued = [value for value, copied in pairs if copied and isinstance(value, Tensor)]
         numbers = [
-            None if there else float(value.detach()) if isinstance(value, Tensor) else value
-            for value, there in zip(values, on_device, strict=True)
+            None if copied else float(value.detach()) if isinstance(value, Tensor) else value for value, copied in pairs
         ]
         if not queued:
             return lambda: numbers
@@ -217,7 +216,7 @@ class CudaClock:
         def read() -> list[float | None]:
             arrived = iter(pinned.tolist())
             self._pinned.append(pinned)
-            return [next(arrived) if there else number for number, there in zip(numbers, on_device, strict=True)]
+            return [next(arrived) if copied else number for number, copied in zip(numbers, on_device, strict=True)]
 
         return read
 

@@ -1,12 +1,12 @@
-"""Measure by a DDP comm hook when gradient buckets are ready and reduced, and the norm of this rank's own gradient.
+"""DDP comm hook that measures when gradient buckets are ready and reduced, and the norm of this rank's own gradient.
 
 The result is bit for bit that of DDP itself: gradients times ``1 / world_size``, then their sum. An exception in the
 hook would leave the peers waiting for ever: everything but the collective itself is guarded, and the first fault ends
 the measurement.
 
-On CPU ranks the hook of the last bucket waits until all are reduced, as DDP would next. So no gloo thread calls back
-into Python, where it would contend for the interpreter lock: that costs 70–100 µs per bucket (torch 2.13), this some
-20 µs. On GPU ranks nothing waits, and each bucket's end is an event recorded in its future's callback.
+On CPU ranks the hook of the last bucket waits until all are reduced, as DDP would next. That costs some 20 µs per
+bucket; callbacks from a gloo thread would contend for the interpreter lock and cost 70–100 µs (torch 2.13). On GPU
+ranks nothing waits, and each bucket's end is an event recorded in its future's callback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Buckets:
     """Marks and sizes of the buckets of one synchronisation, in launch order."""
 
     detailed: bool
-    """Each bucket's end and norm are measured too."""
+    """Whether each bucket's end and norm are measured too."""
     ready: list[Mark] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes of gradient in each bucket."""
@@ -111,14 +111,14 @@ class _CachedBucket:
 
 
 class HookRelay:
-    """Comm hook in the place of a model's own one, which it calls; measuring can be put around that later."""
+    """Comm hook that calls a model's own hook, or a measuring hook that is put around it later."""
 
     def __init__(self, inner: CommHook) -> None:
         self.inner = inner
         self._hook = inner
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Call the model's own hook, or what is around it."""
+        """Call the model's own hook, or the hook around it."""
         return self._hook(state, bucket)
 
     def attach(self, _: object, hook: CommHook) -> None:
@@ -135,7 +135,7 @@ class BucketHook:
         inner: Comm hook that averages instead; it is called with ``state``.
         waits: Whether the hook of the last bucket waits for all: on CPU ranks, without an inner hook.
         sparse: Parameters whose gradients have few rows that are not zero; used where ``waits``.
-        register: Takes the state and the hook instead of the model, which has a relay to it.
+        register: Registers state and hook in place of ``model.register_comm_hook``, for a model with a relay.
     """
 
     def __init__(
@@ -157,16 +157,16 @@ class BucketHook:
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
         self._model = ref(model)
-        """A reference, as the model has this hook in its reducer, where no collector of garbage sees it."""
+        """Weak reference: the model's reducer holds this hook, where the garbage collector would not find the cycle."""
         self._join_share: float | None = None
-        """Factor of the average in this synchronisation, where ranks have run out of data; None: ``_share``."""
+        """Factor of the average in this synchronisation, if ranks have run out of data; else None, for ``_share``."""
         self._matching = False
         """Whether this rank has run out of data, and only takes part in this synchronisation."""
         join_context.follow_joins()
         self._options = dist.AllreduceOptions()
         self._pending_work: list[Any] = []
         self._packed: list[SparseRows] = []
-        """Buckets whose rows are on their way."""
+        """Rows of sparse gradients that are being reduced."""
         self._sparse = {id(parameter) for parameter in sparse}
         self._cached: dict[int, _CachedBucket] = {}
         """Buckets by index, until DDP rebuilds them."""
@@ -199,7 +199,7 @@ class BucketHook:
         self._measuring = self._detailed = False
 
     def give_way(self, inner: CommHook, state: object) -> None:
-        """Let a comm hook that the model gets later average from now on, as if this one had never been there."""
+        """Stop measuring, and let a comm hook that the model gets later do the averaging."""
         self._measuring = self._detailed = False
         self._hook = lambda _, bucket: inner(state, bucket)
         self.fault = "the model got a comm hook of its own: buckets are not measured from there on"
@@ -253,7 +253,7 @@ class BucketHook:
         return cached.done
 
     def _pack(self, cached: _CachedBucket, share: Tensor, buckets: Buckets | None) -> list[Tensor]:
-        """Return what is reduced of a bucket with sparse gradients, averaged: its rows, or all of it."""
+        """Return the averaged tensors to reduce for a bucket with sparse gradients: its nonzero rows, or its buffer."""
         assert cached.rows is not None
         self.waiting = True
         packed = cached.rows.pack()
@@ -327,7 +327,7 @@ class BucketHook:
         return future.then(partial(self._inner_reduced, buckets, self._add_end(buckets)))
 
     def _follow_join(self) -> None:
-        """Note at a synchronisation's first bucket which ranks have run out of data, in DDP's ``join()``."""
+        """Read at a synchronisation's first bucket which ranks have run out of data, in DDP's ``join()``."""
         model = self._model()
         if model is None or not model._join_config.enable:
             self._join_share, self._matching = None, False
@@ -341,7 +341,7 @@ class BucketHook:
     def _norm(self, buffer: Tensor) -> Tensor | None:
         """Return the norm [] of a bucket before it is averaged."""
         try:
-            # Of 16-bit numbers the squares may overflow; 64-bit ones are not narrowed before they are summed.
+            # Squares of 16-bit numbers may overflow; 64-bit ones keep their type until they are summed.
             wider = torch.float32 if buffer.dtype.itemsize < 4 else None
             norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wider).to(torch.float32)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
@@ -350,11 +350,11 @@ class BucketHook:
         return norm
 
     def _ready(self, buffer: Tensor, norm: Tensor | None, *, first: bool, last: bool = False) -> Buckets | None:
-        """Note that a bucket is about to be launched; None once measuring has failed.
+        """Mark a bucket as ready and return the synchronisation it belongs to; None once measuring has failed.
 
         Args:
             buffer: The bucket's gradients [elements].
-            norm: Of them, [].
+            norm: Norm [] of the gradients, if measured.
             first: Whether a synchronisation begins with it.
             last: Whether the thread begins to wait for the others with it.
         """
@@ -408,7 +408,7 @@ class BucketHook:
 
 
 def factor(number: float, dtype: torch.dtype) -> Tensor:
-    """Return a number as a tensor [] whose product with a CPU tensor is bit for bit that of the number, but faster.
+    """Return a number as a tensor [], by which a CPU tensor is multiplied faster, with bit for bit the same result.
 
     Args:
         number: A Python number, which torch rounds to the type in which it computes the product.

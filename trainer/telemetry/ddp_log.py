@@ -1,6 +1,6 @@
-"""Read the times of a step's gradient synchronisation from DistributedDataParallel's own logger.
+"""Times of a step's gradient synchronisation from DistributedDataParallel's own logger.
 
-It has the last of several synchronisations in one step, and costs some 20 µs a step on CPU ranks. The interface is
+It has only the last of several synchronisations in one step, and costs some 20 µs a step on CPU ranks. The interface is
 private: where a part of it is missing, the values are absent. On CUDA reading it would synchronise with the device, so
 it is not used there.
 """

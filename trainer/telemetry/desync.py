@@ -1,4 +1,4 @@
-"""Compare checksums of every parameter and buffer across the ranks at intervals.
+"""Comparison of checksums of every parameter and buffer across the ranks.
 
 DDP keeps replicas equal only as long as every rank applies the same update; a rank that skips one, steps with another
 learning rate or has a bad memory chip trains on alone, and nothing fails. The check costs one pass over the
@@ -25,26 +25,26 @@ from trainer.distributed.collectives import max_async
 from trainer.distributed.host_copies import HostCopies, begin_copy, host_copies
 
 DRIFT = 1e-6
-"""Relative difference of a norm up to which unlike processors drift rather than desync (fairseq's tolerance)."""
+"""Relative difference of a norm that is reported as drift between unlike processors (fairseq's tolerance)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Checksums of a model's tensors, in the order of their names, and of all parameters and of all buffers."""
+    """Checksums of a model's tensors, in the order of ``ReplicatedTensors``, and digests of them."""
 
     digests: tuple[int, int]
-    """Of all parameters and of all buffers; 64 bits."""
+    """Digest of all parameters and digest of all buffers; 64 bits each."""
     parameters: tuple[int, ...]
     buffers: tuple[int, ...]
 
     @property
     def texts(self) -> tuple[str, str]:
-        """The digests as a record has them."""
+        """The digests in hexadecimal, as the record has them."""
         parameters, buffers = (f"{digest % (1 << 64):016x}" for digest in self.digests)
         return parameters, buffers
 
 
-class _Held(NamedTuple):
+class _ModelTensor(NamedTuple):
     """Tensor with its name, and the module's dictionary and key that hold it."""
 
     name: str
@@ -62,8 +62,8 @@ class ReplicatedTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.parameters: list[_Held] = []
-        self.buffers: list[_Held] = []
+        self.parameters: list[_ModelTensor] = []
+        self.buffers: list[_ModelTensor] = []
         self._found = False
         self._addresses: list[int] = []
         """Address of each tensor's memory."""
@@ -72,7 +72,7 @@ class ReplicatedTensors:
         self._sums = torch.empty(0, dtype=torch.int64)
         """Checksum of each tensor, [tensors]."""
         self._weights = self._sums
-        """Of each checksum in the digests, [tensors]."""
+        """Weight of each checksum in the digests, [tensors]."""
         self._slots: Sequence[Tensor] = ()
         """Views [] of ``_sums``, one per tensor."""
 
@@ -84,7 +84,7 @@ class ReplicatedTensors:
         Returns:
             Digests of all parameters and of all buffers, then the checksum of each, [2 + tensors], int64.
         """
-        held, count = self._held(), len(self.parameters)
+        held, count = self._all_tensors(), len(self.parameters)
         with torch.no_grad():
             for (_, tensor, _, _), words, slot in zip(held, self._words, self._slots, strict=True):
                 if words is None:
@@ -96,11 +96,11 @@ class ReplicatedTensors:
             return torch.cat([weighted[:count].sum(0, keepdim=True), weighted[count:].sum(0, keepdim=True), self._sums])
 
     def fingerprint(self, checksums: Sequence[int]) -> Fingerprint:
-        """Name what ``checksums`` has returned, once it is on the host."""
+        """Return the fingerprint of the result of ``checksums``, copied to the host."""
         digests, count = (checksums[0], checksums[1]), 2 + len(self.parameters)
         return Fingerprint(digests=digests, parameters=tuple(checksums[2:count]), buffers=tuple(checksums[count:]))
 
-    def _held(self) -> list[_Held]:
+    def _all_tensors(self) -> list[_ModelTensor]:
         """Return all tensors, parameters first; collect them again if one was replaced or moved."""
         held = [*self.parameters, *self.buffers]
         if self._found and all(
@@ -123,11 +123,11 @@ class ReplicatedTensors:
 class DesyncCheck:
     """Comparison of the model across the ranks: started after one step, completed after the next.
 
-    So no rank waits for the others, which have all started it by the next step's synchronisation. All ranks start it
-    at the same step, and read its result at the same place in their order of collectives.
+    No rank waits for the others, which have all started it by the next step's synchronisation. All ranks start it at
+    the same step, and read its result at the same place in their order of collectives.
 
-    Ranks on unlike processors may differ in the last bits of what they compute alone. Where the norms of a tensor
-    agree to ``DRIFT`` among such ranks, the difference is reported as drift.
+    Ranks on unlike processors may differ in the last bits of their own computations. If the norms of a tensor agree to
+    ``DRIFT`` among such ranks, the difference is reported as drift.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class DesyncCheck:
             step: Optimizer steps done.
             rank: Global rank of this process.
             device: Device of the process group's tensors.
-            copies: Brings numbers from the device; default: what the device needs.
+            copies: Copies numbers from the device; None chooses by the device.
             now: Unix seconds, for the events.
         """
         self.step = step
@@ -158,38 +158,38 @@ class DesyncCheck:
         self._time = time.time() if now is None else now
         checksums = replica.checksums()
         processor = torch.full((1,), _processor(device), dtype=torch.int64, device=checksums.device)
-        held = torch.cat([processor, checksums[:2]])
+        compared = torch.cat([processor, checksums[:2]])
         # Maximum and complement of the minimum (the negative could overflow): one reduction shows whether all are
         # equal, whatever the number of ranks.
-        self._extremes = max_async(torch.cat([held, ~held]), copies)
+        self._extremes = max_async(torch.cat([compared, ~compared]), copies)
         self._checksums = begin_copy(checksums, copies or host_copies(checksums.device))
 
     def result(self) -> tuple[Checksum, list[Finding]]:
-        """Return this rank's checksum and, on rank 0, what differs; call it once, on all ranks."""
+        """Return this rank's checksum and, on rank 0, the findings; call it once, on all ranks."""
         own = self._replica.fingerprint(self._checksums.numbers())
         parameters, buffers = own.texts
         checksum = Checksum(time=self._time, rank=self._rank, step=self.step, parameters=parameters, buffers=buffers)
         found: list[Finding] = []
-        held, extremes = [_processor(self._device), *own.digests], self._extremes()
-        if all(high == ~low for high, low in zip(extremes, extremes[len(held) :], strict=False)):
+        compared, extremes = [_processor(self._device), *own.digests], self._extremes()
+        if all(high == ~low for high, low in zip(extremes, extremes[len(compared) :], strict=False)):
             return checksum, found
-        rows = _gather([self._rank, *held], torch.int64, self._device)
+        rows = _gather([self._rank, *compared], torch.int64, self._device)
         ranks = [int(row[0]) for row in rows]
         unlike = len({row[1] for row in rows}) > 1
-        for column, what, tensors, sums in (
+        for column, kind, tensors, sums in (
             (2, "parameter", self._replica.parameters, own.parameters),
             (3, "buffer", self._replica.buffers, own.buffers),
         ):
             if len({row[column] for row in rows}) > 1:
-                difference = _examine(what, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
+                difference = _find_difference(kind, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
                 if self._rank == ranks[0]:
-                    found.append(_finding(difference, what=what, time=self._time, step=self.step))
+                    found.append(_finding(difference, kind=kind, time=self._time, step=self.step))
         return checksum, found
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference:
-    """Ranks that differ from the rest, and where."""
+    """Ranks that differ from the rest, and the first tensor that does."""
 
     ranks: list[int]
     """The minority; of two equal parts the one without the first rank."""
@@ -198,22 +198,22 @@ class _Difference:
     """Largest relative difference of a norm, where it is within ``DRIFT`` and the processors are unlike."""
 
 
-def _examine(
-    what: str,
-    tensors: Sequence[_Held],
+def _find_difference(
+    kind: str,
+    tensors: Sequence[_ModelTensor],
     sums: Sequence[int],
     *,
     ranks: Sequence[int],
     unlike: bool,
     device: torch.device,
 ) -> _Difference:
-    """Find the first differing tensor and the ranks that differ; a collective, called on every rank."""
+    """Return the differing tensors and ranks; a collective, called on every rank."""
     counts = [row[0] for row in _gather([len(sums)], torch.int64, device)]
     if len(set(counts)) > 1:
-        return _Difference(ranks=minority(counts, ranks), where=f"another number of {what}s", drift=None)
+        return _Difference(ranks=minority(counts, ranks), where=f"another number of {kind}s", drift=None)
     rows = _gather(sums, torch.int64, device)
     differing = [index for index in range(len(sums)) if len({row[index] for row in rows}) > 1]
-    where = f"first in {what} {tensors[differing[0]].name} ({len(differing)} of {len(sums)} differ)"
+    where = f"first in {kind} {tensors[differing[0]].name} ({len(differing)} of {len(sums)} differ)"
     apart = minority([tuple(row[index] for index in differing) for row in rows], ranks)
     drift = None
     if unlike:
@@ -224,17 +224,17 @@ def _examine(
     return _Difference(ranks=apart, where=where, drift=drift)
 
 
-def _finding(difference: _Difference, *, what: str, time: float, step: int) -> Finding:
+def _finding(difference: _Difference, *, kind: str, time: float, step: int) -> Finding:
     ranks = difference.ranks
-    who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+    holders = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
     finding = Finding(
         time=time,
         kind="desync",
-        severity="critical" if what == "parameter" else "warning",
+        severity="critical" if kind == "parameter" else "warning",
         rank=ranks[0],
         step=step,
-        cause=f"{what}s",
-        message=f"{who} other {what}s than the rest, {difference.where}",
+        cause=f"{kind}s",
+        message=f"{holders} other {kind}s than the rest, {difference.where}",
         advice="stop and resume from the last checkpoint; look for a step, a learning rate or a random choice "
         "that depends on the rank",
     )
@@ -255,19 +255,19 @@ def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> l
     return gathered
 
 
-def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
+def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
     """Return the parameters and the buffers that should be equal, each once.
 
     Statistics of a BatchNorm are left out: each rank has those of its own data.
     """
-    parameters: dict[Tensor, _Held] = {}
-    buffers: dict[Tensor, _Held] = {}
+    parameters: dict[Tensor, _ModelTensor] = {}
+    buffers: dict[Tensor, _ModelTensor] = {}
     own_data: set[Tensor] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                parameters.setdefault(parameter, _Held(prefix + key, parameter, module._parameters, key))
+                parameters.setdefault(parameter, _ModelTensor(prefix + key, parameter, module._parameters, key))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for key, buffer in module._buffers.items():
             if buffer is None:
@@ -275,7 +275,7 @@ def _tensors(model: nn.Module) -> tuple[list[_Held], list[_Held]]:
             if batch_norm:
                 own_data.add(buffer)
             else:
-                buffers.setdefault(buffer, _Held(prefix + key, buffer, module._buffers, key))
+                buffers.setdefault(buffer, _ModelTensor(prefix + key, buffer, module._buffers, key))
     return [*parameters.values()], [held for buffer, held in buffers.items() if buffer not in own_data]
 
 
@@ -303,7 +303,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Return odd numbers that have nothing in common, [count], int64 (as splitmix64 mixes them)."""
+    """Return odd pseudorandom numbers, [count], int64 (mixed as by splitmix64)."""
     weights = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         weights = (weights ^ (weights >> shift)) * factor
@@ -321,7 +321,7 @@ def _processor(device: torch.device) -> int:
 
 
 def minority(keys: Sequence[object], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks whose key is not the most common; of equally common ones that of the first rank is kept."""
+    """Return the ranks that lack the most common key; among equally common keys, that of the earliest rank counts."""
     common, _ = Counter(keys).most_common(1)[0]
     return [rank for rank, key in zip(ranks, keys, strict=True) if key != common]
 

@@ -1,7 +1,7 @@
 """Ranks that still have data, where a script trains on uneven inputs in DDP's ``join()``.
 
-DDP divides gradients by their number, unless ``divide_by_initial_world_size`` is set or a comm hook averages. The
-collective that counts them goes straight to DDP's reducer, which does not give it away: it is kept here on its way.
+DDP divides gradients by their number, unless ``divide_by_initial_world_size`` is set or a comm hook averages. DDP hands
+the collective that counts them to its reducer, which does not expose it; so it is kept here when it is issued.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _counting: WeakKeyDictionary[DistributedDataParallel, Any] = WeakKeyDictionary()
 
 
 def follow_joins() -> None:
-    """Keep the collectives that count ranks from here on."""
+    """Patch torch's ``Join`` to keep the collectives that count ranks."""
     original = Join.notify_join_context
     if hasattr(original, "__wrapped__"):
         return
@@ -47,5 +47,5 @@ def ranks_with_data(model: DistributedDataParallel) -> int | None:
 
 
 def matches_others(model: DistributedDataParallel) -> bool:
-    """Whether this rank has no more data, and only takes part in the synchronisations of those that have."""
+    """Return whether this rank has no more data, and only takes part in the synchronisations of ranks that have."""
     return model._join_config.enable and torch._C._current_graph_task_id() == -1  # in no backward pass

@@ -1,4 +1,4 @@
-"""Compute the event of a measured step, and merge the events of fast steps into one."""
+"""Events of measured steps, and merging of those of fast steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
 Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other", "excluded"]
-"""Phase of a step; ``other`` counts in ``step_ms`` only, ``excluded`` in nothing."""
+"""Phase of a step; ``other`` counts only to ``step_ms``, ``excluded`` to nothing."""
 
 WARM_UP = 2
 """Synchronisations whose bucket times are left out: DDP starts with one bucket and rebuilds after the first."""

@@ -1,4 +1,4 @@
-"""Measure each training step of a rank: its phases, and its wait for gradient synchronisation.
+"""Meter of a rank's training steps: their phases, and the wait for gradient synchronisation.
 
 The loop calls ``lap`` where a phase ends. Nothing here synchronises with a device, and without a record nothing is
 measured. The training thread only takes readings; ``StepRecorder`` turns them into events on the writer's thread.
@@ -46,7 +46,7 @@ LONG_PHASE_STEPS = 4.0
 
 
 class StepMeter:
-    """Meter of training steps; see ``start``, ``lap`` and ``end`` for what counts to a step.
+    """Meter of training steps, driven by calls of ``start``, ``lap`` and ``end``.
 
     Args:
         model: The trained model, wrapped in DistributedDataParallel or not; None where ``follow`` gets it later.
@@ -117,7 +117,7 @@ class StepMeter:
         self._phases: list[Phase] = []
         self._step = 0
         self._paused = True
-        """No step is in progress, so no phase can be long."""
+        """Whether no step is in progress, so that no phase can be long."""
         self._progress = (0, 0)
         """Complete steps, and phases of the next one, at the last check by the writer's thread."""
         self._progress_s: float | None = None
@@ -136,8 +136,8 @@ class StepMeter:
 
         Args:
             ddp: The model.
-            relay: Where its own comm hook can be measured; None without.
-            own_hook: Whether it has a comm hook already, or averages in a way that only DDP knows.
+            relay: Relay of its own comm hook, around which the measuring is put; None without one.
+            own_hook: Whether it has a comm hook already, or averages in another way than by a hook.
 
         Returns:
             The comm hook that was registered with the model; None without one.
@@ -165,7 +165,7 @@ class StepMeter:
     def start(self) -> None:
         """Start a step.
 
-        ``end`` starts the next step by itself, so this is called before the first step, and again after whatever must
+        ``end`` starts the next step by itself, so this is called before the first step, and again after work that must
         not count to a step: a validation, a checkpoint.
         """
         if not self._enabled:
@@ -234,7 +234,7 @@ class StepMeter:
         self._measure_sync()
 
     def discard(self) -> None:
-        """The step is over and is none, because its optimizer step was left out; the next one begins."""
+        """Drop the step, because its optimizer step was left out, and start the next one."""
         if not self._enabled:
             return
         for log in self._logs:
@@ -245,7 +245,7 @@ class StepMeter:
         self.start()
 
     def exclude(self, phases: int) -> None:
-        """Leave what came after the first ``phases`` laps out of the step, up to now: an evaluation."""
+        """Exclude the time since the first ``phases`` laps from the step, because it was an evaluation."""
         if not self._enabled:
             return
         if not phases:
@@ -295,7 +295,7 @@ class StepMeter:
         return [buckets for hook in self._hooks for buckets in hook.take()]
 
     def _measure_sync(self) -> None:
-        """Set what the comm hooks measure at the next step.
+        """Set whether the comm hooks measure the next step, and in detail.
 
         All ranks count steps alike, so buckets are measured at the same steps everywhere.
         """

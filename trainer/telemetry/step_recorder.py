@@ -1,4 +1,4 @@
-"""Turn step readings into events once the device has done the step, on the writer's thread.
+"""Conversion of step readings into events, on the writer's thread, once the device has done the step.
 
 In the training thread, between two steps, the same work would run with cold caches and take several times as long.
 """
@@ -79,14 +79,14 @@ class StepRecorder:
                     self._clock.enter_thread()
                 while self._pending and self._clock.ready(self._pending[0].all_marks()):
                     self._record(self._pending.popleft())
-            except Exception as error:  # noqa: BLE001 - it must not end the writer's thread, see below
-                # A failed device raises in the next call about it, maybe here. That, or a defect in here, must not end
-                # the writer's thread, which still has to record the failure, nor hide the script's own exception when
-                # it closes its meter.
+            except Exception as error:  # noqa: BLE001 - see below
+                # A failed device raises in the next call to it, which may be here. Neither that nor a defect here may
+                # end the writer's thread, which still has to record the failure, or hide the script's own exception
+                # when it closes its meter.
                 self._pending.clear()
                 reason = (str(error).splitlines() or [""])[0]
-                what = f"{type(error).__name__}: {reason}"
-                self.fault = f"reading a step's times failed, later ones may be missing: {what}"
+                cause = f"{type(error).__name__}: {reason}"
+                self.fault = f"reading a step's times failed, later ones may be missing: {cause}"
 
     def flush(self) -> None:
         """Write the steps that have no event yet."""
@@ -94,7 +94,7 @@ class StepRecorder:
             self._flush()
 
     def flush_old(self, now: float) -> None:
-        """Write them if the last step is older than ``MERGE_INTERVAL_S``; ``now`` in Unix seconds."""
+        """Write these steps if the last one is older than ``MERGE_INTERVAL_S``; ``now`` in Unix seconds."""
         with self._lock:
             if self._unmerged and now - self._unmerged[-1].time > MERGE_INTERVAL_S:
                 self._flush()

@@ -1,7 +1,7 @@
-"""Follow the steps of a training loop that is not ours, by what its model, loader and optimizer are seen to do.
+"""Steps of a script's own training loop, followed by calls of its model, data loader and optimizer.
 
-``trainer.watch`` sees it by hooks that the script asks for, ``trainer.telemetry.instrument`` by what it puts around
-torch. Both call the same methods here, in the order in which things happen.
+``trainer.watch`` observes them by hooks that the script installs, ``trainer.telemetry.instrument`` by wrappers around
+torch's functions. Both call the same methods here, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.contract.record import Checksum, EventWriter
-from trainer.distributed.host_copies import HostCopy, NumbersHere, begin_copy, host_copies
+from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
 NESTING = 4
-"""Depth of lists and dictionaries in which a batch's tensors are looked for."""
+"""Maximum depth of nested lists and dictionaries in which a batch's tensors are searched for."""
 
 
 class StepTracker:
@@ -72,7 +72,7 @@ class StepTracker:
         self._checksum_every = checksum_every
         self._replica: ReplicatedTensors | None = None
         """The model whose checksums are recorded; None without one."""
-        self._checksums: tuple[int, float, HostCopy | NumbersHere] | None = None
+        self._checksums: tuple[int, float, HostCopy | CpuNumbers] | None = None
         """Step and time of a checksum, and the checksum on its way to the host."""
         self.evaluated = False
         """Whether the time up to the next mark is an evaluation."""
@@ -84,7 +84,7 @@ class StepTracker:
             self.replicate(model)
 
     def replicate(self, model: nn.Module | None) -> None:
-        """Record the checksums of this model, if all ranks should hold equal parameters; of none where it is None."""
+        """Record the checksums of this model, if all ranks should hold equal parameters; of no model if it is None."""
         if model is None or not _is_replicated(model):
             self._replica = None
             return
@@ -112,14 +112,14 @@ class StepTracker:
         if trained or phase == "backward":
             self._training_laps = self.laps
 
-    def evaluate(self) -> None:
-        """The time since the model was last trained, up to the next mark, is an evaluation."""
+    def mark_evaluation(self) -> None:
+        """Count the time from the model's last training up to the next mark as an evaluation."""
         if self.open_phase == "backward" or self.forward_done:
             self.mark(trained=True)
         self.evaluated = True
 
     def start(self) -> None:
-        """Start a step: what was since the last one counts to none."""
+        """Start a step; the time since the last one counts to none."""
         self._begin_step()
         self.meter.start()
 
@@ -144,7 +144,7 @@ class StepTracker:
             self.meter.start()
 
     def discard(self) -> None:
-        """The step is over and is none, because its optimizer step was left out; the next one begins."""
+        """Drop the step, because its optimizer step was left out, and start the next one."""
         self._begin_step()
         self.meter.discard()
 
@@ -154,7 +154,7 @@ class StepTracker:
         self.evaluated = self.forward_done = False
 
     def write_checksum(self) -> None:
-        """Write the checksum that was begun after an earlier step."""
+        """Write the checksum that was started after an earlier step, if any."""
         if self._checksums is None or self._replica is None:
             return
         step, at, copy = self._checksums

@@ -1,4 +1,4 @@
-"""Keep torch.compile off functions that measure, where a compiled model or training step calls them."""
+"""Exclusion of measuring functions from torch.compile, for those that a compiled model or training step calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def leave_uncompiled(function: Callable[..., Any], *, callees: bool) -> None:
     ``torch.compiler.disable`` does that too, but imports the compiler for it, which takes seconds.
 
     Args:
-        function: The function; all that share its code are meant.
-        callees: Whether what it calls is left as it is too; not where it calls the script's own code.
+        function: The function; others with the same code object are excluded with it.
+        callees: Whether the functions it calls are excluded too; False if it calls the script's own code.
     """
     try:
         dynamo: Any = importlib.import_module("torch._C._dynamo.eval_frame")

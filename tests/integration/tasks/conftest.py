@@ -7,5 +7,5 @@ from text_cache import own_cache as own_cache
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Compute as a rank does: threads that wait for each other on taken cores take several times as long."""
+    """Compute with one thread, as a rank does: more threads than free cores make the tests several times slower."""
     torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_log import newest
 
-from trainer.checkpoint import newest
 from trainer.contract.errors import RequestError
 from trainer.contract.task_options import MnistOptions
 from trainer.tasks.mnist import MnistNet, MnistTask, read_idx

@@ -1,9 +1,9 @@
-"""Measure a training script of which no line was changed.
+"""Measurement of an unchanged training script.
 
-The rank's process is ours, so what a step consists of can be seen where torch does it: the forward pass of
-DistributedDataParallel, ``torch.autograd.backward``, the optimizers' step, the DataLoader's iterator. Wrappers are put
-around those once the script itself has imported torch: it may set environment variables before that, and a script
-without torch stays without. Models, optimizers and loaders hold nothing of it.
+The parts of a step are observed in torch's functions: the forward pass of DistributedDataParallel,
+``torch.autograd.backward``, the optimizers' step, the DataLoader's iterator. They are wrapped once the script itself
+has imported torch: it may set environment variables before that, and a script without torch does not import it.
+Nothing is stored in models, optimizers and loaders.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from trainer.telemetry.instrument.recording import Recording
 
 EXIT_S = 1.0
-"""Time that a script which ends its process by ``os._exit`` waits for its last steps to be written, at most."""
+"""Maximum time that ``os._exit`` waits for the last steps to be written."""
 
 _recording: Recording | None = None
-"""Of this process; None before the script has imported torch."""
+"""Recording of this process; None before the script has imported torch."""
 
 
 def run_script(assignment: RankAssignment) -> int:
@@ -40,7 +40,7 @@ def run_script(assignment: RankAssignment) -> int:
 
 
 def install(path: Path, rank: int) -> None:
-    """Measure from the moment on in which torch has been imported.
+    """Start to measure as soon as torch has been imported.
 
     Args:
         path: The event file.
@@ -54,7 +54,7 @@ def install(path: Path, rank: int) -> None:
                 from trainer.telemetry.instrument import patches
 
             _recording = patches.patch(path, rank)
-        except Exception as error:  # noqa: BLE001 - a script must train with a torch that this does not know, too
+        except Exception as error:  # noqa: BLE001 - a script must train with an unknown version of torch too
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
     after_import("torch", begin)
@@ -62,27 +62,27 @@ def install(path: Path, rank: int) -> None:
 
 
 def finish() -> None:
-    """Write what was measured, and measure nothing from here on."""
+    """Write the last steps and stop measuring."""
     if _recording is not None:
         _recording.close()
 
 
 def hand_over() -> int:
-    """Measure nothing from here on, because somebody else does; return the steps so far."""
+    """Stop measuring because ``trainer.watch`` takes over; return the number of steps measured."""
     if _recording is None:
         return 0
-    _recording.close(told=True)
+    _recording.close(handed_over=True)
     return _recording.steps
 
 
 def _finish_before_exit() -> None:
-    """Have ``os._exit`` finish first, in this process only: scripts use it to leave a group that hangs."""
+    """Patch ``os._exit`` to call ``finish`` first, in this process only: scripts use it to leave a hanging group."""
     leave, pid = os._exit, os.getpid()
 
     @functools.wraps(leave)
     def _exit(status: int) -> None:
         if os.getpid() == pid and _recording is not None:
-            # In a thread: a signal's handler may have interrupted what holds the record's lock.
+            # In a thread: a signal handler may have interrupted code that holds the record's lock.
             with contextlib.suppress(RuntimeError):
                 thread = threading.Thread(target=finish, daemon=True)
                 thread.start()

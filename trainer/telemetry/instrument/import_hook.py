@@ -1,4 +1,4 @@
-"""Act once a module has been imported, without importing it; torch-free."""
+"""Callback after a module's import, without importing it; torch-free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def after_import(name: str, call: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module where the other finders find it, and leaves with its first successful import."""
+    """Finder of one module by the other finders, which removes itself at the first successful import."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name = name
@@ -47,7 +47,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads by another loader, which is what the module shows, and reports that it is done."""
+    """Loader that delegates to another one, sets that as the module's loader, and calls back after the import."""
 
     def __init__(self, loader: Any, imported: Callable[[], None]) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""Tell which optimizer's step ends an iteration, where a script has several."""
+"""Detection of the optimizer whose step ends an iteration, for scripts with several."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from weakref import ReferenceType, WeakSet, ref
 
 from torch.optim import Optimizer
 
-Verdict = Literal["ends", "belongs", "extends"]
+StepRole = Literal["ends", "belongs", "extends"]
 
 
 class OptimizerCycle:
     """Order in which optimizers step.
 
-    An iteration is the cycle of optimizers up to the first that is seen again: with a discriminator's and a generator's
-    optimizer in turn, it ends with the second one's step; where one steps several times for each step of another, each
-    of its steps is an iteration. That there is a second one is known after the first iteration's first step, which has
-    ended the iteration then: what is left of it extends it, and is not measured.
+    An iteration is the cycle of optimizers up to the first that steps again: with a discriminator's and a generator's
+    optimizer in turn, it ends with the second one's step; if one steps several times for each step of another, each of
+    its steps is an iteration. In the first cycle the other optimizers are not known yet: its first step ends the
+    iteration, and the steps of the others extend it and are not measured.
     """
 
     def __init__(self) -> None:
         self._last: ReferenceType[Optimizer] | None = None
         """The optimizer whose step ends the iteration."""
         self._known = False
-        """Whether an optimizer was seen again."""
+        """Whether an optimizer has stepped again, so that the cycle is known."""
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._since: WeakSet[Optimizer] = WeakSet()
-        """Those that have stepped since an iteration's end."""
+        """Optimizers that have stepped since an iteration's end."""
 
     def ends_with(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer's step ends the iteration, as far as is known."""
+        """Return whether this optimizer's step ends the iteration, as far as is known."""
         last = None if self._last is None else self._last()
         return last is None or last is optimizer
 
-    def step(self, optimizer: Optimizer) -> Verdict:
-        """Take note of an optimizer's step; return whether it ends or belongs to an iteration, or extends the last."""
+    def step(self, optimizer: Optimizer) -> StepRole:
+        """Record an optimizer's step; return whether it ends or belongs to an iteration, or extends the last one."""
         if not self._known:
             if optimizer in self._seen:
                 self._known = True
@@ -46,7 +46,7 @@ class OptimizerCycle:
         if not self.ends_with(optimizer) and optimizer not in self._since:
             self._since.add(optimizer)
             return "belongs"
-        # It is another one than before where that is not used any more.
+        # This may be another optimizer than before, if that one is not used any more.
         self._last = ref(optimizer)
         self._since.clear()
         return "ends"

@@ -1,7 +1,7 @@
-"""What is put around torch, where each function calls the one that was there before.
+"""Wrappers around torch's functions, each of which calls the original.
 
-Where torch allows it, that is something which returns before the script's own code runs, so that a traceback through
-the script has none of it.
+If possible, a function is wrapped that returns before the script's own code runs, so that a traceback through the
+script does not show the wrapper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Wrap = Callable[[Recording, Callable[..., Any]], Callable[..., Any]]
 
 
 def patch(path: Path, rank: int) -> Recording:
-    """Measure every training of this process from here on.
+    """Wrap torch's functions to measure every training of this process, and return the recording.
 
     Args:
         path: The event file.
@@ -44,14 +44,14 @@ def patch(path: Path, rank: int) -> Recording:
 
     optimizer.register_optimizer_step_pre_hook(before_step)
     optimizer.register_optimizer_step_post_hook(after_step)
-    # All methods that are called from here share the guard's code.
+    # All guarded methods of Recording have the same code object, so that any one of them stands for all.
     for function in (before_step, after_step, Recording.begin_forward):
         leave_uncompiled(function, callees=True)
     return recording
 
 
 def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
-    """Replace a function of torch; leave it, and say so, where it is not the function that this torch is known for."""
+    """Replace a function of torch by its wrapper; print a line instead if it is absent or not torch's own."""
     try:
         *holder, name = name.split(".")
         owner: Any = importlib.import_module(module)
@@ -65,43 +65,43 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
         reason = f"{type(error).__name__}: {error}"
         print(f"gputrain: {where} is not what it is in torch, and not measured: {reason}", file=sys.stderr)
         return
-    ours = wrap(recording, original)
-    functools.update_wrapper(ours, original)
-    setattr(owner, name, ours)
-    leave_uncompiled(ours, callees=False)
+    wrapper = wrap(recording, original)
+    functools.update_wrapper(wrapper, original)
+    setattr(owner, name, wrapper)
+    leave_uncompiled(wrapper, callees=False)
 
 
-# --------------------------------------------------------------------------------------------------- what is replaced
+# ------------------------------------------------------------------------------------------------------- the wrappers
 
 
 def _pre_forward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         if recording.on:
             recording.begin_forward(self, inputs, kwargs)
         return original(self, *inputs, **kwargs)
 
-    return ours
+    return wrapper
 
 
 def _post_forward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(self: Any, output: Any) -> Any:
+    def wrapper(self: Any, output: Any) -> Any:
         output = original(self, output)
         if recording.on:
             recording.end_forward(self)
         return output
 
-    return ours
+    return wrapper
 
 
 def _register_comm_hook(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(self: Any, state: object, hook: Any) -> None:
+    def wrapper(self: Any, state: object, hook: Any) -> None:
         recording.register_comm_hook(original, self, state, hook)
 
-    return ours
+    return wrapper
 
 
 def _backward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         outputs = args[0] if args else kwargs.get("tensors")
         if is_compiling() or not recording.on or not recording.begin_backward(outputs):
             return original(*args, **kwargs)
@@ -113,11 +113,11 @@ def _backward(recording: Recording, original: Callable[..., Any]) -> Callable[..
         recording.end_backward()
         return result
 
-    return ours
+    return wrapper
 
 
 def _next(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(self: Any) -> Any:
+    def wrapper(self: Any) -> Any:
         if not recording.on or not recording.begin_data(self):
             return original(self)
         try:
@@ -128,28 +128,28 @@ def _next(recording: Recording, original: Callable[..., Any]) -> Callable[..., A
         recording.end_data(self, batch)
         return batch
 
-    return ours
+    return wrapper
 
 
 def _scale(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(self: Any, outputs: Any) -> Any:
+    def wrapper(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if recording.on and scaled is not outputs:
             recording.scale(scaled, outputs, getattr(self, "_scale", None))
         return scaled
 
-    return ours
+    return wrapper
 
 
 def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    def ours(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = recording.optimizer_steps
         result = original(self, optimizer, *args, **kwargs)
         if recording.on and recording.optimizer_steps == before:
             recording.skip_optimizer(optimizer)
         return result
 
-    return ours
+    return wrapper
 
 
 DDP = "torch.nn.parallel.distributed"

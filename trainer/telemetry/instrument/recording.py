@@ -1,4 +1,4 @@
-"""What the calls that a script makes of torch say about its steps."""
+"""Recording of a script's steps from its calls of torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from trainer.telemetry.step_tracker import StepTracker, first_tensor
 
 R = TypeVar("R")
 
-MOST_LAPS = 100_000
-"""Laps after which a step is dropped that nothing ends: a training whose optimizer is not seen must not fill memory."""
+MAX_LAPS = 100_000
+"""Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill memory."""
 
 
 def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
@@ -47,17 +47,18 @@ def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
 
 
 class Recording:
-    """Measures the steps of the script in this process.
+    """Recording of the steps of the script in this process.
 
-    A step is all forward and backward passes up to the optimizer's step; ``OptimizerCycle`` has which one, where there
-    are several. A step of an optimizer without a backward pass before it is none, and one that a GradScaler leaves out
-    neither; fused optimizers are called for those too, and count.
+    A step is all forward and backward passes up to an optimizer's step; with several optimizers ``OptimizerCycle``
+    decides whose. The step of an optimizer without a backward pass before it does not count, nor one that a GradScaler
+    leaves out; fused optimizers are called even then, so that theirs count.
 
-    The loss of a step is the sum of the scalars on which backward was called, before a GradScaler scaled them: that is
-    what the step's gradient is of. Scripts that accumulate divide by the number of passes, which makes it their mean.
+    The loss of a step is the sum of the scalars on which backward was called, before a GradScaler scaled them: the
+    step's gradient is the gradient of that sum. Scripts that accumulate divide by the number of passes, which makes it
+    their mean.
 
-    Where a model is wrapped in DistributedDataParallel, its forward pass and the loss are ``forward``. Without, that is
-    the time from a batch's arrival to the backward pass.
+    If a model is wrapped in DistributedDataParallel, the phase ``forward`` is its forward pass and the loss; otherwise
+    it is the time from a batch's arrival to the backward pass.
 
     Args:
         path: The event file.
@@ -66,7 +67,7 @@ class Recording:
 
     def __init__(self, path: Path, rank: int) -> None:
         self.on = True
-        """Whether anything is measured."""
+        """Whether the script is still measured."""
         self.thread: int | None = None
         """The thread that trains; None before it has begun."""
         self.optimizer_steps = 0
@@ -83,7 +84,7 @@ class Recording:
         self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
         """Models on a GPU with a comm hook of their own."""
         self._registering = False
-        """Whether a comm hook of ours is being registered."""
+        """Whether a measuring hook is being registered."""
         self._cycle = OptimizerCycle()
         self._stepping: Optimizer | None = None
         """The optimizer in whose step the script is."""
@@ -93,11 +94,11 @@ class Recording:
         self._backwards = 0
         """Backward passes of the step so far."""
         self._losses: list[Tensor | float] = []
-        """Of these passes, detached."""
+        """Losses of these passes, detached."""
         self._losses_before = 0
-        """Losses before the last backward pass."""
+        """Number of losses before the last backward pass."""
         self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
-        """Reference to a loss that a GradScaler has scaled, the loss before, and the scale."""
+        """Reference to a loss that a GradScaler has scaled, the unscaled loss, and the scale."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -111,15 +112,15 @@ class Recording:
         """Steps measured."""
         return 0 if self._tracker is None else self._tracker.step
 
-    def close(self, *, told: bool = False) -> None:
-        """Write the last steps and measure nothing more.
+    def close(self, *, handed_over: bool = False) -> None:
+        """Write the last steps and stop measuring; print a line if no step was measured.
 
         Args:
-            told: Whether somebody else measures from here on, so that a training without a step needs no word.
+            handed_over: Whether ``trainer.watch`` measures from here on, so that no line is printed.
         """
         with self._closing:
-            if self.on and not told and not self.steps:
-                _tell(f"{self._unmeasured()}, so nothing of this training is measured")
+            if self.on and not handed_over and not self.steps:
+                _print_line(f"{self._unmeasured()}, so nothing of this training is measured")
             self.on = False
             if self._tracker is None or not self._writer.enabled:
                 return
@@ -128,19 +129,19 @@ class Recording:
             self._writer.close()
 
     def _unmeasured(self) -> str:
-        """Describe what a training without a measured step has not done."""
+        """Return the reason why no step was measured."""
         if not self.optimizer_steps:
             return "no optimizer's step was seen"
         return "no backward pass was seen by backward(), as those of torch.autograd.grad are not"
 
     def fail(self, error: Exception) -> None:
-        """Measure nothing more after a fault in here, and say so once."""
+        """Stop measuring after a fault in the measurement, and print a line about it once."""
         if self.on:
             self.on = False
-            _tell(f"the measuring of this training ends here: {type(error).__name__}: {error}")
+            _print_line(f"the measuring of this training ends here: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
-        """Measure nothing in a process that was forked: its data loading processes, for one."""
+        """Measure nothing in a forked process, such as a data loading process."""
         self.on = False
         self._tracker = None
 
@@ -148,10 +149,10 @@ class Recording:
 
     @_guarded
     def begin_forward(self, model: DistributedDataParallel, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Take note that a model's forward pass begins."""
+        """Record the start of a model's forward pass."""
         if not _trains(model):
             if self._tracker is not None:
-                self._tracker.evaluate()
+                self._tracker.mark_evaluation()
             return
         tracker = self._tracker
         if tracker is None:
@@ -169,14 +170,14 @@ class Recording:
 
     @_guarded
     def end_forward(self, model: DistributedDataParallel) -> None:
-        """Take note that it ends."""
-        # Not marked: the loss is computed next, which is the same phase.
+        """Record the end of a model's forward pass."""
+        # Without a mark: the loss is computed next, which is the same phase.
         if self._tracker is not None and self._tracker.open_phase == "forward" and _trains(model):
             self._tracker.forward_done = True
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
-        """Take note that a backward pass begins; return whether it is one of its own, not within another."""
+        """Record the start of a backward pass; return whether it is measured: one within another is not."""
         if self._in_backward:
             return False
         output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
@@ -201,7 +202,7 @@ class Recording:
 
     @_guarded
     def end_backward(self, *, passed: bool = True) -> None:
-        """Take note that it ends; without ``passed`` by an exception."""
+        """Record the end of a backward pass; without ``passed`` it raised an exception."""
         self._in_backward = False
         if self._tracker is None:
             return
@@ -216,7 +217,7 @@ class Recording:
 
     @_guarded
     def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
-        """Take note that a GradScaler has scaled a loss."""
+        """Record that a GradScaler has scaled a loss."""
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
             factor = scale.detach().clone() if isinstance(scale, Tensor) else None
             self._scaled = ref(scaled), loss.detach(), factor
@@ -225,10 +226,10 @@ class Recording:
 
     @_guarded
     def begin_optimizer(self, optimizer: Optimizer) -> None:
-        """Take note that an optimizer's step begins; within it forward and backward passes may lie."""
+        """Record the start of an optimizer's step, within which there may be forward and backward passes."""
         self.optimizer_steps += 1
         if self._stepping is not None and self._stepping is not optimizer:
-            return  # an optimizer that steps by another one
+            return  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
         if tracker is None or self._in_backward:
@@ -238,7 +239,7 @@ class Recording:
 
     @_guarded
     def end_optimizer(self, optimizer: Optimizer) -> None:
-        """Take note that it ends."""
+        """Record the end of an optimizer's step."""
         if self._stepping is not optimizer:
             return
         self._stepping = None
@@ -248,17 +249,17 @@ class Recording:
             self._tracker.mark("optimizer")
         if not self._backwards and not self._in_backward:
             return
-        verdict = self._cycle.step(optimizer)
-        if verdict == "ends" and self._in_backward:
+        role = self._cycle.step(optimizer)
+        if role == "ends" and self._in_backward:
             self._ends_after_backward = optimizer
-        elif verdict == "ends":
+        elif role == "ends":
             self._end(self._tracker, optimizer)
-        elif verdict == "extends" and not self._in_backward:
+        elif role == "extends" and not self._in_backward:
             self._discard(self._tracker)
 
     @_guarded
     def skip_optimizer(self, optimizer: Optimizer) -> None:
-        """Take note that a GradScaler has left an optimizer's step out."""
+        """Record that a GradScaler has left out an optimizer's step."""
         if self._tracker is not None and self._cycle.ends_with(optimizer):
             self._discard(self._tracker)
 
@@ -266,24 +267,26 @@ class Recording:
 
     @_guarded
     def begin_data(self, iterator: Any) -> bool:
-        """Take note that a DataLoader's iterator is asked for a batch; return whether the wait is measured."""
+        """Record the request of a batch from a DataLoader's iterator; return whether the wait is measured."""
         tracker = self._tracker
         if tracker is None:
             return False
         if not torch.is_grad_enabled():
-            tracker.evaluate()
+            tracker.mark_evaluation()
             return False
-        # An evaluation's iterator looks like that of the training: its batches are not trained on.
+        # Batches that are not trained on are an evaluation's: those of another iterator since the last training, or
+        # earlier ones of this iterator.
         this = ref(iterator)
-        if not self._fetched <= self._trained if this in self._trained else this in self._fetched:
-            tracker.evaluate()
+        evaluated = bool(self._fetched - self._trained) if this in self._trained else this in self._fetched
+        if evaluated:
+            tracker.mark_evaluation()
             self._fetched.clear()
         tracker.mark(self._open_phase(tracker), then="data")
         return True
 
     @_guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
-        """Take note that the batch is there."""
+        """Record the arrival of a batch."""
         if self._tracker is None:
             return
         self._tracker.mark("data", then="other" if self._models else "forward")
@@ -294,18 +297,18 @@ class Recording:
 
     @_guarded
     def end_epoch(self, iterator: Any) -> None:
-        """Take note that the iterator has no more."""
+        """Record the end of a DataLoader's iterator."""
         if self._tracker is None:
             return
         this = ref(iterator)
         if this in self._fetched and this not in self._trained:
-            self._tracker.evaluate()
+            self._tracker.mark_evaluation()
         self._trained.discard(this)
         self._fetched.discard(this)
         self._tracker.mark("other")
 
     def _train_on_fetched(self, tracker: StepTracker) -> None:
-        """Take note that the batches fetched are trained on; with new iterators an epoch begins."""
+        """Record that the model is trained on the fetched batches; those of a new iterator begin an epoch."""
         if not self._fetched <= self._trained:
             tracker.epoch += 1
             self._trained = {iterator for iterator in self._trained | self._fetched if iterator() is not None}
@@ -316,16 +319,16 @@ class Recording:
     def register_comm_hook(
         self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
     ) -> None:
-        """Register a comm hook of the script's own, as ``register`` would, with the measuring around it."""
-        ours = self._models.get(model)
+        """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
+        measuring_hook = self._models.get(model)
         hooks: list[Any] | None = getattr(model, "_comm_hooks", None)
         if hooks is None or hooks or self._registering:
             register(model, state, hook)
-        elif ours is not None and ours.fault is None:
+        elif measuring_hook is not None and measuring_hook.fault is None:
             check: Any = model._check_comm_hook
             check(hook)
             hooks.append((hook, state))
-            ours.give_way(hook, state)
+            measuring_hook.give_way(hook, state)
             if self._tracker is not None and model.device_type == "cpu":
                 self._tracker.meter.read_log(model)
         elif self.on and model.device_type != "cpu":
@@ -341,33 +344,33 @@ class Recording:
         """Measure the gradient synchronisation of a model too."""
         relay = self._relays.get(model)
         hooks: list[Any] = model._comm_hooks
-        # In these modes DDP reduces in other ways than by a comm hook, or averages over the ranks that still have data.
-        other = model._use_python_reducer or model._delay_all_reduce_all_params or model._join_config.enable
-        theirs = len(hooks)
+        # In these modes DDP does not reduce by a comm hook, or averages over the ranks that still have data.
+        special = model._use_python_reducer or model._delay_all_reduce_all_params or model._join_config.enable
+        own_hooks = len(hooks)
         self._registering = True
         try:
             self._newest = ref(model)
-            self._models[model] = tracker.meter.follow(model, relay=relay, own_hook=bool(hooks) or other)
+            self._models[model] = tracker.meter.follow(model, relay=relay, own_hook=bool(hooks) or special)
         finally:
             self._registering = False
-            del hooks[theirs:]  # ours: a pickled model holds its list
+            del hooks[own_hooks:]  # the measuring hook: the list is pickled with the model
         tracker.replicate(model if len(self._models) == 1 else None)
 
     # ------------------------------------------------------------------------------------------ steps
 
     def _begin(self, device: torch.device) -> StepTracker:
-        """Return the tracker; the first call opens the record."""
+        """Return the tracker; at the first call open the record."""
         if self._tracker is None:
             self.thread = threading.get_ident()
             self._writer = EventWriter(self._path, rank=self._rank)
             self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             self._tracker.start()
-        elif self._tracker.laps > MOST_LAPS:
+        elif self._tracker.laps > MAX_LAPS:
             self._discard(self._tracker)
         return self._tracker
 
     def _open_phase(self, tracker: StepTracker) -> Phase:
-        """Return the phase of the time since the last mark, after which no optimizer has stepped."""
+        """Return the phase since the last mark; ``other`` after a backward pass, outside optimizer steps."""
         after_backward = tracker.open_phase == "optimizer" and self._stepping is None
         return "other" if after_backward else tracker.open_phase
 
@@ -376,7 +379,7 @@ class Recording:
         tensors = [
             loss for loss in self._losses if isinstance(loss, Tensor) and loss.device.type == tracker.device.type
         ]
-        # One on another device would make the step wait for it.
+        # No loss of the step if one of them is on another device: copying it would wait for that.
         if numbers and len(numbers) == len(self._losses):
             tracker.loss = sum(numbers)
         elif tensors and len(tensors) == len(self._losses):
@@ -395,12 +398,12 @@ class Recording:
 
 
 def _trains(model: DistributedDataParallel) -> bool:
-    # Of the model within: Lightning puts only that one back into training after an evaluation.
+    # The flag of the inner model: Lightning sets only that back after an evaluation.
     return model.module.training and torch.is_grad_enabled()
 
 
 def _size(batch: Any) -> tuple[int, int | None]:
-    """Return the samples of a batch and, of one of whole numbers [samples, tokens], its tokens with their padding."""
+    """Return the samples of a batch and, if it is of integers [samples, tokens], its tokens with padding."""
     tensor = first_tensor(batch)
     if tensor is None:
         return 0, None
@@ -412,6 +415,6 @@ def _plus(one: int | None, other: int | None) -> int | None:
     return other if one is None else one if other is None else one + other
 
 
-def _tell(line: str) -> None:
-    """Print one line into the rank's log."""
+def _print_line(line: str) -> None:
+    """Print a line into the rank's log."""
     print(f"gputrain: {line}", file=sys.stderr)
