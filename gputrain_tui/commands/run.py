@@ -83,7 +83,7 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
 
         def report(line: str) -> None:
             if view is not None:
-                view.say([(line, "bold")])
+                view.print_line([(line, "bold")])
             else:
                 err.line(f"gputrain: {line}")
 

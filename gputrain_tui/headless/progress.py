@@ -233,7 +233,7 @@ class ProgressView:
         """Write the first line, if it is held back."""
         if self._first_line is not None:
             lead, self._first_line = self._first_line, None
-            self.say(lead)
+            self.print_line(lead)
 
     def update(self, events: Iterable[AnyEvent]) -> None:
         """Write lines for events that are already applied to the state, and redraw the progress if due."""
@@ -244,7 +244,7 @@ class ProgressView:
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
             if (line := event_line(event)) is not None:
-                self.say(line)
+                self.print_line(line)
         now = self._now()
         self._steps.note(self._state, now)
         standstill = self._steps.standstill(self._state, now)
@@ -255,9 +255,9 @@ class ProgressView:
                 self._draw(paint(line, colour=self._colour))
         elif now - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
             self._plain_at = now
-            self.say([(plain_line(self._state, now=now, standstill=standstill), "")])
+            self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
 
-    def say(self, pieces: Sequence[Piece]) -> None:
+    def print_line(self, pieces: Sequence[Piece]) -> None:
         """Write a permanent line."""
         self.open()
         self.erase()

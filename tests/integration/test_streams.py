@@ -52,7 +52,7 @@ def numbers(samples: int, parts: tuple[int, ...]) -> Count:
 
 
 def batches(dataset: Any, sizes: list[int], **options: Any) -> StreamBatches:
-    settings: dict[str, Any] = {"seed": 1, "collate": list, "say": print, "exchange": all_gather_list} | options
+    settings: dict[str, Any] = {"seed": 1, "collate": list, "warn": print, "exchange": all_gather_list} | options
     return StreamBatches(dataset, batch_sizes=sizes, rank=get_rank(), **settings)
 
 

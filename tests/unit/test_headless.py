@@ -323,7 +323,7 @@ def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_
 def test_a_line_that_stays_takes_the_progress_line_away_first() -> None:
     screen, stream = view(trained(), ManualClock(1007.0), live=True)
     screen.update([])
-    screen.say([("hello", "")])
+    screen.print_line([("hello", "")])
     assert stream.getvalue().endswith("\r\x1b[Khello\n")
 
 
@@ -348,7 +348,7 @@ def test_the_first_line_waits_until_the_ranks_can_no_longer_refuse(state: RankSt
     run.apply(RankState(time=1.0, rank=0, state=state))
     screen.update([])
     assert stream.getvalue().splitlines() == lines
-    screen.say([("said", "")])
+    screen.print_line([("said", "")])
     assert stream.getvalue().splitlines() == ["run 1", "said"]
 
 

@@ -48,7 +48,7 @@ def test_narration_does_not_wait_for_a_stalled_disk_and_keeps_its_order(monkeypa
     monkeypatch.setattr("sys.stdout", stream)
     narration = Narration()
     for line in ("one", "two", "three"):
-        narration.say(line)  # would wait for ever
+        narration.print_line(line)  # would wait for ever
     stream.go.set()
     narration.close()
     assert stream.getvalue() == "one\ntwo\nthree\n"

@@ -31,7 +31,7 @@ class Narration:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Queue a line for printing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="narration", daemon=True)

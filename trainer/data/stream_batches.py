@@ -37,7 +37,7 @@ class StreamBatches:
         rank: int,
         seed: int,
         exchange: Exchange,
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -51,7 +51,7 @@ class StreamBatches:
             rank: this rank.
             seed: seed of the random numbers that the stream draws in each epoch, equal on all ranks.
             exchange: gathers data of all ranks; every rank calls it equally often.
-            say: called with a warning if the length of an epoch differs from that of the dataset.
+            warn: called with a warning if the length of an epoch differs from that of the dataset.
             num_workers: worker processes of this rank; each reads the whole stream.
             pin_memory: put batches into page-locked memory.
             drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
@@ -70,7 +70,7 @@ class StreamBatches:
             drop_last=drop_last,
         )
         self._batch_size = batch_sizes[rank]
-        self._exchange, self._say = exchange, say
+        self._exchange, self._warn = exchange, warn
         self._own_seed = self._seed = seed
         self._position = Position(1, 0)
         self._end: Position | None = None
@@ -245,7 +245,7 @@ class StreamBatches:
         if self.length is None or self._reader.shards:
             return
         if consumed != self.length - (self.length % self._total if self._drop_last else 0):
-            self._say(f"an epoch of the training data has {consumed} samples, but its length says {self.length}")
+            self._warn(f"an epoch of the training data has {consumed} samples, but its length says {self.length}")
 
 
 class StreamEvalBatches:

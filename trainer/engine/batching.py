@@ -58,8 +58,8 @@ def training_batches(
                 f"--{flag.replace('_', '-')} needs samples by index, but the training data is a stream, which is read "
                 "in its own order: give the dataset __getitem__ and __len__, or leave the flag out"
             )
-    say = partial(reports.remark, ctx, "data_length", severity="warning")
-    batches = StreamBatches(dataset, exchange=distributed.all_gather_list, say=say, **common)
+    warn = partial(reports.remark, ctx, "data_length", severity="warning")
+    batches = StreamBatches(dataset, exchange=distributed.all_gather_list, warn=warn, **common)
     if batches.length is None and not (options.max_updates or options.stop_time):
         raise RequestError(
             "the training data is a stream without a length, whose epochs may never end: set --max-updates or "

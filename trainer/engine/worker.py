@@ -255,7 +255,7 @@ class _Rank:
         )
 
     def _print_line(self, line: str) -> None:
-        self._narration.say(line)
+        self._narration.print_line(line)
 
     def _report_wait(self) -> None:
         if self.assignment.world_size == 1:
