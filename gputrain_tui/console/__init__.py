@@ -1,1 +1,1 @@
-"""The Textual console: reads runs, and acts on them through the same functions as the commands."""
+"""The Textual console, which reads runs and acts on them by the functions that the commands use."""

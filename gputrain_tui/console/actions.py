@@ -1,4 +1,4 @@
-"""The action table: bindings, footer, palette, help and the README's list of keys are made from it.
+"""Action table, from which bindings, footer, palette, help and the README's list of keys are made.
 
 An action's name is the name of the method ``action_<name>`` on the screen, or on the app for ``app`` actions.
 """
@@ -14,52 +14,52 @@ from textual.binding import Binding
 from textual.keys import format_key
 
 EVERYWHERE = "app"
-"""The place of actions that every screen has."""
+"""Place of the actions that every screen has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """An action: done by key, by a click in the footer, or by name in the palette."""
+    """Action run by a key, a click in the footer, or its name in the palette."""
 
     name: str
-    """The method is ``action_<name>``; arguments may follow, ``show('loss')``, and ``app.`` go before."""
+    """Textual's name of the action, for the method ``action_<name>``; with arguments (``show('loss')``) or ``app.``."""
     keys: tuple[str, ...]
-    """Textual's names of the keys; the first is the one that is shown."""
+    """Textual's names of the keys; the first one is shown in the footer."""
     label: str
-    """One or two words, for the footer."""
+    """One or two words for the footer."""
     description: str
-    """Its effect, for palette and help."""
+    """Effect of the action, for palette and help."""
     group: str
-    """Heading in help."""
+    """Heading in the help."""
     places: tuple[str, ...] = (EVERYWHERE,)
-    """Screens that have it: ``cluster``, ``launch``, ``run``, ``rank``, ``history``, ``welcome``; ``app``: all."""
+    """Screens that have the action, or panels that have it while focused (``log``, ``text``); ``app``: all screens."""
     footer: int = 0
-    """Rank in the footer, 1 first: what does not fit is left out from the end. 0: not in the footer."""
+    """Rank in the footer, 1 first; if the footer is narrow, the last ones are left out. 0: not in the footer."""
     footers: tuple[str, ...] = ()
-    """Screens whose footer has it; none: all that have the action."""
+    """Screens whose footers show the action; empty: all of ``places``."""
     folds: int = 0
-    """Those with 1, then those with 2 are shortened to keys and group in a narrow footer; 0: never."""
+    """Order in which a narrow footer shortens groups to their keys and the group's name: 1, then 2; 0: never."""
     offered: Literal["always", "while it runs", "after the end"] = "always"
-    """When a run's footer has it; the key works at any time."""
+    """Time at which the footer of a run shows the action; the key works at any time."""
 
     @property
     def path(self) -> str:
-        """Textual's name of the action, as a screen runs it."""
+        """Textual's name of the action for ``run_action`` of a screen."""
         return self.name if EVERYWHERE not in self.places else f"app.{self.name}"
 
     @property
     def key_text(self) -> str:
-        """The first key as people write it."""
+        """The first key as shown to users."""
         return key_text(self.keys[0])
 
     @property
     def key_texts(self) -> str:
-        """All its keys as people write them."""
+        """All keys as shown to users."""
         return " ".join(map(key_text, self.keys))
 
 
 def key_text(key: str) -> str:
-    """Return a key as people write it."""
+    """Return a key as shown to users, such as ``^c`` or ``F5``."""
     if key.startswith("ctrl+"):
         return f"^{key.removeprefix('ctrl+')}"
     return key.upper() if re.fullmatch(r"f\d+", key) else format_key(key)
@@ -74,9 +74,9 @@ HISTORY = ("history",)
 WELCOME = ("welcome",)
 COMPARE = ("compare",)
 LOG = ("log",)
-"""The log, wherever it is shown, while it has the focus."""
+"""A focused log."""
 TEXT = ("text",)
-"""Findings, a stack and a plan, while they have the focus."""
+"""Focused findings or a focused stack."""
 
 
 def _group(
@@ -87,7 +87,7 @@ def _group(
     footers: tuple[str, ...] = (),
     offered: Literal["always", "while it runs", "after the end"] = "always",
 ) -> Iterator[Action]:
-    """Yield the actions of a group on some screens; a row has name, keys, label, rank in the footer, description."""
+    """Yield the actions of a group; a row has name, keys, label, rank in the footer and description."""
     for name, keys, label, footer, description in rows:
         yield Action(
             name=name, keys=tuple(keys.split()), label=label, description=description, group=group, places=places,
@@ -221,21 +221,21 @@ ACTIONS: tuple[Action, ...] = (
         ("clear_search", "escape", "Clear", 0, "Forget the search")),
     *_group("Text", LOG + TEXT, ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
 )  # fmt: skip
-"""Every action of the console. A screen's module takes its own rows with ``bindings``."""
+"""Every action of the console; the class of a screen takes its own ones by ``bindings``."""
 
 
 def of_place(place: str) -> list[Action]:
-    """Return the actions that belong to a screen itself."""
+    """Return the actions of a place, without those of every screen."""
     return [action for action in ACTIONS if place in action.places]
 
 
 def available(place: str) -> list[Action]:
-    """Return a screen's own actions, then those of every screen."""
+    """Return the actions of a place, then those of every screen."""
     return of_place(place) + (of_place(EVERYWHERE) if place != EVERYWHERE else [])
 
 
 def bindings(place: str) -> list[Binding]:
-    """Return the bindings of a screen, or of the app for ``app``."""
+    """Return Textual's bindings of a place."""
     return [
         Binding(
             ",".join(action.keys),
@@ -251,7 +251,7 @@ def bindings(place: str) -> list[Binding]:
 
 
 def footer(place: str, *, over: bool = False) -> list[Action]:
-    """Return the actions in a screen's footer, the most important first; ``over``: its run has ended."""
+    """Return the actions of a screen's footer, the most important first; ``over``: its run has ended."""
     absent = "while it runs" if over else "after the end"
     offered = [
         action
@@ -262,7 +262,7 @@ def footer(place: str, *, over: bool = False) -> list[Action]:
 
 
 def footer_of_focus(place: str, focused: str, *, over: bool = False) -> list[Action]:
-    """Return the actions in the footer while a widget with actions of its own has the focus."""
+    """Return the actions of the footer while a widget with actions of its own is focused; its keys come first."""
     own = sorted((action for action in of_place(focused) if action.footer), key=lambda action: action.footer)
     taken = {key for action in of_place(focused) for key in action.keys}
     return own + [action for action in footer(place, over=over) if not taken.intersection(action.keys)]

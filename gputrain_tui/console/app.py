@@ -1,7 +1,6 @@
-"""The console: one app that wires screens to runs.
+"""The Textual app, which wires screens to runs.
 
-Screens own what they show; what is done goes through the same functions as the commands, and leaving never touches a
-run.
+Screens own their state; actions on runs use the functions of the commands. Leaving the console never touches a run.
 """
 
 from __future__ import annotations
@@ -50,26 +49,26 @@ if TYPE_CHECKING:
 FPS = 10
 """Repaints per second without ``--fps``."""
 IDLE_AFTER_S = 2.0
-"""After this many seconds without an event, the record is read and painted every ``IDLE_TICK_S`` only."""
+"""Seconds without an event after which the record is read and the screen repainted every ``IDLE_TICK_S`` only."""
 IDLE_TICK_S = 0.5
-"""Seconds between two readings of an idle run, enough for clocks in seconds."""
+"""Seconds between two reads of an idle run, short enough for clocks that show seconds."""
 TOAST_READ_S = 2.0
-"""Seconds a notification stays before a key removes it."""
+"""Least seconds for which a notification is shown before a key removes it."""
 STDERR_TRIM_S = 60.0
-"""Seconds between two checks of the size of captured standard error."""
+"""Seconds between two checks of the size of the captured standard error."""
 PAGES: dict[str, str] = {
     "cluster": "gputrain_tui.console.screens.cluster:ClusterScreen",
     "launch": "gputrain_tui.console.screens.launch:LaunchScreen",
     "history": "gputrain_tui.console.screens.history:HistoryScreen",
     "welcome": "gputrain_tui.console.screens.welcome:WelcomeScreen",
 }
-"""Modes besides the run's, imported when they are first shown."""
+"""Module and class of the screens that need no run, by mode; imported when first shown."""
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
-"""What the theme key goes through; the last two are the terminal's own sixteen colours."""
+"""Themes that the theme key goes through; the last two use the terminal's own sixteen colours."""
 
 
 class GputrainApp(OrderedKeys):
-    """The Textual app: wires screens to runs."""
+    """The console's Textual app."""
 
     TITLE = "gputrain"
     CSS_PATH = "console.tcss"
@@ -94,42 +93,46 @@ class GputrainApp(OrderedKeys):
             fps: maximum repaints per second.
             runs: lists the runs, newest first.
             follow: opens a run's record.
-            clocked: whether time moves the screens; a test calls ``beat`` itself.
-            warm: processes that have torch loaded.
-            hosts: machines to show besides this one; they are shown first.
-            hostfile: the file that names them.
+            clocked: whether a timer calls ``beat``; a test calls it itself.
+            warm: pool of processes that have torch loaded.
+            hosts: hosts of the hostfile; with any, the console begins with the cluster screen.
+            hostfile: path of the hostfile; empty: none.
         """
-        # Without colours the terminal's own are kept, and greys are colours too.
+        # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.live: LiveRun | None = None
         """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
-        """State that the screens share."""
+        """State of the next launch, shared by the screens."""
         self.warm = warm
-        """Processes that have torch loaded; None: without them."""
+        """Pool of processes that have torch loaded; None: no warm pool."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
-        self._first = run
+        self._first_run = run
         self._fps = fps
         self._runs = runs
         self._follow = follow
         self._clocked = clocked
         self._catching_up = False
-        """Whether a timer reads the next portion of the record."""
+        """Whether a timer will read the next portion of a backlog."""
         self._run_mode = ""
+        """Mode of the followed run."""
         self._opened = 0
-        self._seen: int | None = None
-        self._still = 0
-        """Beats since there was anything new of the run."""
-        self._known: set[str] = set()
+        """Number of runs opened so far, for the names of their modes."""
+        self._seen_version: int | None = None
+        """Version of the run at the last beat."""
+        self._idle_beats = 0
+        """Beats since the last change of the run."""
+        self._registered_pages: set[str] = set()
+        """Registered modes of ``PAGES``."""
         self._end_notice = EndNotice(self._write_to_terminal, os.environ)
         self.supervisors: list[subprocess.Popen[bytes]] = []
-        """Of the runs launched here; asked now and then whether they have ended, so that none stays a zombie."""
+        """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
         chosen = settings.theme(os.environ)
         self.theme = chosen if chosen in self.available_themes else THEMES[0]
 
-    # From the start to the end
+    # Start, clock, end
 
     async def on_mount(self) -> None:
         """Show the first screen and start the timers."""
@@ -140,9 +143,9 @@ class GputrainApp(OrderedKeys):
         await self._begin()
 
     async def _begin(self) -> None:
-        runs = [] if self._first is not None else self._runs()
+        runs = [] if self._first_run is not None else self.list_runs()
         going = next((run for run in runs if run.state not in (*ENDED, "lost")), None)
-        first = self._first or going
+        first = self._first_run or going
         if first is not None:
             await self.open_run(first)
         elif self.session.hosts:
@@ -153,14 +156,14 @@ class GputrainApp(OrderedKeys):
             await self.switch_mode(self._page("history"))
 
     async def on_event(self, event: events.Event) -> None:
-        """Drop what is typed after the exit."""
+        """Drop keys and clicks after the exit: they are meant for the shell."""
         if not (self._leaving and isinstance(event, events.InputEvent)):
-            await super().on_event(event)  # the rest is meant for the shell
+            await super().on_event(event)
 
     def before_key(self, event: events.Key) -> bool:
-        """Clear notifications that were read; after the exit no key counts."""
+        """Clear notifications shown for ``TOAST_READ_S``; return whether the key counts: not after the exit."""
         if event.time - self._reported_at > TOAST_READ_S:
-            self.clear_notifications()  # a key after that long means it was read
+            self.clear_notifications()  # a key after that long means that they were read
         return not self._leaving
 
     def _catch_signals(self) -> None:
@@ -171,17 +174,17 @@ class GputrainApp(OrderedKeys):
             loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
     def beat(self) -> None:
-        """Read appended events and repaint the screen; less often while there are none."""
-        self._still += 1
-        if self._still > IDLE_AFTER_S * self._fps and self._still % max(int(self._fps * IDLE_TICK_S), 1):
+        """Read appended events and repaint the screen; less often on an idle run."""
+        self._idle_beats += 1
+        if self._idle_beats > IDLE_AFTER_S * self._fps and self._idle_beats % max(int(self._fps * IDLE_TICK_S), 1):
             return
         if not self._catching_up:
             self._read_on()
         if self.live is not None:
             self._end_notice.check(self.live)
         version = self.live.version if self.live is not None else None
-        if version != self._seen:
-            self._seen, self._still = version, 0
+        if version != self._seen_version:
+            self._seen_version, self._idle_beats = version, 0
         if self._clocked:
             self.call_later(self.tick)  # after a key that was pressed meanwhile
         else:
@@ -197,12 +200,12 @@ class GputrainApp(OrderedKeys):
         self.report(f"the end of a run is {'notified' if on else 'not notified any more'}")
 
     def tick(self) -> None:
-        """Repaint the active screen where the run changed."""
+        """Repaint the changed panels of the active screen, or of the one behind a dialog or the palette."""
         tick = getattr(self.screen, "tick", None)
         if tick is not None:
             tick()
         elif (below := getattr(self.screen_stack[0], "tick", None)) is not None:
-            below()  # behind a question or the palette
+            below()
 
     def _read_on(self) -> None:
         """Read one portion of the record, and schedule the next while there is a backlog."""
@@ -211,7 +214,7 @@ class GputrainApp(OrderedKeys):
             self.set_timer(BACKLOG_PAUSE_S, self._read_on)
 
     def exit(self, result: int | None = None, return_code: int = 0, message: RenderableType | None = None) -> None:
-        """End the console, and ignore further keys."""
+        """End the console; further keys and clicks are ignored."""
         self._leaving = True
         super().exit(result, return_code, message)
 
@@ -220,12 +223,12 @@ class GputrainApp(OrderedKeys):
         if self.live is not None:
             self.live.close()
 
-    # Where to go
+    # Screens
 
     def _page(self, name: str) -> str:
         """Return the mode of a page, registered on first use."""
-        if name not in self._known:
-            self._known.add(name)
+        if name not in self._registered_pages:
+            self._registered_pages.add(name)
             self.add_mode(name, partial(_screen, PAGES[name]))
         return name
 
@@ -237,20 +240,20 @@ class GputrainApp(OrderedKeys):
         if self.live is not None:
             await self.switch_mode(self._run_mode)
             return
-        newest = next(iter(self._runs()), None)
+        newest = next(iter(self.list_runs()), None)
         if newest is None:
             await self.switch_mode(self._page("welcome"))
         else:
             await self.open_run(newest)
 
     async def open_run(self, run: Run) -> None:
-        """Show a run from its beginning on."""
+        """Open the run screen on a run."""
         if self.live is not None and self.live.id == run.id:
             await self.switch_mode(self._run_mode)
             return
         from gputrain_tui.console.screens.run import RunScreen
 
-        before, left = self.live, self._run_mode
+        former, former_mode = self.live, self._run_mode
         live = self.live = self._follow(run)
         self._end_notice.check(live)
         live.poll(FIRST_POLL_BUDGET_S)
@@ -258,23 +261,23 @@ class GputrainApp(OrderedKeys):
         self._run_mode = f"run-{self._opened}"
         self.add_mode(self._run_mode, lambda: RunScreen(live))
         await self.switch_mode(self._run_mode)
-        if before is not None:
-            before.close()
-            await self.remove_mode(left)
+        if former is not None:
+            former.close()
+            await self.remove_mode(former_mode)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch the mode, and close a dialog or the palette first: a late click must not reach it."""
+        """Close dialogs and the palette, which a late click must not reach, and switch the mode."""
         if mode != self.current_mode:
             while isinstance(self.screen, ModalScreen):
                 self.pop_screen()
         return super().switch_mode(mode)
 
     def pop_screen(self) -> AwaitComplete:
-        """Pop the screen on top, but never a mode's last one: a late event may ask twice."""
+        """Pop the screen on top unless it is the mode's only one: a late event may pop a second time."""
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
     async def action_quit(self) -> None:
-        """Leave; recipes with changes that are not saved are asked about."""
+        """Leave the console; with unsaved recipes, after a dialog."""
         unsaved = self.session.unsaved
         if not unsaved:
             self.exit()
@@ -283,24 +286,24 @@ class GputrainApp(OrderedKeys):
         self.confirm("Leave without saving?", f"The changes of {names} are lost then.", yes="Leave", act=self.exit)
 
     def action_help_quit(self) -> None:
-        """Say which key leaves."""
+        """Notify which key leaves the console."""
         typing = "esc, then q" if isinstance(self.focused, Input) else "q"
         self.report(f"{typing} leaves the console; every run goes on")
 
     def action_command_palette(self) -> None:
-        """Show the palette."""
+        """Open the palette."""
         if not isinstance(self.screen, Palette):
             self.push_screen(Palette(id="--command-palette"))
 
     def action_help(self) -> None:
-        """Show the keys of this screen."""
+        """Open the help of the active screen."""
         from gputrain_tui.console.screens.help import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.place))
 
     def action_next_theme(self) -> None:
-        """Change to the next theme and keep it for the next start."""
+        """Change to the next theme, and save it for the next start."""
         index = THEMES.index(self.theme) + 1 if self.theme in THEMES else 0
         self.theme = THEMES[index % len(THEMES)]
         settings.keep_theme(self.theme)
@@ -315,7 +318,7 @@ class GputrainApp(OrderedKeys):
         return EVERYWHERE
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Offer every action of the screen by name."""
+        """Yield the palette's commands: the actions of the screen, themes, notices, a picture."""
         for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
             if action.name in ("command_palette", "help_quit"):
                 continue
@@ -324,13 +327,12 @@ class GputrainApp(OrderedKeys):
             )
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         on = settings.notifies(os.environ)
-        how = "Neither ring nor" if on else "Ring and"
-        what = f"{how} notify the desktop when the run on the screen ends"
-        yield SystemCommand(f"Notices {'off' if on else 'on'}", what, partial(self._turn_notices, not on))
+        help = f"{'Neither ring nor' if on else 'Ring and'} notify the desktop when the run on the screen ends"
+        yield SystemCommand(f"Notices {'off' if on else 'on'}", help, partial(self._turn_notices, not on))
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver: on Linux one in which pasted text cannot pass for keys."""
+        """Return the driver; on Linux ``PasteDriver``, with which pasted text cannot act as keys."""
         found = super().get_driver_class()
         from textual.drivers.linux_driver import LinuxDriver
 
@@ -339,31 +341,39 @@ class GputrainApp(OrderedKeys):
         return PasteDriver if found is LinuxDriver else found
 
     def get_css_variables(self) -> dict[str, str]:
-        """Return the theme's colours; some of the light theme are darker than Textual's."""
+        """Return the theme's variables, in the light theme with darker colours than Textual's."""
         variables = super().get_css_variables()
         return variables | LIGHT_THEME if self.theme == "textual-light" else variables
 
-    # What screens ask for
+    # Called by screens
 
-    def copy(self, text: str, what: str) -> None:
-        """Copy text with the terminal's own clipboard (OSC 52), and report what it was."""
+    def list_runs(self) -> list[Run]:
+        """Return all runs, newest first; if their folder cannot be read, report the error and return none."""
+        try:
+            return self._runs()
+        except RequestError as error:
+            self.report(str(error), alarm=True)
+            return []
+
+    def copy(self, text: str, label: str) -> None:
+        """Copy text to the terminal's clipboard (OSC 52) and to tmux, and name it by ``label`` in a notification."""
         super().copy_to_clipboard(text)
         if tmux_buffer.in_tmux() and not self.is_headless:
             self.run_worker(partial(tmux_buffer.load_buffer, text), thread=True, group="clipboard")
-        self.report(f"copied {what}")
+        self.report(f"copied {label}")
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copy text that was selected."""
+        """Copy selected text."""
         lines = text.count("\n") + 1
         self.copy(text, f"{lines} lines" if lines > 1 else f"{len(text)} character{'s' * (len(text) != 1)}")
 
     def report(self, text: str, *, alarm: bool = False) -> None:
-        """Show a notification, which a timeout or a later key removes."""
+        """Show a notification, which a timeout or a key removes; ``alarm``: as an error, for longer."""
         self._reported_at = time.monotonic()
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
-        """Act once the person has confirmed it."""
+        """Open a yes-or-no dialog, and call ``act`` on yes."""
         from gputrain_tui.console.screens.confirm import Confirm
 
         def answered(agreed: bool | None) -> None:
@@ -373,38 +383,38 @@ class GputrainApp(OrderedKeys):
         self.push_screen(Confirm(question, consequence, yes=yes), answered)
 
     def action_demo(self) -> None:
-        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; who has runs already is asked first."""
-        if self._runs():
-            what = "Two processes train a small model on this machine's CPU, about half a minute."
-            self.confirm("Run the demo?", what, yes="Run it", act=partial(start_demo, self))
+        """Launch the demo as ``gputrain run recipes/demo.toml --detach`` does; if there are runs, after a dialog."""
+        if self.list_runs():
+            consequence = "Two processes train a small model on this machine's CPU, about half a minute."
+            self.confirm("Run the demo?", consequence, yes="Run it", act=partial(start_demo, self))
         else:
             start_demo(self)
 
     def compare_with_last(self, run: Run) -> None:
-        """Compare a run with the newest one before it of the same recipe, or else with the newest after it."""
-        alike = [other for other in self._runs() if other.status.recipe == run.status.recipe and other.id != run.id]
-        before = [other for other in alike if other.id < run.id]
-        if not alike:
+        """Open the compare screen on a run and another one of its recipe: the newest before it, or else after it."""
+        runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
+        before = [each for each in runs if each.id < run.id]
+        if not runs:
             self.report(f"there is no other run of {run.status.recipe}; the history (4) compares any")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 
-        self.push_screen(CompareScreen([(before or alike)[0], run]))
+        self.push_screen(CompareScreen([(before or runs)[0], run]))
 
 
 if TYPE_CHECKING:
     PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
-    """The checker proves that the console is what its screens take it for."""
+    """Lets mypy check that the app fulfils the protocol that its screens use."""
 
 
 def _screen(path: str) -> Screen[Any]:
-    """Import a screen and make it."""
+    """Import a screen's class, and return an instance."""
     module, _, name = path.partition(":")
     return cast(Screen[Any], getattr(importlib.import_module(module), name)())
 
 
 def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, ...] = (), hostfile: str = "") -> int:
-    """Show the console on a run, or on all of them; arguments as of ``GputrainApp``.
+    """Run the console on a run, or on all runs, and return the exit code; arguments as for ``GputrainApp``.
 
     Raises:
         RequestError: there is no terminal.

@@ -1,7 +1,7 @@
-"""Strips escape sequences from bracketed pastes, which would otherwise pass for keys that launch or quit.
+"""Terminal input without escape sequences in bracketed pastes: they would act as keys, which may launch or quit.
 
-Textual's parser hands on what follows an escape character that it does not know as keys, also while a paste is on.
-Terminals differ in what they take out of a paste themselves.
+Textual's parser returns the characters after an unknown escape sequence as keys, even within a paste. Terminals differ
+in the sequences that they remove from pastes themselves.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?")
 READ_BYTES = 4096
 """Bytes per read of the terminal."""
 WAIT_S = 0.1
-"""Seconds to wait for input before a lone escape character counts as the key."""
+"""Seconds to wait for input before a lone escape character counts as the Escape key."""
 
 
 class PasteParser(XTermParser):
-    """Terminal input parser that strips escape sequences from pastes."""
+    """Parser of terminal input that strips escape sequences from pastes."""
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasting = False
         self._before = ""
-        """The newest characters outside a paste, whose begin mark may be split across reads."""
+        """Last characters outside a paste: its begin mark may be split across reads."""
         self._held = ""
-        """Possible beginning of the end mark."""
+        """Held-back end of the data within a paste: an escape sequence or end mark that may go on in the next read."""
 
     def feed(self, data: str) -> Iterable[Message]:
-        """Return the events of some input; the empty string marks its end."""
+        """Return the events of some input; the empty string marks the end of all input."""
         plain = self._without_escapes(data)
         return super().feed(plain) if plain or not data else ()
 
@@ -62,16 +62,16 @@ class PasteParser(XTermParser):
 
 
 def _without_tail(text: str) -> tuple[str, str]:
-    """Split off an escape sequence that may go on in the next read."""
+    """Return a text split before a trailing escape sequence, which may go on in the next read."""
     at = text.rfind("\x1b", max(len(text) - len(END) + 1, 0))
     return (text, "") if at < 0 else (text[:at], text[at:])
 
 
 class PasteDriver(LinuxDriver):
-    """Linux driver that reads the terminal through ``PasteParser``."""
+    """Linux driver that parses input by ``PasteParser``."""
 
     def run_input_thread(self) -> None:
-        """Read the terminal until the console ends."""
+        """Read and parse terminal input until the console ends."""
         parser = PasteParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:
@@ -80,7 +80,7 @@ class PasteDriver(LinuxDriver):
                 if selector.select(WAIT_S):
                     data = os.read(self.fileno, READ_BYTES)
                     if not data:
-                        break  # the terminal is gone
+                        break  # the terminal was closed
                     if text := decode(data):
                         self._pass_on(parser.feed(text))
                 self._pass_on(parser.tick())

@@ -1,4 +1,4 @@
-"""Reads the curves of a run that is not the one on the screen, in portions between two frames."""
+"""Reading the curves of other runs than the followed one, in portions between two frames."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from gputrain_tui.history.status_file import ENDED
 
 
 class CurveReader:
-    """Reads the curves of one run in portions."""
+    """Reader of one run's curves, in portions."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.history = CurveHistory(run.status.world_size)
         self.behind = True
-        """Whether more is there than was read."""
+        """Whether a part of the record is still to be read."""
         self._reader = RunReader(run.dir)
 
     def poll(self, deadline: float) -> bool:
-        """Read what was appended, about until a time of ``perf_counter``; return whether anything changed."""
+        """Read appended events until about ``deadline`` (of ``perf_counter``); return whether anything changed."""
         if not self.behind and self.run.state in ENDED:
-            return False  # nothing more will come
+            return False  # the record is complete
         was_behind = self.behind
-        came = False
+        has_events = False
         while True:
             events = self._reader.poll(PORTION_BYTES)
             for event in events:
                 self.history.apply(event)
-            came = came or bool(events)
+            has_events = has_events or bool(events)
             self.behind = self._reader.backlog_bytes > 0
             if not self.behind or perf_counter() >= deadline:
-                return came or was_behind != self.behind
+                return has_events or was_behind != self.behind
 
     def close(self) -> None:
         """Close the record."""

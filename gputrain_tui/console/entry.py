@@ -1,7 +1,7 @@
-"""Entry point of the console: parses its flags and sets Textual's frame rate before importing it.
+"""Entry point of the console: parses its flags, and sets Textual's frame rate before importing it.
 
-Textual reads its own rate once, at its import; a rate that only the console's clock kept would not slow down what keys,
-scrolling and a blinking cursor paint.
+Textual reads its frame rate once, at its import. Slowing only the console's clock would leave repaints for keys,
+scrolling and a blinking cursor at full speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXTUAL_FPS = "TEXTUAL_FPS"
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Show the console until the person leaves; return the exit code.
+    """Show the console until the user leaves; return the exit code.
 
     Raises:
         RequestError: there is no terminal, or a flag or a hostfile is wrong.
@@ -61,9 +61,9 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     """Show the console on a run, or on all of them.
 
     Args:
-        run: to open at once.
-        fps: paints a second at most, whatever causes them; None: the console's own pace, and keys at once.
-        hostfile: names machines to show besides this one.
+        run: the run to open at once.
+        fps: most repaints a second, whatever causes them; None: the console's default, and at once after keys.
+        hostfile: file that names hosts to show besides this machine.
 
     Raises:
         RequestError: there is no terminal, or the hostfile is wrong.
@@ -78,7 +78,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
         os.environ[TEXTUAL_FPS] = str(math.ceil(fps))
     from gputrain_tui.console import app
 
-    if before is not None:  # what is launched from here has the environment that the console was given
+    if before is not None:  # restored, since runs launched from here inherit the environment
         os.environ[TEXTUAL_FPS] = before
     else:
         os.environ.pop(TEXTUAL_FPS, None)

@@ -1,4 +1,4 @@
-"""Host states of the cluster screen, and the nodes made from chosen GPUs; pure."""
+"""Hosts of the cluster screen, and a recipe's nodes made from chosen GPUs; pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACTIVE_STATES = ("starting", "running", "stopping")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRank:
-    """A rank of a run of this person, on a GPU."""
+    """Rank of one of the user's runs, on a GPU."""
 
     run: str
     rank: int
@@ -29,55 +29,57 @@ class GpuRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host of the cluster screen: its newest inventory and the state of its survey."""
+    """Host of the cluster screen: newest inventory, and state of its survey."""
 
     name: str
-    """As recipes name it; ``localhost`` for this one."""
+    """Name as in recipes; ``localhost`` for this machine."""
     inventory: Inventory | None = None
-    """The newest one."""
+    """Newest inventory; None before the first."""
     problem: str = ""
-    """One line: why the last survey failed."""
-    asking: bool = False
+    """Error of the last survey, one line; empty if it succeeded."""
+    surveying: bool = False
     """Whether a survey is under way."""
-    tried: float | None = None
+    surveyed_at: float | None = None
     """End of the last survey, monotonic seconds; None: none has ended."""
-    seen: float | None = None
+    inventory_at: float | None = None
     """Time of the inventory, monotonic seconds."""
     run_ranks: Mapping[int, GpuRank] = field(default_factory=dict)
-    """Ranks of running runs by the index of their GPU."""
+    """Ranks of active runs by the index of their GPU."""
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it is this machine."""
         return self.name == THIS_MACHINE
 
     @property
-    def shown(self) -> str:
-        """Its name for people."""
-        return self.inventory.host if self.here and self.inventory is not None else self.name
+    def display_name(self) -> str:
+        """Name shown to the user: this machine's real name instead of ``localhost``."""
+        return self.inventory.host if self.is_local and self.inventory is not None else self.name
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Its GPUs in PCI order."""
+        """GPUs in PCI order."""
         return self.inventory.gpus if self.inventory is not None else ()
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Indices of its free GPUs."""
+        """Indices of the free GPUs."""
         return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
 
     def is_due(self, now: float, *, again_s: float, failed_s: float) -> bool:
-        """Return whether its last survey is old enough for another one."""
-        return not self.asking and (self.tried is None or now - self.tried >= (failed_s if self.problem else again_s))
+        """Return whether to survey it again: ``again_s`` after the last survey, or ``failed_s`` after a failed one."""
+        return not self.surveying and (
+            self.surveyed_at is None or now - self.surveyed_at >= (failed_s if self.problem else again_s)
+        )
 
 
 def remote_hosts(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> tuple[str, ...]:
-    """Return the remote hosts of nodes, each once."""
+    """Return the remote hosts of nodes, each once; ``local`` returns whether a host is this machine."""
     return tuple(dict.fromkeys(node.host for node in nodes if node.host is not None and not local(node.host)))
 
 
 def active_plans(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
-    """Return the plans of active runs, with their ids."""
+    """Return the ids and plans of active runs."""
     found = []
     for run in runs:
         if run.state in ACTIVE_STATES:
@@ -87,14 +89,20 @@ def active_plans(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
 
 
 def ranks_by_gpu(
-    inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_it: Callable[[str], bool]
+    inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_this_host: Callable[[str], bool]
 ) -> dict[int, GpuRank]:
-    """Return the ranks of active runs by the index of their GPU; ``is_it`` knows this machine's names."""
+    """Return the ranks of planned runs on one host, by the index of their GPU.
+
+    Args:
+        inventory: GPUs of the host.
+        plans: ids and plans of active runs.
+        is_this_host: whether a host of a plan is the one of the inventory.
+    """
     by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
     found: dict[int, GpuRank] = {}
     for run, plan in plans:
         for node in plan.nodes:
-            if is_it(node.host):
+            if is_this_host(node.host):
                 for rank, device in zip(node.ranks, node.devices, strict=False):
                     index = by_name.get(str(device))
                     if index is not None:
@@ -103,7 +111,7 @@ def ranks_by_gpu(
 
 
 def wanted_devices(node: Node) -> str:
-    """Return the devices that a node of a recipe asks for, as text."""
+    """Return the devices of a recipe's node as text."""
     if node.cpu_ranks is not None:
         return f"{node.cpu_ranks} CPU rank{'s' * (node.cpu_ranks != 1)}"
     if isinstance(node.gpus, int):
@@ -118,7 +126,7 @@ def wanted_devices(node: Node) -> str:
 
 
 def availability(node: Node, host: Host | None) -> tuple[str, str]:
-    """Return whether a host has a node's devices, as text and its role: ``good``, ``warning`` or ``dim``."""
+    """Return the availability of a node's devices on a host: text, and its role ``good``, ``warning`` or ``dim``."""
     if host is None or (host.inventory is None and not host.problem):
         return "being asked", "dim"
     if host.inventory is None:
@@ -129,7 +137,6 @@ def availability(node: Node, host: Host | None) -> tuple[str, str]:
     free, total = len(host.free), len(host.gpus)
     if not total:
         return "it has no GPU", "dim" if node.gpus is None else "warning"
-    known = f"{free} of {total} GPUs free"
     if isinstance(node.gpus, tuple):
         by_name = {name: gpu for gpu in host.gpus for name in (gpu.index, gpu.uuid)}
         missing = [str(item) for item in node.gpus if item not in by_name and not str(item).startswith("MIG-")]
@@ -137,16 +144,16 @@ def availability(node: Node, host: Host | None) -> tuple[str, str]:
             return f"it has no GPU {', '.join(missing)}", "warning"
         busy = [str(item)[:12] for item in node.gpus if item in by_name and not is_free(by_name[item])]
         return (f"GPU {', '.join(busy)} in use", "warning") if busy else ("free", "good")
-    wanted = node.gpus if isinstance(node.gpus, int) else node.ranks or 1
-    return known, "good" if free >= wanted else "warning"
+    needed = node.gpus if isinstance(node.gpus, int) else node.ranks or 1
+    return f"{free} of {total} GPUs free", "good" if free >= needed else "warning"
 
 
 def nodes_on_gpus(
     chosen: Mapping[str, Sequence[int]], nodes: Sequence[Mapping[str, Any]], *, address: str | None
 ) -> list[dict[str, Any]]:
-    """Return the nodes for chosen GPUs: in the order of the recipe's nodes, new hosts after them.
+    """Return the nodes of a recipe for chosen GPUs: this machine first, then its present hosts, then new ones.
 
-    This machine is named by ``address``; not where it is alone or has none.
+    The host of this machine's node is ``address``; it has none if it is the only node or ``address`` is None.
     """
     alone = len(chosen) == 1
 

@@ -15,26 +15,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class LaunchSession:
-    """The next launch, as far as it was chosen; one per console."""
+    """State of the next launch; one per console."""
 
     folder: Path = field(default_factory=Path.cwd)
-    """Folder of recipes."""
+    """Working folder, whose recipes are listed."""
     drafts: dict[Path, Draft] = field(default_factory=dict)
-    """Recipes that were opened, with their changes, by file."""
+    """Drafts of the recipes opened so far, by file."""
     source: str | None = None
-    """The recipe file that the launch screen is to open next."""
-    resume: str | None = None
-    """The run whose training the next launch continues."""
+    """Recipe file that the launch screen opens when it is shown next."""
     recipe: Recipe | None = None
-    """The recipe as it stands in the form; None while there is none that is right."""
+    """Recipe in the form; None if it is invalid or none is open."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """GPUs that were chosen for the next launch and are not in the form yet: by host, ``localhost`` for this one."""
+    """GPUs chosen for the next launch that are not in the form yet, by host; ``localhost`` is this machine."""
     hosts: tuple[HostEntry, ...] = ()
-    """Machines that are shown also without a recipe."""
+    """Hosts of the hostfile, shown even without a recipe."""
     hostfile: str = ""
-    """The file that names them."""
+    """Path of the hostfile; empty: none."""
 
     @property
     def unsaved(self) -> list[str]:
-        """Names of the recipes with changes that are not saved."""
+        """Names of the recipes with unsaved changes."""
         return [draft.name for draft in self.drafts.values() if draft.changes]

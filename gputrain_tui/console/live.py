@@ -1,4 +1,4 @@
-"""Follows one run for the console: reads its record in portions into state and series."""
+"""Following one run: its record is read in portions into state and series."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
 POLL_BUDGET_S = 0.02
-"""Seconds one poll may take, so that keys are handled."""
+"""Seconds that one poll may take, so that keys are handled in time."""
 FIRST_POLL_BUDGET_S = 0.1
-"""Seconds of the poll before a run's first frame, which is then complete for every downsampled record: painting an
-earlier step first takes as long as reading on."""
+"""Seconds of the poll before a run's first frame: enough for every downsampled record, so that the frame is complete.
+
+A frame of an earlier step would take as long to paint as the rest of the record takes to read.
+"""
 BACKLOG_PAUSE_S = 0.004
-"""Seconds between two polls of a backlog, in which keys are handled."""
+"""Seconds between two polls of a backlog, during which keys are handled."""
 PORTION_BYTES = 256 << 10
-"""Bytes per read, small against the budget."""
+"""Bytes per read; parsing them takes a small part of the budget."""
 STATUS_INTERVAL_S = 1.0
-"""Seconds between two reads of ``status.json``, which alone shows a killed supervisor."""
+"""Seconds between two reads of ``status.json``; only there can a killed supervisor be detected."""
 
 
 class LiveRun:
-    """State and series of a run: ``poll`` updates them, ``version`` changes with them."""
+    """State and series of a followed run: ``poll`` updates them, ``version`` changes with them."""
 
     def __init__(
         self,
@@ -55,9 +57,9 @@ class LiveRun:
         self.series = Series(self.state.world_size)
         self.hardware = HardwareSeries()
         self.caught_up = False
-        """Whether the whole record was read once; before, what is shown is the past."""
-        known = replay(run.dir, self.state.world_size) if source is None else None
-        begin = known.begin if known is not None else None
+        """Whether the whole record was read once; until then the state is a past one."""
+        replayed = replay(run.dir, self.state.world_size) if source is None else None
+        begin = replayed.begin if replayed is not None else None
         self._source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
         self._total_bytes = 0
@@ -67,15 +69,15 @@ class LiveRun:
         self._revision = 0
         self._steps = StepWatch()
         self.log_times: dict[str, LogTimes] = {}
-        """When the lines of each rank's log were written, by the log's name."""
-        if known is not None:
-            self.series.coarsen(known.steps)
-            self._apply(known.events)
+        """Times at which each log's bytes were written, by the log's name."""
+        if replayed is not None:
+            self.series.coarsen(replayed.steps)
+            self._apply(replayed.events)
             self.series.refine()
 
     @property
     def version(self) -> int:
-        """Changes with everything that is shown."""
+        """Number that changes with the state and the status."""
         return (self._revision << 40) + self.state.version
 
     @property
@@ -85,17 +87,17 @@ class LiveRun:
 
     @property
     def status(self) -> str:
-        """``starting``, ``running``, ``stopping``, how it ended, or ``lost``."""
+        """Status of the run, such as ``running``, ``stopping`` or ``failed``; ``lost``: its supervisor was killed."""
         if self.state.ended is not None:
             return self.state.ended.status
         status = state_of(self._status)
         if status in ENDED and not self.caught_up:
-            return self.state.status  # its end stands in what is still to be read
+            return self.state.status  # the run's end is in the part of the record still to be read
         return self.state.status if status in ("queued", "starting") else status
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the run has ended or is lost: its record does not grow any more."""
         return self.status in ENDED or self.status == "lost"
 
     @property
@@ -105,14 +107,14 @@ class LiveRun:
 
     @property
     def reading(self) -> float | None:
-        """Share of the record that was read, 0 to 1, while it is being read for the first time."""
+        """Share of the record read so far, 0 to 1; None once all of it was read."""
         if self.caught_up or not self._total_bytes:
             return None
         return min(self._read_bytes / self._total_bytes, 1.0)
 
     @property
     def standstill(self) -> Standstill | None:
-        """How long no step has come; None while they come, and once the run is over."""
+        """Standstill of the run; None while steps come, and after its end."""
         if self.over or not self.caught_up:
             return None
         return self._steps.standstill(self.state, self.now())
@@ -156,10 +158,10 @@ class LiveRun:
         self._source.close()
 
     def _apply(self, events: Sequence[AnyEvent | DownsampledBlock]) -> None:
-        """Put events into state and curves."""
+        """Apply events to the state, the series and the times of the logs."""
         for event in events:
             self.state.apply(event)
-            if isinstance(event, Step | DownsampledBlock):
+            if isinstance(event, Step):
                 self.series.apply(event)
             elif isinstance(event, NodeSample):
                 self.hardware.apply(event)
@@ -186,7 +188,7 @@ class LiveRun:
             self.run = open_run(self.run.dir.path) or self.run
 
     def _new_state(self) -> RunState:
-        """Return the state before any event: hosts and local ranks come from the plan."""
+        """Return the state before any event, with hosts and local ranks of the plan."""
         planned = self.run.status.world_size if self.plan is None else self.plan.world_size
         state = RunState(world_size=planned)
         for node in self.plan.nodes if self.plan is not None else ():
@@ -203,7 +205,7 @@ def _plan(run: Run) -> Plan | None:
 
 
 def _size(run: Run) -> int:
-    """Return the bytes of a run's event files."""
+    """Return the total size of a run's event files, bytes."""
     with suppress(OSError), os.scandir(run.dir.events) as entries:
         return sum(size_of(entry.path) for entry in entries)
     return 0

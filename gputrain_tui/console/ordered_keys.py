@@ -1,7 +1,7 @@
-"""Acts upon keys strictly one after the other, and on ``gg``.
+"""Handling of keys strictly one after the other, and of ``gg``.
 
-Textual sends a key to the widget that has the focus when the key arrives. The key before it may still be on its way
-through the widgets, and open a line to type in: what was typed ahead would then be taken for commands.
+Textual sends a key to the widget that is focused when the key arrives. The key before it may still be on its way
+through the widgets, and open an input line: text typed ahead would then run commands.
 """
 
 from __future__ import annotations
@@ -18,43 +18,45 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 KEY_PATIENCE_S = 0.5
-"""Seconds that a key waits for the one before it, whose mark is lost where its widget was removed meanwhile."""
+"""Most seconds for which a key waits for the one before it, whose mark is lost if its widget is removed."""
 DOUBLE_KEY_S = 0.4
 """Most seconds between the two keys of ``gg``."""
 
 
 class KeyPassed(Message):
-    """Mark that follows a key through the widgets."""
+    """Mark posted to the key's target behind each key; when it has been handled, so has the key."""
 
     def __init__(self, number: int, again_to: Widget | None = None) -> None:
         super().__init__()
         self.number = number
         self.again_to = again_to
-        """The widget to which the mark goes once more."""
+        """Widget to post the mark to once more; None: it has been there twice."""
 
 
 class OrderedKeys(App[int]):
-    """App that acts upon a key when the one before it was acted upon."""
+    """App that handles a key only after the one before it."""
 
     def __init__(self, *, ansi_color: bool | None = None) -> None:
         super().__init__(ansi_color=ansi_color)
         self.quiet_s = math.inf
-        """Seconds without a key before the last one; infinite before a click."""
+        """Seconds between the last two keys; infinite after a click."""
         self._key_time = -math.inf
-        """When the last key came, on the clock of events."""
+        """Time of the last key, on the clock of events."""
         self._waiting: deque[events.Key] = deque()
+        """Keys held back until the one before is handled."""
         self._key_number = 0
+        """Number of the last key that was sent to a widget."""
         self._under_way = 0
-        """Number of the key that is being acted upon; 0: none is."""
+        """Number of the key that is being handled; 0: none."""
         self._first_g: tuple[float, Widget | None, Callable[[], None]] | None = None
-        """When ``g`` was pressed, the widget that had the focus, and what restores the view of before."""
+        """Time of a first ``g``, the widget focused then, and a function that restores the view before it."""
 
     def before_key(self, event: events.Key) -> bool:
-        """Return whether a key counts."""
+        """Return whether a key counts; called before each key is handled."""
         return True
 
     async def on_event(self, event: events.Event) -> None:
-        """Hold a key back until the one before was acted upon."""
+        """Hold a key back until the one before it has been handled."""
         if isinstance(event, events.Key) and not event.is_forwarded:
             self._waiting.append(event)
             if self._under_way and event.time - self._key_time < KEY_PATIENCE_S:
@@ -67,19 +69,19 @@ class OrderedKeys(App[int]):
         await super().on_event(event)
 
     async def _next_key(self, passed: int) -> None:
-        """Send the next key to the widget that has the focus now, after the key of a number has passed."""
+        """Send the next key to the focused widget, if the key with number ``passed`` is the one being handled."""
         if passed != self._under_way:
             return
         self._under_way = 0
         while self._waiting and not self._under_way:
             event = self._waiting.popleft()
             self.quiet_s, self._key_time = event.time - self._key_time, event.time
-            if not self.before_key(event) or self._is_second_g(event):
+            if not self.before_key(event) or self._handle_gg(event):
                 continue
             self._key_number += 1
             target = self.focused or self.screen
             await super().on_event(event)
-            # The mark goes to the widget twice: the second time it is also behind a message that the key gave rise to.
+            # The mark goes to the widget twice: the second time it is also behind messages that the key caused.
             if target.post_message(KeyPassed(self._key_number, target)):
                 self._under_way = self._key_number
 
@@ -88,21 +90,21 @@ class OrderedKeys(App[int]):
         widget = mark.again_to
         there = widget is not None and widget.is_attached and widget.screen is self.screen
         if widget is None or not there or not widget.post_message(KeyPassed(mark.number)):
-            self.call_later(self._next_key, mark.number)  # behind a change of the focus
+            self.call_later(self._next_key, mark.number)  # after a pending change of the focus
 
-    def _is_second_g(self, event: events.Key) -> bool:
-        """Go to the first line for the second ``g`` of two, and undo what the first did as a key of its own."""
+    def _handle_gg(self, event: events.Key) -> bool:
+        """Handle ``gg``: on the second ``g`` undo the action of the first one, go to the first line, return True."""
         first, self._first_g = self._first_g, None
         if event.key != "g" or isinstance(self.focused, Input):
             return False
         if first is None or event.time - first[0] > DOUBLE_KEY_S:
-            keep_view = getattr(self.screen, "keep_view", None)
-            self._first_g = event.time, self.focused, keep_view() if keep_view is not None else lambda: None
+            save_view = getattr(self.screen, "save_view", None)
+            self._first_g = event.time, self.focused, save_view() if save_view is not None else lambda: None
             return False
         _, focused, restore = first
         restore()
         if focused is not None:
-            self.call_after_refresh(focused.focus)  # it may have been hidden, and is shown with the next frame
+            self.call_after_refresh(focused.focus)  # hidden by the first g, it is shown with the next frame
         edge = getattr(focused, "action_edge", None) or getattr(self.screen, "action_edge", None)
         if edge is not None:
             edge(-1)

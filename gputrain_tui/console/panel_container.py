@@ -1,4 +1,4 @@
-"""Layout of a run's panels by terminal size, number of ranks and chosen panel."""
+"""Layout of a run's panels, by terminal size, number of ranks and chosen panel."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from gputrain_tui.console.widgets.step_bars import bar_lines
 
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log", "hardware"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
-"""The panels in the order of the key for the next panel; the hardware is shown on the whole screen only."""
+"""Panels in the order of the key for the next panel; not the hardware panel, which is shown only zoomed."""
 RENDEZVOUS_HEAD_LINES = 8
-"""Lines of the rendezvous view besides the hosts."""
+"""Lines of the rendezvous panel besides one per host."""
 LEAST_LIST_LINES = 5
 """Fewest useful lines of a list of findings or a log."""
 GAP_CELLS = 2
 """Cells between two columns of panels."""
 MEDIUM_CELLS, MEDIUM_LINES = 96, 25
-"""Least cells and lines in which all panels but findings or log can be read at once."""
+"""Fewest cells and lines in which all panels but either findings or log can be read at once."""
 COLUMN_CELLS, STACKED_LINES = 38, 8
-"""Least cells of a panel beside another, and least lines of one above another, in small and odd terminals."""
+"""Fewest cells of a panel beside another, and fewest lines of one above another, in the narrow layout."""
 MOST_PANELS = 4
-"""Panels besides the table in a terminal that is too small or too narrow for all of them."""
+"""Most panels besides the table in the narrow layout."""
 FINDINGS_CELLS = 48
-"""Least cells of the findings at the right of a table."""
+"""Fewest cells of the findings beside the table."""
 CHARTS: tuple[PanelName, ...] = ("loss", "sync", "bars", "late")
 """Panels that are empty before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelChoice:
-    """The panels to show, and the facts that their layout depends on."""
+    """Panels to show, and the facts that their layout depends on."""
 
     ranks: int
     panel: PanelName = "loss"
-    """The panel that was asked for last."""
+    """Panel chosen last."""
     right: PanelName = "findings"
-    """The one to show of the panels that share a place in the medium layout."""
+    """The panel to show of findings and log, which share a place in the medium layout."""
     zoomed: bool = False
-    """Whether one panel has everything."""
+    """Whether ``panel`` has the whole area."""
     rendezvous: bool = False
-    """Whether no rank has made a step: charts would be empty."""
+    """Whether no rank has made a step, so that the rendezvous is shown instead of empty charts."""
     hosts: int = 1
-    """Hosts of the run: the rendezvous view has a line for each."""
+    """Number of hosts, each of which has a line in the rendezvous panel."""
     table_cells: int = 0
-    """Cells of the table with all of its columns; 0: not known."""
+    """Cells of the table with all columns; 0: unknown."""
     root_cause_lines: int = 0
-    """Lines that the root cause card needs; 0: nothing failed."""
+    """Lines that the root cause card needs; 0: no card."""
 
 
 def layout_size(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
@@ -64,7 +64,7 @@ def layout_size(width: int, height: int) -> Literal["narrow", "medium", "wide"]:
 
 
 def arrange(width: int, height: int, choice: PanelChoice) -> dict[str, Region]:
-    """Return the visible panels and their regions, which do not overlap."""
+    """Return the visible panels by name, and their regions, which do not overlap."""
     if width < 1 or height < 1:
         return {}
     if choice.zoomed:
@@ -80,24 +80,24 @@ def arrange(width: int, height: int, choice: PanelChoice) -> dict[str, Region]:
 
 
 def _narrow(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the table, and below it as many panels as can be read: above each other, or else side by side."""
+    """Return the narrow layout: the table, below it as many panels as can be read, stacked or else side by side."""
     if choice.panel == "ranks" or area.height < 8:
         return {"ranks": area}
     top, below = area.split_horizontal(_table_height(area, choice, share=0.45))
     columns, lines = grid_shape(below)
-    names = _chosen(choice, min(columns * lines, MOST_PANELS), narrow=columns > 1 and lines == 1)
+    names = _chosen_panels(choice, min(columns * lines, MOST_PANELS), narrow=columns > 1 and lines == 1)
     return {"ranks": top, **place_in_grid(below, names, columns)}
 
 
 def grid_shape(area: Region) -> tuple[int, int]:
-    """Return in how many columns and lines of panels an area can be read; above each other rather than beside."""
+    """Return the columns and lines of panels that can be read in an area; lines are preferred to columns."""
     lines = max(area.height // STACKED_LINES, 1)
     side_by_side = max((area.width + GAP_CELLS) // (COLUMN_CELLS + GAP_CELLS), 1)
     return min(side_by_side, 3 if lines == 1 else 2 if area.width >= MEDIUM_CELLS else 1), lines
 
 
 def place_in_grid(area: Region, names: Sequence[str], columns: int) -> dict[str, Region]:
-    """Return panels in so many columns at most, each filled from above."""
+    """Return the regions of panels in at most ``columns`` columns, each filled from the top."""
     columns = min(columns, len(names))
     lines = -(-len(names) // columns)
     placed: dict[str, Region] = {}
@@ -109,8 +109,8 @@ def place_in_grid(area: Region, names: Sequence[str], columns: int) -> dict[str,
     return placed
 
 
-def _chosen(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence[str]:
-    """Return so many panels in their order, the one that was asked for among them; ``narrow``: of few cells."""
+def _chosen_panels(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence[str]:
+    """Return ``count`` panels in the order of ``PANELS``, the chosen one included; ``narrow``: for few cells each."""
     panel = choice.panel
     if choice.rendezvous:
         first = "rendezvous" if panel in CHARTS else panel
@@ -126,7 +126,7 @@ def _chosen(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence[str]:
 
 
 def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region]:
-    """Return table and charts, and findings or log, or in a wide terminal both."""
+    """Return the medium or wide layout: table and charts, with findings or log; the wide one has both."""
     if _fits_above_charts(area, choice):
         return _table_above_charts(area, choice)
     lists: tuple[PanelName, ...] = ("findings", "log") if wide else (choice.right,)
@@ -134,7 +134,7 @@ def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region
 
 
 def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the whole table above everything else."""
+    """Return the table above all other panels; a wide area has the findings beside it."""
     top, rest = area.split_horizontal(_table_height(area, choice, share=0.34))
     if not choice.rendezvous:
         table, findings = top, None
@@ -149,21 +149,21 @@ def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
 def _table_beside_charts(
     area: Region, choice: PanelChoice, low: int, lists: tuple[PanelName, ...]
 ) -> dict[str, Region]:
-    """Return the table beside the charts; below both, in ``low`` lines, step bars and ``lists``."""
+    """Return the table beside the charts; below both, ``low`` lines high, step bars and ``lists``."""
     upper, bottom = area.split_horizontal(area.height - low)
     left, right = _columns(upper, 2)
     if choice.rendezvous:
         return _before_first_step(area, choice)
-    if choice.ranks + HEAD_LINES + 4 <= upper.height:  # the table leaves lines below it
+    if choice.ranks + HEAD_LINES + 4 <= upper.height:  # the table leaves room below it
         return _charts_beside_table(area, choice, bottom, lists)
     names: tuple[PanelName, ...] = ("bars", *lists)
     return {"ranks": left, **_charts(right, choice), **dict(zip(names, _columns(bottom, len(names)), strict=True))}
 
 
 def _panels_below_table(area: Region, choice: PanelChoice, above: Region | None) -> dict[str, Region]:
-    """Return curves below a short table; below them step bars, lateness and findings, the log beside.
+    """Return the panels below a short table: curves, then step bars, lateness and findings beside the log.
 
-    ``above``: where the findings stand if that is beside the table.
+    ``above``: region of the findings beside the table; None: they stand among the panels below.
     """
     charts, bottom = area.split_horizontal((area.height + 1) // 2)
     loss, sync = _columns(charts, 2)
@@ -186,7 +186,7 @@ def _panels_below_table(area: Region, choice: PanelChoice, above: Region | None)
 def _charts_beside_table(
     area: Region, choice: PanelChoice, bottom: Region, lists: tuple[PanelName, ...]
 ) -> dict[str, Region]:
-    """Return table and step bars at the left, charts and ``lists`` at the right, the log where it fits."""
+    """Return table and step bars at the left, charts and ``lists`` at the right; the log below the bars if it fits."""
     left, right = _columns(area, 2)
     ranks, low = left.split_horizontal(choice.ranks + HEAD_LINES + 1)
     lines = bar_lines(choice.ranks, low.height)
@@ -200,7 +200,7 @@ def _charts_beside_table(
 
 
 def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return two curves and the lateness map below each other; the curves take the lines that it cannot use."""
+    """Return two curves above the lateness map; the curves get the lines that the map cannot use."""
     late = heat_lines(choice.ranks, area.height // 3)
     curves, below = area.split_horizontal(area.height - late)
     loss, sync = curves.split_horizontal(round(curves.height / 2))
@@ -208,24 +208,24 @@ def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
 
 
 def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the table beside the rendezvous view and the log."""
+    """Return the layout before the first step: the table beside the rendezvous and the log."""
     left, right = _columns(area, 2)
     rendezvous, log = right.split_horizontal(min(choice.hosts + RENDEZVOUS_HEAD_LINES, (right.height + 1) // 2))
     return {"ranks": left, "rendezvous": rendezvous, "log": log}
 
 
 def _fits_above_charts(area: Region, choice: PanelChoice) -> bool:
-    """Return whether the whole table fits above the charts."""
+    """Return whether the whole table fits into the share of lines that it may take above the charts."""
     return choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6)
 
 
 def _table_height(area: Region, choice: PanelChoice, *, share: float) -> int:
-    """Return the lines of a table above other panels: its ranks, a head and a blank line, within ``share``."""
+    """Return the lines of a table above other panels: head, ranks and a blank line, at most ``share`` of the area."""
     return min(choice.ranks + HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
 
 
 def _columns(area: Region, count: int) -> list[Region]:
-    """Cut an area into columns of about equal width with a gap between them."""
+    """Return an area cut into columns of about equal width with gaps between them."""
     usable = area.width - GAP_CELLS * (count - 1)
     edges = [round(usable * index / count) for index in range(count + 1)]
     return [
@@ -234,7 +234,7 @@ def _columns(area: Region, count: int) -> list[Region]:
 
 
 class PlacedLayout(Layout):
-    """Layout by child id."""
+    """Textual layout with a given region for each child, by its id."""
 
     name = "placing"
 
@@ -242,7 +242,7 @@ class PlacedLayout(Layout):
         self.placed: dict[str, Region] = {}
 
     def arrange(self, parent: Widget, children: list[Widget], size: Size, greedy: bool = True) -> ArrangeResult:
-        """Return the placement of each named child."""
+        """Return the placements of the children that have a region."""
         return [
             WidgetPlacement(region, NULL_OFFSET, NULL_SPACING, child)
             for child in children
@@ -251,7 +251,7 @@ class PlacedLayout(Layout):
 
 
 class PanelContainer(Widget):
-    """Container of panels at given regions."""
+    """Container that shows panels at given regions."""
 
     DEFAULT_CSS = """
     PanelContainer { height: 1fr; width: 1fr; padding: 0 1; }
@@ -263,11 +263,11 @@ class PanelContainer(Widget):
 
     @property
     def layout(self) -> Layout:
-        """The layout, in place of the style sheet's."""
+        """Layout by regions, which replaces the style sheet's."""
         return self._placing
 
     def place(self, placed: dict[str, Region]) -> None:
-        """Show the named panels at their regions, and hide the others."""
+        """Show the panels in ``placed`` at their regions, and hide the others."""
         if placed == self._placing.placed and all(child.display == (child.id in placed) for child in self.children):
             return
         self._placing.placed = placed

@@ -1,7 +1,6 @@
-"""Colour ramps: the only colours that are not theme variables.
+"""Colour ramps, the only colours that are not theme variables.
 
-Heat has at most eight levels, so that runs of equal cells merge and a repaint stays small. Warm colours mean waiting,
-cool ones mean work, and red is left to what needs a person.
+Warm colours mean waiting, cool ones work; red marks only what needs attention.
 """
 
 from __future__ import annotations
@@ -14,25 +13,25 @@ from rich.style import Style
 from textual.app import App
 
 PHASE_COLOURS = ("data", "forward", "backward", "sync", "optimizer", "other")
-"""The phases of a step in their order; ``other`` is the time of none."""
+"""Phases of a step in order; ``other`` is the rest of the step time."""
 HEAT_LEVELS = 8
-"""Few, so that runs of equal cells merge and a repaint stays small."""
+"""Number of heat levels, few, so that adjacent cells are often equal, merge into one piece and repaint fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """Colours for one kind of terminal and ground."""
+    """Colours for one kind of terminal and background."""
 
     heat: tuple[str, ...]
-    """From normal to what needs a person."""
+    """Colour of each heat level."""
     phases: tuple[str, ...]
-    """One per phase of a step."""
+    """Colour of each of ``PHASE_COLOURS``."""
     shades: bool = True
-    """Whether there are colours between the ground and the text, so that areas can be filled."""
+    """Whether the terminal has shades between background and text colour, so that areas can be filled."""
     symbols: bool = False
-    """Whether shapes stand for colours."""
+    """Whether symbols replace colours."""
     plain_cursor: bool = False
-    """Whether text on the cursor's ground has one colour: the sixteen cannot all be read there."""
+    """Whether all text on the cursor's background has one colour, since not all sixteen can be read there."""
 
 
 DARK = Ramp(
@@ -63,12 +62,12 @@ LIGHT_THEME = {
     "text-warning": "#8f3d00",
     "text-success": "#1b6b37",
 }
-"""The light theme's variables of which Textual's own cannot be read on a light ground, least of all on the cursor's."""
+"""Variables of the light theme whose colours in Textual have too little contrast, above all on the cursor's line."""
 PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, phases=("default",) * len(PHASE_COLOURS), shades=False, symbols=True)
 
 
 def ramp_for(app: App[object]) -> Ramp:
-    """Return the colours that the app's theme and terminal can show."""
+    """Return the ramp for the app's theme and terminal."""
     if app.no_color:
         return PLAIN
     dark = app.current_theme.dark
@@ -77,11 +76,11 @@ def ramp_for(app: App[object]) -> Ramp:
     return DARK if dark else LIGHT
 
 
-ON_GROUND = Style(color=Color.parse("bright_white"), dim=False)
-"""Text on the cursor's ground where that has one colour."""
+TEXT_ON_CURSOR = Style(color=Color.parse("bright_white"), dim=False)
+"""Style of text on the cursor's background if ``plain_cursor``."""
 
 
 @lru_cache(maxsize=512)
 def pair(front: str, back: str | None = None) -> Style:
-    """Return the style of one colour on another, or on the ground."""
+    """Return the style of one colour on another, or on the background."""
     return Style(color=Color.parse(front), bgcolor=None if back is None else Color.parse(back))

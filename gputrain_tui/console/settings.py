@@ -1,4 +1,4 @@
-"""Settings kept between starts: the theme, with a default by the terminal, and whether the end of a run is notified."""
+"""Settings saved between starts: the theme, with a default by terminal, and notices at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.contract.record import write_atomically
 
 FILE = "console.json"
 MANY_COLOURS = ("256color", "kitty")
-"""Last part of ``TERM`` of terminals for which Rich, which draws, takes more than sixteen colours."""
+"""Last parts of ``TERM`` for which Rich uses more than sixteen colours."""
 
 
 def theme(environ: Mapping[str, str]) -> str | None:
-    """Return the theme to start with: from the environment, the last choice, or the kind of terminal.
+    """Return the theme to start with: ``TEXTUAL_THEME``, the saved one, or one by terminal; None: Textual's default.
 
-    A terminal of sixteen colours keeps its own ones, whatever was chosen in another, and so does one without colours.
+    A terminal with at most sixteen colours gets one of the ``ansi-`` themes, even if another theme is saved.
     """
     if chosen := environ.get("TEXTUAL_THEME"):
         return chosen
@@ -33,7 +33,7 @@ def theme(environ: Mapping[str, str]) -> str | None:
 
 
 def has_few_colours(environ: Mapping[str, str]) -> bool:
-    """Return whether a terminal has at most sixteen colours, as ``TERM=xterm`` and ``linux``, or is to show none."""
+    """Return whether a terminal has at most sixteen colours, such as ``TERM=xterm``, or ``NO_COLOR`` is set."""
     if "NO_COLOR" in environ:
         return True
     if environ.get("COLORTERM", "").strip().lower() in ("truecolor", "24bit"):
@@ -45,17 +45,17 @@ def has_few_colours(environ: Mapping[str, str]) -> bool:
 
 
 def keep_theme(name: str) -> None:
-    """Save a theme for the next start, if the folder can be written."""
+    """Save a theme for the next start; nothing happens if the folder cannot be written."""
     _keep("theme", name)
 
 
 def notifies(environ: Mapping[str, str]) -> bool:
-    """Return whether the console rings and notifies when a run ends: yes, unless somebody has turned it off."""
+    """Return whether the console rings and notifies when a run ends; True by default."""
     return _kept(environ).get("notify") is not False
 
 
 def keep_notifying(on: bool) -> None:
-    """Save whether to notify for the next start, if the folder can be written."""
+    """Save whether to notify when a run ends; nothing happens if the folder cannot be written."""
     _keep("notify", on)
 
 
@@ -75,6 +75,6 @@ def _kept(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_light(environ: Mapping[str, str]) -> bool:
-    """Return whether ``COLORFGBG`` names a light ground."""
+    """Return whether ``COLORFGBG`` names a light background."""
     ground = environ.get("COLORFGBG", "").rpartition(";")[2]
     return ground.isdecimal() and int(ground) in (7, *range(9, 16))

@@ -1,4 +1,4 @@
-"""Requests a rank's Python stack by a signal, and reads it from the rank's log."""
+"""Request of a rank's Python stack by a signal; ``faulthandler`` writes it to the rank's log."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.stop_request import STACK_SIGNAL
 
 ANSWER_BYTES = 256 << 10
-"""Bytes read of an answer: a stack has some kilobytes."""
+"""Most bytes to read for an answer; a stack has some kilobytes."""
 
 
 class StackRequest:
-    """A request for one process's stack."""
+    """Request for one process's stack."""
 
     def __init__(self, log: Path, offset: int) -> None:
         self._log = log
         self._offset = offset
 
     def answer(self) -> list[str]:
-        """Return the stack's lines from the rank's log; none before the answer."""
+        """Return the lines of the stack in the rank's log; empty until the process has answered."""
         try:
             text = read_part(self._log, self._offset, ANSWER_BYTES).decode("utf-8", "replace")
         except OSError:
@@ -40,16 +40,16 @@ class StackRequest:
 
 
 def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
-    """Signal a rank's process to print its stack, on another host through the agent of its node.
+    """Signal a rank's process to print its stack; on another host, through its node agent.
 
     Raises:
-        RequestError: the rank is elsewhere, or its process is not there.
+        RequestError: the process is not running, or runs on a host without a reachable node agent.
     """
     if view.pid is None:
         raise RequestError(f"rank {view.rank} has no process yet")
     if view.host is not None and view.host not in (socket.gethostname(), "localhost"):
         return _request_over_ssh(run_dir, view)
-    # Pids are reused: the mark in its environment proves that the process is this run's.
+    # A pid may be reused by another process: the run's environment variable proves that this one belongs to the run.
     if view.pid not in processes_of(run_dir.path):
         raise RequestError(f"rank {view.rank} is not running any more")
     log = run_dir.rank_log(view.rank)
@@ -64,13 +64,13 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
 def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.node is None or not attempt_folders(run_dir, view.node):
         raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
-    from gputrain_tui.hosts.agent_connection import RefusedError  # the console starts without them
+    from gputrain_tui.hosts.agent_connection import RefusedError  # imported here, so that the console starts faster
     from gputrain_tui.lifecycle.launchers.ssh import request_stacks
 
     node = read_plan(run_dir).nodes[view.node]
 
     def ask() -> None:
-        # A host that does not answer is a rank that does not answer.
+        # A host that does not answer is reported like a rank that does not: by the timeout.
         with suppress(ConnectionError, RefusedError, RequestError):
             request_stacks(node, run_dir, view.pid or 0)
 

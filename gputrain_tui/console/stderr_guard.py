@@ -1,6 +1,6 @@
-"""Captures standard error while the screen is in use: NVML, CUDA and other libraries write to descriptor 2.
+"""Capture of standard error while the console runs: NVML, CUDA and other libraries write to descriptor 2.
 
-The screen gets a descriptor of its own; what was written to the other one meanwhile is shown after the screen is gone.
+Textual draws on a descriptor of its own; the captured text is shown after the console has ended.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from trainer.contract.errors import printable_lines
 
 SHOWN_BYTES = 16 << 10
-"""Bytes of the captured text shown at the end: the last ones."""
+"""Bytes of the captured text that are shown, the last ones."""
 KEPT_BYTES = 1 << 20
-"""Bytes captured before they are dropped, so that a week of warnings fills no memory."""
+"""Bytes beyond which ``trim`` drops the captured text, so that a week of warnings does not fill the memory."""
 
 _DRAWN_ON = "__stderr__"
-"""The attribute of ``sys`` from which Textual takes the terminal."""
+"""Attribute of ``sys`` with the stream on which Textual draws."""
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Redirect descriptor 2 to memory while the screen is in use."""
+    """Redirect descriptor 2 to memory within the block, and show the end of the captured text afterwards."""
     sys.stderr.flush()
     terminal = os.dup(2)
     screen = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
@@ -46,7 +46,7 @@ def guarded() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Drop the captured text when it exceeds ``KEPT_BYTES``."""
+    """Drop the captured text if it exceeds ``KEPT_BYTES``."""
     if os.isatty(2):
         return
     status = os.fstat(2)

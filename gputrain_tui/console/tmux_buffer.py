@@ -1,4 +1,4 @@
-"""Puts copied text into tmux: as it is set up by default, tmux drops what programs in it send to the clipboard."""
+"""Copying text to tmux, which by default ignores OSC 52 from the programs within it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TMUX_TIMEOUT_S = 2.0
 
 
 def in_tmux() -> bool:
-    """Return whether the terminal is tmux."""
+    """Return whether the console runs within tmux."""
     return bool(os.environ.get("TMUX"))
 
 
 def load_buffer(text: str) -> None:
-    """Make a text tmux's newest buffer, and let tmux put it on the clipboard of the terminal that it is shown in."""
-    with suppress(OSError, subprocess.SubprocessError):  # then OSC 52 alone must do
+    """Put a text into tmux's newest buffer, and by tmux into the clipboard of the terminal around it."""
+    with suppress(OSError, subprocess.SubprocessError):  # OSC 52 was sent as well
         subprocess.run(
             ["tmux", "load-buffer", "-w", "-"],
             input=text.encode(),

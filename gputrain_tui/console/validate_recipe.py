@@ -1,7 +1,7 @@
-"""Validates a recipe while it is edited: its values, its plan and the preflight.
+"""Validation of a recipe while it is edited: values, plan and preflight.
 
-The same functions as ``gputrain plan`` and ``gputrain run``; it queries the driver and a user's task, so it
-belongs into a thread.
+It uses the functions of ``gputrain plan`` and ``gputrain run``, queries NVML, and starts a process for a user's own
+task: run it in a thread.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ class ValidatedRecipe:
     """Result of a validation."""
 
     settings: tuple[str, ...]
-    """The changes that were applied."""
+    """Changes that were applied, as for ``--set``."""
     recipe: Recipe | None = None
-    """None where it is invalid."""
+    """The recipe; None if it is invalid."""
     plan: Plan | None = None
     prepared: start.Prepared | None = None
-    """Ready to be launched; None while a check fails."""
+    """The run to launch; None if a check fails."""
     problem: str = ""
-    """One line: what is wrong with the recipe itself."""
+    """Error of the recipe itself, one line; empty: none."""
     key: str = ""
-    """Key of the problem; empty for none."""
+    """Key that ``problem`` is about; empty: none."""
     results: tuple[CheckResult, ...] = ()
-    """Results of the preflight; empty where the recipe is invalid."""
+    """Results of the preflight; empty if the recipe is invalid."""
     task: str = ""
+    """The task that was passed."""
     schema: type[Any] | None = None
-    """The options of the user's own task."""
+    """Options of a user's own task; None for a built-in one."""
 
 
 HOSTS_MAX_AGE_S = 20.0
-"""How old the answers of other hosts may be while a recipe is edited: asking again takes a second or more."""
+"""Greatest age of the facts of other hosts while a recipe is edited: gathering them takes a second or more."""
 
 
 def validate_recipe(
     text: str, *, name: str, settings: Sequence[str], task: str = "", hosts_max_age_s: float = HOSTS_MAX_AGE_S
 ) -> ValidatedRecipe:
-    """Build and plan a recipe with changes as ``--set`` takes them, and run the preflight.
+    """Build and plan a recipe with changes, and run the preflight.
 
-    ``name`` stands in messages; the options of a ``task`` that is not built in are asked for. The answers of other
-    hosts may be ``hosts_max_age_s`` old.
+    Args:
+        text: the recipe's file.
+        name: name of the recipe in messages.
+        settings: changes, as for ``--set``.
+        task: ``train.task``; a process prints the options of a task that is not built in.
+        hosts_max_age_s: greatest age of the facts of other hosts.
     """
     found = ValidatedRecipe(settings=tuple(settings), task=task)
     try:
@@ -75,7 +80,7 @@ def validate_recipe(
 
 
 def remarks_by_field(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, FieldMessage]:
-    """Return the worst preflight result of each field, by key."""
+    """Return the worst preflight result of each field as a message, by key."""
     found: dict[str, FieldMessage] = {}
     for status in ("note", "warning", "error"):
         for result in reversed(results):

@@ -1,1 +1,1 @@
-"""Which machines there are, by what names and addresses, and which of their devices a recipe may take."""
+"""Machines: names and addresses, inventories, connections over ssh, and devices for the ranks of a recipe."""

@@ -1,4 +1,4 @@
-"""One connection by ssh to a session of the agent on another host: frames out of whatever the host prints."""
+"""One ssh connection to a session of the host agent; the agent's frames are picked out of the host's output."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from gputrain_tui.hosts.host_agent import MAX_DATA_BYTES
 from gputrain_tui.hosts.host_pipes import HostPipes
 from gputrain_tui.hosts.inventory_program import packed_program
 from gputrain_tui.hosts.open_connections import OpenConnection
@@ -29,45 +30,43 @@ MODULES = (
     "trainer.host.stop_request",
     "gputrain_tui.hosts.host_agent",
 )
-"""Of the program that runs on the host, in import order; they use the standard library only."""
+"""Modules of the program that runs on the host, in import order; they use the standard library only."""
 READER = "'import os;exec(b\"\".join(iter(lambda:os.read(0,1)or bytes(1),bytes(1))))'"
-"""Runs what comes on standard input up to a zero byte; the rest of it is the program's own input. One word to every
-shell: quoted, and without a character that one of them changes."""
+"""Python program that executes the source on its standard input up to a zero byte and leaves the rest of the input to
+that source. Every shell takes it as one word: it is quoted, and no shell changes a character of it."""
 HELLO_S = 30.0
-"""From the start of ssh to the session's first frame, start-up files of the host included."""
+"""Time limit from the start of ssh to the session's first frame, start-up files of the host included."""
 EXIT_S = 2.0
-"""How long ssh may take to end once its output has."""
+"""Time that ssh may take to end after its output has ended."""
 MAX_NOISE_BYTES = 1 << 20
-"""What a host's start-up files may print."""
+"""Limit of the output of a host's start-up files, on each of both streams."""
 MAX_LINE_BYTES = 1 << 16
-"""Of the JSON before a frame's data, which has some hundred bytes."""
-MAX_OUTCOME_BYTES = 1 << 24
-"""Of the host's own words: what is longer was not written by the agent."""
+"""Limit of the line of JSON before a frame's data; the agent writes some hundred bytes."""
 
 
 class RefusedError(Exception):
-    """The node cannot be started on its host."""
+    """The node cannot be started on its host, and another connection would not change that."""
 
 
 class Connection:
-    """One run of ssh, with a session of the host agent at its other end."""
+    """One ssh process with a session of the host agent at its other end."""
 
     def __init__(self, host: str, ssh: Ssh, request: Mapping[str, Any], opened: OpenConnection | None = None) -> None:
-        """Start ssh, or go on with a connection that the preflight has opened.
+        """Start ssh, or take over a connection that the preflight has opened.
 
         Raises:
-            ConnectionError: there is no such program.
+            ConnectionError: there is no program ``ssh``.
         """
         self.answered = False
         """Whether the session has sent its first frame."""
         self.ended = False
         self._host = host
-        self._until = time.monotonic() + HELLO_S
+        self._hello_deadline = time.monotonic() + HELLO_S
         self._buffer = bytearray()
         if opened is not None:
             self._mark = opened.mark.encode()
             self._pipes = HostPipes(*opened.descriptors)
-            self._first = json.dumps({"ask": "serve", "request": request}).encode() + b"\n"
+            self._unsent = json.dumps({"ask": "serve", "request": request}).encode() + b"\n"
             return
         self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
         words = ssh.command_line(host, "python3", "-c", READER, self._mark.decode(), own=True)
@@ -75,28 +74,28 @@ class Connection:
             self._pipes = HostPipes.started(words)
         except OSError as error:
             raise ConnectionError(f"ssh cannot be run: {error.strerror}") from None
-        self._first = packed_program(MODULES) + b"\0" + json.dumps(request).encode() + b"\n"
+        self._unsent = packed_program(MODULES) + b"\0" + json.dumps(request).encode() + b"\n"
 
     def send(self, **fields: Any) -> None:
-        """Send one word; what a stuck connection does not take is said again on the next one."""
-        self._first += json.dumps(fields).encode() + b"\n"
+        """Send one message without waiting: ``frames`` sends the part that the pipe does not take at once."""
+        self._unsent += json.dumps(fields).encode() + b"\n"
         self._write()
 
     def _write(self) -> None:
         with suppress(BlockingIOError, BrokenPipeError):
-            written = os.write(self._pipes.stdin, self._first)
-            self._first = self._first[written:]
+            written = os.write(self._pipes.stdin, self._unsent)
+            self._unsent = self._unsent[written:]
 
-    def frames(self, other: int | None, timeout_s: float) -> list[tuple[dict[str, Any], bytes]]:
-        """Return the frames that have come, after waiting for one, or for another descriptor.
+    def frames(self, wake_fd: int | None, timeout_s: float) -> list[tuple[dict[str, Any], bytes]]:
+        """Return the frames that have arrived, after waiting for output of the host or for ``wake_fd`` to be readable.
 
         Raises:
-            ConnectionError: what comes is none of the session's.
-            RefusedError: ssh or the host says why there is no session.
+            ConnectionError: the connection failed, or its output is no frame; a new connection may work.
+            RefusedError: there is no session, for a reason that stays.
         """
         stdin, stdout = self._pipes.stdin, self._pipes.stdout
-        watched = [stdout] if other is None else [stdout, other]
-        readable, writable, _ = select.select(watched, [stdin] if self._first else [], [], timeout_s)
+        watched = [stdout] if wake_fd is None else [stdout, wake_fd]
+        readable, writable, _ = select.select(watched, [stdin] if self._unsent else [], [], timeout_s)
         if writable:
             self._write()
         if self._pipes.stderr_bytes() > MAX_NOISE_BYTES:
@@ -105,12 +104,13 @@ class Connection:
             part = os.read(stdout, 1 << 18)
             self._buffer += part
             self.ended = not part
-        found = list(self._take())
-        if not self.answered and (self.ended or time.monotonic() > self._until):
+        found = list(self._parsed_frames())
+        if not self.answered and (self.ended or time.monotonic() > self._hello_deadline):
             raise self._failure()
         return found
 
-    def _take(self) -> Any:
+    def _parsed_frames(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Remove the complete frames from the buffer, and yield them."""
         while True:
             begin = self._buffer.find(self._mark)
             if begin < 0:
@@ -129,7 +129,7 @@ class Connection:
                 frame["word"]
             except (ValueError, TypeError, KeyError):
                 raise ConnectionError("what it sent is no frame") from None
-            if not 0 <= size <= MAX_OUTCOME_BYTES:
+            if not 0 <= size <= MAX_DATA_BYTES:
                 raise ConnectionError("what it sent is no frame")
             if len(self._buffer) < end + 1 + size:
                 return
@@ -139,13 +139,13 @@ class Connection:
             yield frame, data
 
     def _failure(self) -> Exception:
-        """Return why there is no session: a reason that stays is a refusal, one that may pass is not."""
+        """Return the reason why there is no session: ``RefusedError`` for one that stays, else ``ConnectionError``."""
         if not self.ended:
             return ConnectionError(f"it did not answer within {HELLO_S:g} s")
         code = self._pipes.exit_code(EXIT_S)
         if code is None:
             return RefusedError("it closes its standard output, and says nothing of the agent's")
-        why = explain_failure(self._host, code, self._pipes.stderr())
+        why = explain_failure(self._host, code, self._pipes.stderr(), program="it")
         return ConnectionError(why) if code == SSH_FAILED else RefusedError(why)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gputrain_tui.hosts.host_names import THIS_MACHINE
 from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ Device = int | str
 
 
 class DeviceUnavailableError(RequestError):
-    """A machine lacks the devices that a node asks for now; the recipe itself is valid."""
+    """A machine lacks devices that a node requests; the recipe itself is valid."""
 
     def __init__(self, where: str, reason: str) -> None:
         """Keep location and reason.
 
         Args:
             where: ``FILE:LINE: KEY``.
-            reason: what is asked for and what there is, without the location.
+            reason: requested and existing devices, without the location.
         """
         super().__init__(f"{where} {reason}")
         self.where = where
@@ -38,7 +39,7 @@ class NodeDevices:
     devices: tuple[Device, ...]
     """One per rank, in the order of the local ranks."""
     visible: tuple[Device, ...] = ()
-    """Value of CUDA_VISIBLE_DEVICES, in PCI order; empty: leave the variable alone."""
+    """Value of CUDA_VISIBLE_DEVICES, in PCI order; empty: the environment's value stays."""
     shared: bool = False
     """Whether two ranks use one GPU."""
 
@@ -52,12 +53,12 @@ class DeviceAllocator:
     """Allocates the devices of all nodes, each GPU once unless sharing is allowed."""
 
     def __init__(self, inventories: Mapping[str, Inventory], *, share: bool, cuda_visible_devices: str | None) -> None:
-        """Start with nothing taken.
+        """Start with all devices unallocated.
 
         Args:
-            inventories: by machine, as ``allocate`` is given it.
+            inventories: by machine, the argument of ``allocate``.
             share: allow two ranks on one GPU.
-            cuda_visible_devices: what the environment allows on this machine, ``localhost``.
+            cuda_visible_devices: CUDA_VISIBLE_DEVICES of this machine, ``localhost``; None if it is not set.
         """
         self._inventories = inventories
         self._share = share
@@ -68,14 +69,14 @@ class DeviceAllocator:
         """Allocate the devices of a node.
 
         Args:
-            machine: which machine it is; nodes on one machine have one name.
+            machine: its key in the inventories; all nodes on one machine have the same.
             shown: the machine's name in messages.
-            node: what the recipe asks for.
+            node: the recipe's node, with the number or the list of its devices.
             where: the location in the recipe, for messages.
 
         Raises:
-            DeviceUnavailableError: the machine does not have what the node asks for.
-            RequestError: the GPUs are not known, or the recipe contradicts itself.
+            DeviceUnavailableError: the machine lacks requested devices.
+            RequestError: the request needs an inventory that is missing, or the recipe contradicts itself.
         """
         if node.cpu_ranks is not None:
             return NodeDevices(devices=("cpu",) * node.cpu_ranks)
@@ -91,25 +92,23 @@ class DeviceAllocator:
         return share
 
     def _from_recipe(self, allocated: Sequence[Device], shown: str, node: Node, where: str) -> NodeDevices:
-        """Return devices on a machine without inventory: a count or a list is believed."""
+        """Return devices on a machine without inventory: the recipe's count or list, unchecked."""
         if isinstance(node.gpus, tuple):
-            self._refuse_twice(node.gpus, allocated, shown, where)
+            self._require_unshared(node.gpus, allocated, shown, where)
             order = sorted(node.gpus) if all(isinstance(item, int) for item in node.gpus) else node.gpus
             return NodeDevices(devices=tuple(order), visible=_distinct(order), shared=len(set(order)) < len(order))
         if isinstance(node.gpus, int):
-            first = 0 if self._share else len(allocated)
-            devices = tuple(range(first, first + node.gpus))
             if any(isinstance(item, str) for item in allocated):
                 raise RequestError(
                     f"{where} is a count, but another node of {shown} names its GPUs by UUID; name them here too"
                 )
-            free = [index for index in range(len(allocated) + node.gpus) if index not in allocated]
-            if not self._share:
-                devices = tuple(free[: node.gpus])
+            taken = () if self._share else allocated
+            free = [index for index in range(len(taken) + node.gpus) if index not in taken]
+            devices = tuple(free[: node.gpus])
             return NodeDevices(devices=devices, visible=devices if allocated else ())
-        asked = f'"{node.gpus}"' if node.gpus is not None else "not a count"
+        requested = f'"{node.gpus}"' if node.gpus is not None else "not a count"
         raise RequestError(
-            f"{where} is {asked}, which needs to know the GPUs of {shown}: give a count or a list of device ids"
+            f"{where} is {requested}, which needs to know the GPUs of {shown}: give a count or a list of device ids"
         )
 
     def _from_inventory(
@@ -121,43 +120,42 @@ class DeviceAllocator:
         where: str,
         inventory: Inventory,
     ) -> NodeDevices:
-        """Return devices on a machine whose inventory is known."""
-        left = [gpu for gpu in gpus if gpu.uuid not in allocated]
+        """Return devices on a machine with an inventory."""
+        unallocated = [gpu for gpu in gpus if gpu.uuid not in allocated]
         if isinstance(node.gpus, tuple):
             chosen = self._find_listed(node.gpus, gpus, shown, where, inventory)
-            self._refuse_twice(chosen, allocated, shown, where)
+            self._require_unshared(chosen, allocated, shown, where)
             return NodeDevices(devices=chosen, visible=_distinct(chosen), shared=len(set(chosen)) < len(chosen))
         if node.gpus == "free":
             from gputrain_tui.hosts.inventory import is_free  # imported only when needed: starting a run is fast
 
-            free = [gpu for gpu in left if is_free(gpu)]
+            free = [gpu for gpu in unallocated if is_free(gpu)]
             if not free:
                 busy = f"all {_gpu_count(len(gpus))} are in use (see `gputrain gpus`)" if gpus else "it has none"
                 raise DeviceUnavailableError(where, f'is "free", but {shown} has no free GPU: {busy}')
             return _whole_gpus(free)
         if node.gpus == "all":
-            if not left:
+            if not unallocated:
                 raise DeviceUnavailableError(
                     where, f'is "all", but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs'
                 )
-            return _whole_gpus(left)
+            return _whole_gpus(unallocated)
         if node.gpus is None and not gpus:
             return NodeDevices(devices=("cpu",) * (node.ranks or 1))
         if node.gpus is None and node.ranks is None:
-            return _whole_gpus(left)
+            return _whole_gpus(unallocated)
         count = node.gpus if node.gpus is not None else node.ranks
         assert isinstance(count, int)
-        if count <= len(left):
-            return _whole_gpus(left[:count])
+        if count <= len(unallocated):
+            return _whole_gpus(unallocated[:count])
         if not gpus:
             raise DeviceUnavailableError(
                 where,
                 f"asks for {_gpu_count(count)}, but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs",
             )
         if not self._share:
-            others = (
-                f", {len(gpus) - len(left)} of them taken by other nodes of the recipe" if len(left) < len(gpus) else ""
-            )
+            taken = len(gpus) - len(unallocated)
+            others = f", {taken} of them taken by other nodes of the recipe" if taken else ""
             raise DeviceUnavailableError(
                 where,
                 f"asks for {_gpu_count(count)}, but {shown} has {len(gpus)}{others}; "
@@ -169,10 +167,10 @@ class DeviceAllocator:
         )
 
     def _usable(self, machine: str, shown: str, inventory: Inventory) -> list[Gpu]:
-        """Return the GPUs that take work and that CUDA_VISIBLE_DEVICES of this machine allows, in PCI order."""
+        """Return the usable GPUs in PCI order: no MIG, not prohibited, in this machine's CUDA_VISIBLE_DEVICES."""
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.pci_bus_id, gpu.index))
         gpus = [gpu for gpu in gpus if not gpu.mig and not gpu.prohibited]
-        if machine != "localhost" or self._cuda_visible_devices is None:
+        if machine != THIS_MACHINE or self._cuda_visible_devices is None:
             return gpus
         allowed = [word.strip() for word in self._cuda_visible_devices.split(",") if word.strip()]
         return [gpu for gpu in gpus if any(_matches(word, gpu) for word in allowed)]
@@ -180,7 +178,7 @@ class DeviceAllocator:
     def _find_listed(
         self, ids: Sequence[Device], gpus: Sequence[Gpu], shown: str, where: str, inventory: Inventory
     ) -> tuple[Device, ...]:
-        """Return the listed GPUs in PCI order, so that local ranks do not depend on the order of the list."""
+        """Return the UUIDs of the listed GPUs in PCI order: local ranks do not depend on the order of the list."""
         found: list[tuple[str, Device]] = []
         for item in ids:
             if isinstance(item, str) and item.startswith("MIG-"):
@@ -189,24 +187,24 @@ class DeviceAllocator:
             gpu = next((gpu for gpu in gpus if _matches(str(item), gpu)), None)
             if gpu is None:
                 raise DeviceUnavailableError(
-                    where, f"names GPU {item}, but {self._why_not(item, gpus, shown, inventory)}"
+                    where, f"names GPU {item}, but {self._why_unusable(item, gpus, shown, inventory)}"
                 )
             found.append((f"{gpu.pci_bus_id}/{gpu.index:04}", gpu.uuid))
         return tuple(device for _, device in sorted(found, key=lambda entry: entry[0]))
 
-    def _why_not(self, item: Device, gpus: Sequence[Gpu], shown: str, inventory: Inventory) -> str:
-        there = next((gpu for gpu in inventory.gpus if _matches(str(item), gpu)), None)
-        if there is not None and there.mig:
+    def _why_unusable(self, item: Device, gpus: Sequence[Gpu], shown: str, inventory: Inventory) -> str:
+        hidden = next((gpu for gpu in inventory.gpus if _matches(str(item), gpu)), None)
+        if hidden is not None and hidden.mig:
             return f"that GPU of {shown} is split into MIG instances: name an instance by its UUID"
-        if there is not None and there.prohibited:
+        if hidden is not None and hidden.prohibited:
             return f"that GPU of {shown} is in compute mode prohibited"
-        if there is not None:
+        if hidden is not None:
             return f"CUDA_VISIBLE_DEVICES={self._cuda_visible_devices} hides it here"
         if not gpus:
             return f"{shown} has {_no_gpu(gpus, inventory)}"
         return f"{shown} has {', '.join(str(gpu.index) for gpu in gpus)}"
 
-    def _refuse_twice(self, devices: Sequence[Device], allocated: Sequence[Device], shown: str, where: str) -> None:
+    def _require_unshared(self, devices: Sequence[Device], allocated: Sequence[Device], shown: str, where: str) -> None:
         if self._share:
             return
         for index, device in enumerate(devices):

@@ -1,7 +1,7 @@
-"""Reads what ranks of an interpreter would import and read: versions, code and data, without importing torch.
+"""Reads the environment of the ranks: versions of packages, digests of code, sizes of data. It never imports torch.
 
-It runs in the interpreter of each host, in the folder and the environment of the ranks, as ``python -c``: it needs
-Python 3.10 and the standard library. Frozen dataclasses, which msgspec reads as well.
+The interpreter of each node runs this file as ``python -c``, in the folder and the environment of the ranks: it needs
+Python 3.10 and the standard library only, hence frozen dataclasses, which msgspec decodes as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DATA_FILES = 20_000
-"""Of one folder; more take longer to list than a start may take, on a network file system."""
+"""Most files of a data folder that are counted; listing more on a network file system would delay the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class Torch:
     version: str = ""
     """Empty when torch is not installed."""
     cuda: str | None = None
-    """CUDA version for which it was built; None for a build without."""
+    """CUDA version of the build; None for a build without CUDA."""
     hip: str | None = None
-    """Likewise the ROCm version."""
+    """ROCm version of the build; None for a build without ROCm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the ranks of a node import and read."""
+    """Interpreter, packages, code and data of the ranks of a node."""
 
     python: str = ""
     """Version of the interpreter."""
@@ -50,17 +50,17 @@ class Environment:
     code: str = ""
     """Digest of the package ``trainer``; empty where it cannot be imported."""
     missing: str = ""
-    """A package that ``trainer`` imports and this interpreter cannot; empty where there is none."""
+    """Package that ``trainer`` needs and this interpreter cannot import; empty if there is none."""
     open_files: int | None = None
-    """That one process may have open, behind the line of setup; None without a limit."""
+    """Soft limit of open files per process, after the line of setup; None without a limit."""
     own_code: str = ""
     """Digest of the file of the user's task or script; empty for a built-in task, and where it is missing."""
     own_file: str = ""
-    """Where that file is, or was looked for."""
+    """Path of that file, also if it is missing; empty for a built-in task."""
     data: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Files and bytes of what each option of the task names, by option; one that is not there is left out."""
+    """Number of files and their bytes for each option of the task that names an existing file or folder."""
     data_problem: str = ""
-    """Why the data of a built-in task cannot be read."""
+    """Reason why the data of a built-in task cannot be read; empty for another task or readable data."""
 
 
 def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Environment:
@@ -69,11 +69,11 @@ def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Envi
     Args:
         task: name of the user's own task or of a built-in one; empty for a script.
         script: path of the script; empty for a task.
-        options: of the task.
+        options: the task's options.
     """
     own = _own_file(task, script)
     trainer = _folder_of("trainer")
-    torch = torch_here()
+    torch = installed_torch()
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Environment(
         python=sys.version.split()[0],
@@ -86,13 +86,13 @@ def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Envi
         open_files=None if open_files == resource.RLIM_INFINITY else open_files,
         own_code=digest(own) if own is not None and own.is_file() else "",
         own_file="" if own is None else str(own),
-        data={name: size for name, value in options.items() if (size := _size(value)) is not None},
+        data={name: size for name, value in options.items() if (size := _files_and_bytes(value)) is not None},
         data_problem=_data_problem(task, options) if trainer is not None else "",
     )
 
 
-def torch_here() -> Torch:
-    """Read of the torch of this interpreter what it was built for, without importing it."""
+def installed_torch() -> Torch:
+    """Return version and build of this interpreter's torch, from its ``version.py``, without importing it."""
     folder = _folder_of("torch")
     if folder is None:
         return Torch()
@@ -100,19 +100,19 @@ def torch_here() -> Torch:
         text = folder.joinpath("version.py").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    found = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
-    return Torch(version=found.get("__version__", "?"), cuda=found.get("cuda"), hip=found.get("hip"))
+    assignments = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
+    return Torch(version=assignments.get("__version__", "?"), cuda=assignments.get("cuda"), hip=assignments.get("hip"))
 
 
 def digest(*files: Path) -> str:
     """Return a digest of the names and contents of files."""
-    import hashlib  # the start of a run does without
+    import hashlib  # slow to import, and the start of a run on one machine needs no digest
 
-    found = hashlib.blake2b(digest_size=6)
+    content = hashlib.blake2b(digest_size=6)
     for file in files:
-        found.update(file.name.encode())
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        content.update(file.name.encode())
+        content.update(file.read_bytes())
+    return content.hexdigest()
 
 
 def _folder_of(package: str) -> Path | None:
@@ -127,7 +127,7 @@ def _version(package: str) -> str | None:
         try:
             names = os.listdir(folder or ".")  # noqa: PTH208 - a string of this path may be empty
         except NotADirectoryError:
-            return _version_by_importlib(package)  # an archive
+            return _version_by_importlib(package)  # a zip archive
         except OSError:
             continue
         for each in names:
@@ -137,9 +137,9 @@ def _version(package: str) -> str | None:
             try:
                 text = Path(folder, each, "METADATA").read_text(encoding="utf-8", errors="replace")
             except OSError:
-                return _version_by_importlib(package)  # of another layout
-            found = re.search(r"(?m)^Version: *(\S+)", text.partition("\n\n")[0])
-            return found[1] if found else _version_by_importlib(package)
+                return _version_by_importlib(package)  # an egg-info of another layout
+            match = re.search(r"(?m)^Version: *(\S+)", text.partition("\n\n")[0])
+            return match[1] if match else _version_by_importlib(package)
     return None
 
 
@@ -154,14 +154,14 @@ def _version_by_importlib(package: str) -> str | None:
 
 def _missing_package() -> str:
     folder = _folder_of("msgspec")
-    # Importing it takes tens of ms. It is compiled: one that was built for another Python is not found.
+    # Importing msgspec takes tens of ms. Its ``_core`` is compiled: one built for another Python is not found.
     if folder is None or importlib.machinery.PathFinder.find_spec("_core", [str(folder)]) is None:
         return "msgspec"
     return "" if _folder_of("psutil") is not None else "psutil"
 
 
 def _own_file(task: str, script: str) -> Path | None:
-    """Return the file of a user's own task or script, which is not imported; None for a built-in task."""
+    """Return the file of a user's own task or script without importing it; None for a built-in task."""
     module, colon, _ = task.rpartition(":")
     if script or module.endswith(".py"):
         return Path(os.path.expanduser(script or module))  # noqa: PTH111 - Path.expanduser() fails on an unknown user
@@ -169,7 +169,7 @@ def _own_file(task: str, script: str) -> Path | None:
         return None
     first, *rest = module.split(".")
     with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(first)  # of a package inside it would be imported
+        spec = importlib.util.find_spec(first)  # find_spec of a dotted name would import the parent package
         if spec is not None and not rest and spec.origin is not None:
             return Path(spec.origin)
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -179,8 +179,8 @@ def _own_file(task: str, script: str) -> Path | None:
     return Path(first, *rest).with_suffix(".py")
 
 
-def _size(value: Any) -> tuple[int, int] | None:
-    """Return the number of files that an option names and their bytes together; None where it names none."""
+def _files_and_bytes(value: Any) -> tuple[int, int] | None:
+    """Return number and total bytes of the files that an option's value names; None if it names none, or too many."""
     if not isinstance(value, str) or not value:
         return None
     path = Path(os.path.expanduser(value))  # noqa: PTH111
@@ -201,7 +201,7 @@ def _size(value: Any) -> tuple[int, int] | None:
 
 
 def _data_problem(task: str, options: Mapping[str, Any]) -> str:
-    """Return why a built-in task cannot read its data; empty for another task, and where nothing is wrong."""
+    """Return the reason why a built-in task cannot read its data; empty for another task, or if all can be read."""
     if not task or ":" in task:
         return ""
     try:
@@ -209,7 +209,7 @@ def _data_problem(task: str, options: Mapping[str, Any]) -> str:
 
         from trainer.contract.builtin_tasks import check_data, options_schema
         from trainer.contract.errors import RequestError
-    except ImportError:  # a package is missing, which is told as such
+    except ImportError:  # ``missing`` reports it
         return ""
     schema: Any = options_schema(task)
     try:
@@ -222,7 +222,7 @@ def _data_problem(task: str, options: Mapping[str, Any]) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the environment as one line of JSON, after a word that frames it; the second word is the request."""
+    """Print the environment as one line of JSON; the words are the mark before that line, and the request as JSON."""
     request = json.loads(words[1])
     sys.stdout.write(f"{words[0]}{json.dumps(asdict(read_environment(**request)))}\n")
 

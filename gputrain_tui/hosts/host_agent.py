@@ -1,9 +1,9 @@
-"""Starts a node's command on a host, keeps it, and sends what it records over ssh.
+"""Starts a node's command on a host, survives lost connections, and sends the node's record over ssh.
 
-A *session* serves one connection: it takes words, and sends frames. The *agent* is the process that the first session
+A *session* serves one connection: it reads messages and sends frames. The *agent* is the process that the first session
 leaves behind: parent of the node's command, alive until that has ended. They share a folder of the run directory, so
-that any later session, of this supervisor or of another one, goes on where the last one broke off. Standard library
-only, since this file travels to the host.
+that any later session, of this supervisor or of another one, continues where the last one broke off. Standard library
+only, since this file is sent to the host.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ from trainer.host.processes import environ_value, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL, STACK_SIGNAL, signal_of
 
 POLL_S = 0.5
-"""Interval at which a session sends what the record has grown by; the launching side pays per rank and interval."""
+"""Interval at which a session sends the growth of the record; each costs the launching side time per rank."""
 LEASE_S = 3.0
-"""How long the node of a leased run goes on without a session, in which a broken connection is opened again."""
+"""Time that the node of a leased run goes on without a session: long enough to reopen a broken connection."""
 LEAVE_S = 3.0
-"""How long a node may take to leave when it is stopped at once; then it is killed."""
+"""Time that a node may take to end after the signal to stop at once; then it is killed."""
 WATCH_S = 0.25
-"""Interval at which the agent looks whether somebody waits for its node."""
+"""Interval at which the agent checks its lease."""
 START_S = 10.0
-"""How long an agent may take to write that it has started its node."""
+"""Time that an agent may take to start its node and write its file."""
 FRAME_BYTES = 1 << 18
-"""Most bytes of a file in one frame; words are read between two frames."""
+"""Most bytes of a file in one frame."""
 ROUND_BYTES = 1 << 20
-"""Most bytes that are sent before words are read again."""
+"""Most bytes of the record that are sent before messages are read again."""
+MAX_DATA_BYTES = 1 << 24
+"""Limit of a frame's data. A larger replaced file, such as a collectives dump with a huge buffer, stays on the host."""
 TOKEN, AGENT, STARTED, BEAT, EXIT = "token", "agent.json", "started", "beat", "exit"
-"""Files of an attempt's folder: of the launching side, of the agent, of the session that starts it, of the newest
-session, and of the agent at its end."""
+"""Files of an attempt's folder. Their writers: the launching side, the agent at its start, the session that starts it,
+the newest session, the agent at its end."""
 HOME = "GPUTRAIN_HOME"
-FILE = re.compile(r"(?:events|logs|digest)/[A-Za-z0-9._-]{1,255}")
+RECORD_FILE = re.compile(r"(?:events|logs|digest)/[A-Za-z0-9._-]{1,255}")
 
 
 def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
-    """Whether a file of a run directory is written by one of a node's processes, by its name ``folder/file``."""
-    if not FILE.fullmatch(name):
+    """Whether one of a node's processes writes a file of the run directory, given as ``folder/file``."""
+    if not RECORD_FILE.fullmatch(name):
         return False
     folder, _, file = name.partition("/")
     if not file.endswith(".log" if folder == "logs" else ".ndjson"):
@@ -67,13 +69,13 @@ def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
 
 
 def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
-    """Return the files of a node's processes that do not grow but are replaced: its outcome, and last collectives."""
+    """Return the files of a node's processes that are replaced as a whole: their last collectives and the outcome."""
     collectives = [f"logs/collectives_{rank}{suffix}" for rank in ranks for suffix in ("", ".json")]
     return [*collectives, f"nodes/{node}.json"]
 
 
 def node_command(argv: Sequence[str], setup: str) -> list[str]:
-    """Return the words that run a line of shell and then, in its place, a command."""
+    """Return the command line that runs the line of shell ``setup``, if any, and then ``argv`` in its place."""
     if not setup:
         return list(argv)
     shell = shutil.which("bash") or "/bin/sh"
@@ -83,29 +85,29 @@ def node_command(argv: Sequence[str], setup: str) -> list[str]:
 
 
 class NodeRefusedError(Exception):
-    """What keeps the node from being started here, in one line."""
+    """The node cannot be started on this host; the message is one line."""
 
 
 class Session:
-    """One connection: its request, and what it has sent."""
+    """One connection: its request, and the size of each file that it has sent."""
 
     def __init__(self, mark: bytes, request: Mapping[str, Any]) -> None:
-        """Find the run directory, which is the launching side's own where its token is there."""
+        """Find the run directory: the launching side's path if its token is visible there, else one in this home."""
         self._mark = mark
         self._request = request
         self._node: int = request["node"]
         self._ranks: list[int] = request["ranks"]
         self._sizes: dict[str, int] = dict(request["sizes"])
         self._replaced: dict[str, tuple[int, int]] = {}
-        """Time and size, when they were last sent, of the files that are replaced."""
-        here = Path(request["run_dir"])
-        self.shared = (here / "agents" / request["attempt"] / TOKEN).exists()
-        self.run_dir = here if self.shared else _home(request) / "runs" / here.name
+        """Modification time in ns and size of each replaced file when it was last sent."""
+        path = Path(request["run_dir"])
+        self.shared = (path / "agents" / request["attempt"] / TOKEN).exists()
+        self.run_dir = path if self.shared else _home(request) / "runs" / path.name
         self.folder = self.run_dir / "agents" / request["attempt"]
         self._input = b""
-        self._asked = int(StopLevel.NONE)
+        self._stop_level = int(StopLevel.NONE)
 
-    # --- frames and words ---------------------------------------------------------------------------------------
+    # --- frames and messages ------------------------------------------------------------------------------------
 
     def send(self, data: bytes = b"", **fields: Any) -> None:
         """Send one frame."""
@@ -120,8 +122,8 @@ class Session:
         while frames:
             frames = frames[os.write(1, frames) :]
 
-    def words(self, timeout_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the words that have come; end this process where no more can come."""
+    def messages(self, timeout_s: float) -> Iterator[dict[str, Any]]:
+        """Yield the messages that arrive within a time limit; end this process at the end of its input."""
         if select.select([0], [], [], timeout_s)[0]:
             part = os.read(0, 1 << 16)
             if not part:
@@ -147,56 +149,56 @@ class Session:
             return
         self.send(word="hello", shared=self.shared, run_dir=str(self.run_dir), agent=agent)
         while True:
-            over = self._over(agent)  # asked before the record is read: what it wrote is sent
-            sent = self._send_record()
-            if over is not None and not sent:
-                self.send(word="exit", code=over)
+            code = self._exit_code(agent)  # read before the record, so that all of an ended node's record is sent
+            sent = self.send_record()
+            if code is not None and not sent:
+                self.send(word="exit", code=code)
                 return
-            for word in self.words(POLL_S if over is None and sent < ROUND_BYTES else 0):
-                self._follow(word, agent)
+            for message in self.messages(POLL_S if code is None and sent < ROUND_BYTES else 0):
+                self._handle(message, agent)
 
-    def _follow(self, word: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
-        if word["word"] == "beat":
+    def _handle(self, message: Mapping[str, Any], agent: Mapping[str, Any]) -> None:
+        if message["word"] == "beat":
             self._beat()
             self.send(word="beat")
-        elif word["word"] == "stop" and word["level"] > self._asked:
-            self._asked = word["level"]
-            if self._asked >= StopLevel.KILL:
+        elif message["word"] == "stop" and message["level"] > self._stop_level:
+            self._stop_level = message["level"]
+            if self._stop_level >= StopLevel.KILL:
                 _signal(agent, signal.SIGTERM)
             else:
-                _signal(agent["node"], signal_of(StopLevel(self._asked)), signal.SIGCONT)
-        elif word["word"] == "stacks":
+                _signal(agent["node"], signal_of(StopLevel(self._stop_level)), signal.SIGCONT)
+        elif message["word"] == "stacks":
             # Pids are reused: the mark in its environment proves that the process is this run's.
-            found = environ_value(word["pid"], RUN) == os.fsencode(self.run_dir)
+            found = environ_value(message["pid"], RUN) == os.fsencode(self.run_dir)
             if found:
-                os.kill(word["pid"], STACK_SIGNAL)
+                os.kill(message["pid"], STACK_SIGNAL)
             self.send(word="stacks", found=found)
 
     def _beat(self) -> None:
-        """Write that the launching side is there."""
+        """Record in the beat file that the launching side is connected."""
         beat = {"time": time.monotonic(), "leased": self._request["leased"], **_identity(os.getpid())}
         with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
             _replace(self.folder / BEAT, beat)
 
-    def _over(self, agent: Mapping[str, Any]) -> int | None:
+    def _exit_code(self, agent: Mapping[str, Any]) -> int | None:
         """Return the node's exit code; None while it runs."""
         ended = _read(self.folder / EXIT)
         if ended is not None:
             return int(ended["code"])
         if _is_alive(agent) or _is_alive(agent["node"]):
             return None
-        ended = _read(self.folder / EXIT)  # written between the two looks
+        ended = _read(self.folder / EXIT)  # it may have ended since the first read
         return -signal.SIGKILL if ended is None else int(ended["code"])
 
     # --- the record ---------------------------------------------------------------------------------------------
 
-    def _send_record(self) -> int:
-        """Send what grew of the node's files, where the launching side does not see them; return how many bytes."""
+    def send_record(self) -> int:
+        """Send the growth of the node's files unless the launching side shares them; return the number of bytes."""
         if self.shared:
             return 0
         sent = 0
         frames = []
-        # Listed first and sent last: a reader finds no summary of events that are not there yet.
+        # Digests are listed first and sent last: the launching side has no digest of events that it does not have yet.
         found = [(name, size) for folder in ("digest", "events", "logs") for name, size in self._files(folder)]
         for name, size in reversed(found):
             begin = self._sizes.get(name, 0)
@@ -210,7 +212,7 @@ class Session:
                 begin += len(data)
                 sent += len(data)
             self._sizes[name] = begin
-        self._write(b"".join(frames))  # together: the launching side wakes up once
+        self._write(b"".join(frames))  # in one write: the launching side wakes up once
         if not sent:
             sent += sum(self._send_replaced(name) for name in replaced_files(self._node, self._ranks))
         return sent
@@ -220,7 +222,7 @@ class Session:
             stat = (self.run_dir / name).stat()
         except OSError:
             return False
-        if (stat.st_mtime_ns, stat.st_size) == self._replaced.get(name):
+        if (stat.st_mtime_ns, stat.st_size) == self._replaced.get(name) or stat.st_size > MAX_DATA_BYTES:
             return False
         self._replaced[name] = stat.st_mtime_ns, stat.st_size
         self.send(_part(self.run_dir / name, 0, stat.st_size), word="whole", name=name)
@@ -239,10 +241,10 @@ class Session:
     # --- the start ----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Leave an agent behind, unless another session of this attempt has done so.
+        """Start an agent that outlives this session, unless another session of this attempt has done so.
 
         Raises:
-            NodeRefusedError: what the node needs is not here.
+            NodeRefusedError: the node's folder or interpreter is missing.
             OSError: the run directory cannot be made or written.
         """
         self.run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -253,7 +255,7 @@ class Session:
         except FileExistsError:
             return
         (self.run_dir / "nodes" / f"{self._node}.json").unlink(missing_ok=True)
-        launch = prepared(self._request, self.run_dir)
+        launch = node_launch(self._request, self.run_dir)
         self._beat()
         child = os.fork()
         if child:
@@ -263,15 +265,15 @@ class Session:
         if os.fork():
             os._exit(0)
         try:
-            _keep(self.folder, self.run_dir, self._request, *launch)
+            _run_agent(self.folder, self.run_dir, self._request, *launch)
         finally:
             os._exit(0)
 
     def _agent(self) -> dict[str, Any]:
-        """Return the processes of the agent and its node.
+        """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them.
 
         Raises:
-            NodeRefusedError: there is none.
+            NodeRefusedError: there is no agent, or it could not start the node.
         """
         deadline = time.monotonic() + START_S
         while (agent := _read(self.folder / AGENT)) is None:
@@ -283,15 +285,15 @@ class Session:
         return agent
 
 
-def prepared(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict[str, str], str]:
-    """Return the command, the environment and the folder of a node.
+def node_launch(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict[str, str], str]:
+    """Return the command, the environment and the working folder of a node.
 
     Raises:
-        NodeRefusedError: the folder or the interpreter is not here.
+        NodeRefusedError: the folder or the interpreter is missing.
     """
-    here = str(request["run_dir"])
+    old_dir = str(request["run_dir"])  # of the launching side
     argv = [
-        str(run_dir) + word[len(here) :] if word == here or word.startswith(f"{here}/") else word
+        str(run_dir) + word[len(old_dir) :] if word == old_dir or word.startswith(f"{old_dir}/") else word
         for word in request["argv"]
     ]
     argv[0] = str(expand_home(argv[0]))
@@ -307,20 +309,20 @@ def prepared(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict
 # --- the agent ------------------------------------------------------------------------------------------------------
 
 
-def _keep(
+def _run_agent(
     folder: Path, run_dir: Path, request: Mapping[str, Any], argv: list[str], env: dict[str, str], workdir: str
 ) -> None:
-    """Be the agent: start the node's command and stay until it has ended; nothing of it is left then."""
+    """Start the node's command, wait until it or its lease ends, kill its remaining processes, write the exit code."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-        signal.signal(number, lambda *_: None)  # unlike one that is ignored, it stays a signal to the node
-    nothing = os.open(os.devnull, os.O_RDWR)
+        signal.signal(number, lambda *_: None)  # an ignored one would stay ignored in the node
+    null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
+        os.dup2(null, stream)
     os.closerange(3, 1024)
     try:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         with (run_dir / "logs" / f"node-{request['node']}.log").open("ab") as log:
-            # The end of its standard input, also by the end of this process, ends the node.
+            # The node ends at the end of its standard input, which the death of this process causes too.
             node = subprocess.Popen(
                 argv, cwd=workdir, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -351,36 +353,36 @@ def _kill_session(node: subprocess.Popen[bytes]) -> None:
 
 
 class _Lease:
-    """Whether somebody still waits for the node, or it has work."""
+    """The right of a node to go on: a live session for a leased run, and beats or growing events for every run."""
 
     def __init__(self, folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
         self._beat = folder / BEAT
         self._events = [run_dir / "events" / f"{rank}.ndjson" for rank in request["ranks"]]
         self._idle_s: float = request["idle_s"]
-        self._said: dict[str, Any] = {"leased": request["leased"]}
-        self._recorded = -1
-        self._heard_at = self._attended_at = time.monotonic()
+        self._last_beat: dict[str, Any] = {"leased": request["leased"]}
+        self._event_bytes = -1
+        self._active_at = self._session_at = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether the lease has ended, or nobody has been heard of and no rank made a step for too long."""
+        """Whether a leased run has no session for ``LEASE_S``, or neither beats nor events came for ``idle_s``."""
         now = time.monotonic()
-        said = _read(self._beat)
-        if said is not None and said != self._said:
-            self._said, self._heard_at = said, now
-        if "pid" not in self._said or _is_alive(self._said):
-            self._attended_at = now
-        recorded = sum(_size(path) for path in self._events)
-        if recorded != self._recorded:
-            self._recorded, self._heard_at = recorded, now
-        left_alone = self._said["leased"] and now - self._attended_at > LEASE_S
-        return left_alone or now - self._heard_at > self._idle_s
+        beat = _read(self._beat)
+        if beat is not None and beat != self._last_beat:
+            self._last_beat, self._active_at = beat, now
+        if "pid" not in self._last_beat or _is_alive(self._last_beat):
+            self._session_at = now
+        event_bytes = sum(_size(path) for path in self._events)
+        if event_bytes != self._event_bytes:
+            self._event_bytes, self._active_at = event_bytes, now
+        lease_ended = self._last_beat["leased"] and now - self._session_at > LEASE_S
+        return lease_ended or now - self._active_at > self._idle_s
 
 
 # --- files and processes --------------------------------------------------------------------------------------------
 
 
 def _home(request: Mapping[str, Any]) -> Path:
-    """Return gputrain's folder here: by the recipe, by this host's environment, or by that of the launching side."""
+    """Return gputrain's folder on this host, set by the recipe, this host's environment or the launching side's."""
     chosen = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
     if chosen:
         return expand_home(chosen).absolute()
@@ -400,13 +402,13 @@ def _is_alive(process: Mapping[str, Any]) -> bool:
 
 
 def _signal(process: Mapping[str, Any], *numbers: int) -> None:
-    """Send signals to that very process, if it lives."""
+    """Send signals to a process if it lives and its number was not reused."""
     try:
         descriptor = os.pidfd_open(process["pid"])
     except OSError:
         return
     try:
-        if _is_alive(process):  # asked after it was opened: the descriptor means this process, or one that has ended
+        if _is_alive(process):  # checked after pidfd_open: the descriptor is of this process
             for number in numbers:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, number)
@@ -415,7 +417,7 @@ def _signal(process: Mapping[str, Any], *numbers: int) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read a small JSON file; None while there is none."""
+    """Return the object in a JSON file; None if the file is missing or holds none."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -446,14 +448,14 @@ def _size(path: Path) -> int:
 
 
 def main(words: list[str]) -> None:
-    """Serve one connection; the mark is the only word, and the request the first line of standard input."""
+    """Serve one connection; the only word is the frames' mark, and the first line of standard input the request."""
     line = b"".join(iter(lambda: os.read(0, 1) or b"\n", b"\n"))
     if line:
         serve_session(words[0].encode(), json.loads(line))
 
 
 def serve_session(mark: bytes, request: Mapping[str, Any]) -> NoReturn:
-    """Serve one connection, and end this process."""
+    """Serve one connection and end this process."""
     with suppress(BrokenPipeError):
         Session(mark, request).serve()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Asks the program ``gputrain_tui.hosts.node_facts`` on a host questions, and reads its answers, a line each."""
+"""Connection to the program ``gputrain_tui.hosts.node_facts`` on a host: requests and answers, a line each."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ MODULES = (
     "gputrain_tui.hosts.host_agent",
     "gputrain_tui.hosts.node_facts",
 )
-"""Of the program that runs on the hosts, in import order; they use the standard library only."""
+"""Modules of the program that runs on the hosts, in import order; they use the standard library only."""
 
 MAX_ANSWER_BYTES = 1 << 22
-"""An answer has a few KiB; a host that prints forever is given up."""
+"""Limit of a host's whole output; an answer has a few KiB."""
 
 END_S = 1.0
-"""How long the program may take to end once its input has; then ssh is killed."""
+"""Time that the program may take to end after its input has ended; then ssh is killed."""
 EXIT_S = 10.0
-"""How long ssh may take to end once its output has."""
+"""Time that ssh may take to end after its output has ended."""
 
 T = TypeVar("T")
 
 
 class HostError(Exception):
-    """A host does not answer as it should; the message is one line."""
+    """A host gives no answer or an invalid one; the message is one line."""
 
 
 class HostDialog:
-    """One connection to a host: questions and answers, a line each."""
+    """One connection to a host: requests and answers, a line each."""
 
     def __init__(self, host: str, words: Callable[[Sequence[str]], list[str]]) -> None:
         """Start the program on the host.
 
         Args:
-            host: for messages.
-            words: turns the words of a Python program into those of a process of this machine.
+            host: its name in messages.
+            words: turns arguments of the host's Python into the command line of a process on this machine.
 
         Raises:
-            HostError: there is no such program as ssh.
+            HostError: that process cannot be started.
         """
         self.host = host
-        # Start-up files and login banners may print as well: only what follows this mark counts.
+        # Start-up files and login banners may print as well: an answer is a line that begins with this mark.
         self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
-        self._output, self._said = bytearray(), 0
+        self._output, self._output_bytes = bytearray(), 0
         program = packed_program(MODULES)
         reader = f"import sys;exec(sys.stdin.buffer.read({len(program)}))"
         try:
@@ -79,17 +79,17 @@ class HostDialog:
         self._unsent = program
 
     def ask(self, question: str, **fields: Any) -> None:
-        """Ask one question."""
+        """Send one request; ``answer`` returns its answers in order."""
         self._unsent += json.dumps({"ask": question, **fields}).encode() + b"\n"
         self._send()
 
     def answer(self, decoder: msgspec.json.Decoder[T], timeout_s: float) -> T:
         """Return the next answer.
 
-        The decoder is made before any thread: msgspec crashes where several threads decode a type for the first time.
+        Make the decoder before any thread: msgspec crashes if several threads decode a type for the first time.
 
         Raises:
-            HostError: there is none, or it is something else.
+            HostError: none came in time, or the decoder refuses it.
         """
         line = self._line(time.monotonic() + timeout_s, timeout_s)
         try:
@@ -101,22 +101,22 @@ class HostDialog:
         return value
 
     def close(self) -> None:
-        """End the program there and the process here."""
+        """End the program on the host, and the process of this machine that carries the connection."""
         self._pipes.close_stdin()
         self._pipes.exit_code(END_S)
         self._pipes.close()
 
     def kill(self) -> None:
-        """Kill the process here at once."""
+        """Kill the process of this machine that carries the connection."""
         self._pipes.kill()
 
-    def leave(self) -> None:
-        """Close the descriptors of this process; another one that has them goes on."""
-        self._pipes.leave()
+    def detach(self) -> None:
+        """Close the descriptors in this process only; another process that inherited them goes on."""
+        self._pipes.detach()
 
     @property
     def open_connection(self) -> OpenConnection:
-        """The connection, for who goes on with it; nothing may be asked meanwhile."""
+        """The connection for a process that inherits it; this process must send no further request."""
         return OpenConnection(mark=self._mark.decode(), descriptors=self._pipes.descriptors)
 
     def _send(self) -> None:
@@ -124,7 +124,7 @@ class HostDialog:
             self._unsent = self._unsent[os.write(self._pipes.stdin, self._unsent) :]
         except BlockingIOError:
             return
-        except OSError:  # it has ended: the missing answer tells why
+        except OSError:  # ssh has ended: ``answer`` raises with the reason
             self._unsent = b""
 
     def _line(self, deadline: float, timeout_s: float) -> bytes:
@@ -136,20 +136,19 @@ class HostDialog:
                 line = bytes(self._output[begin + len(self._mark) : end])
                 del self._output[: end + 1]
                 return line
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise HostError(f"it did not answer within {timeout_s:g} s")
-            ready, writable, _ = select.select([stdout], [stdin] if self._unsent else [], [], min(left, 0.2))
+            ready, writable, _ = select.select([stdout], [stdin] if self._unsent else [], [], min(remaining_s, 0.2))
             if writable:
                 self._send()
             chunk = os.read(stdout, 1 << 16) if ready else b""
             self._output += chunk
-            self._said += len(chunk)
-            if self._said + self._pipes.stderr_bytes() > MAX_ANSWER_BYTES:
+            self._output_bytes += len(chunk)
+            if self._output_bytes + self._pipes.stderr_bytes() > MAX_ANSWER_BYTES:
                 raise HostError(f"it says more than {MAX_ANSWER_BYTES >> 20} MiB, and no facts")
             if ready and not chunk:
                 code = self._pipes.exit_code(EXIT_S)
                 if not code:
                     raise HostError("what it answered are no facts of a host")
-                why = explain_failure(self.host, code, self._pipes.stderr())
-                raise HostError(why.replace("its inventory failed", "it failed"))
+                raise HostError(explain_failure(self.host, code, self._pipes.stderr(), program="it"))

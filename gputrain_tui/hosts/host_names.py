@@ -1,4 +1,4 @@
-"""Pure: tells host names and addresses of this machine, which reads the recipe, from those of others."""
+"""Pure: recognises host names and addresses of this machine, the one that reads the recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ DEFAULT_PORT = 29600
 """Port of the rendezvous of several nodes unless the recipe gives one: below the ports that Linux hands out, and
 neither torchrun's 29400 nor torch's 29500, which other programs use."""
 
-
 PENDING_HOST = "node-{}.slurm.invalid"
 """Name of a node that Slurm has not chosen yet; no host has such a name (RFC 2606)."""
 
@@ -27,11 +26,11 @@ class LocalFacts:
     addresses: tuple[str, ...] = ()
     """Addresses under which other machines may reach it, the likeliest first."""
     free_port: int = DEFAULT_PORT
-    """A port that was just free for listening."""
+    """A port of this machine that was free when the facts were read."""
     python: str = "python"
-    """The interpreter that runs the trainer here, and on other machines unless the recipe names theirs."""
+    """Interpreter that runs the trainer, on other machines too unless the recipe names theirs."""
     cuda_visible_devices: str | None = None
-    """The environment's CUDA_VISIBLE_DEVICES."""
+    """The environment's CUDA_VISIBLE_DEVICES; None if it is not set."""
     slurm: bool = False
     """Whether this process is inside a Slurm allocation."""
     slurm_hosts: tuple[str, ...] = ()
@@ -54,7 +53,7 @@ def is_local(host: str | None, local: LocalFacts) -> bool:
 
 
 def is_pending(host: str) -> bool:
-    """Whether a host is one that Slurm has not chosen yet."""
+    """Whether a host is a placeholder for one that Slurm has not chosen yet."""
     return host.endswith(PENDING_HOST.partition("{}")[2])
 
 

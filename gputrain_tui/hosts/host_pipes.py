@@ -1,6 +1,6 @@
-"""Holds a program that runs on another host over ssh: its pipes, and the ssh that carries them.
+"""Pipes to a program on another host, and the ssh process that carries them.
 
-A process may hand it to one that it starts, which goes on with the connection where this one left off.
+A process that starts another may pass the descriptors on, and the new process continues the connection.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from gputrain_tui.hosts.ssh import kill_session
 from gputrain_tui.hosts.ssh_failure import SSH_FAILED
 
 STDERR_BYTES = 1 << 16
-"""Read of standard error to explain a failure."""
+"""Part of standard error, from its beginning, that is read to explain a failure."""
 
 
 class HostPipes:
-    """The pipes of a program on another host, and the process here that carries them."""
+    """The pipes of a program on another host, and the process of this machine that carries them."""
 
     def __init__(
-        self, stdin: int, stdout: int, stderr: int, ended: int, *, process: subprocess.Popen[bytes] | None = None
+        self, stdin: int, stdout: int, stderr: int, pidfd: int, *, process: subprocess.Popen[bytes] | None = None
     ) -> None:
         """Take over open descriptors.
 
         Args:
-            stdin: pipe to the program, does not block.
+            stdin: non-blocking pipe to the program.
             stdout: pipe from it.
             stderr: file with its standard error and that of ssh.
-            ended: pidfd of ssh.
-            process: ssh, where it is a child of this process.
+            pidfd: of ssh.
+            process: ssh, if it is a child of this process.
         """
-        for descriptor in (stdin, stdout, stderr, ended):
+        for descriptor in (stdin, stdout, stderr, pidfd):
             os.set_inheritable(descriptor, False)
         self.stdin, self.stdout = stdin, stdout
-        self._stderr, self._ended = stderr, ended
+        self._stderr, self._pidfd = stderr, pidfd
         self._process = process
 
     @classmethod
@@ -46,7 +46,7 @@ class HostPipes:
         """Start ssh, or another program, by its command line.
 
         Raises:
-            OSError: there is no such program.
+            OSError: the program cannot be started.
         """
         with tempfile.TemporaryFile() as stderr:
             process = subprocess.Popen(
@@ -56,57 +56,60 @@ class HostPipes:
                 stderr=stderr,
                 start_new_session=True,  # no terminal to ask for a password, and no Ctrl-C
             )
-            kept = os.dup(stderr.fileno())
+            stderr_fd = os.dup(stderr.fileno())
         assert process.stdin is not None
         assert process.stdout is not None
         stdin, stdout = os.dup(process.stdin.fileno()), os.dup(process.stdout.fileno())
         process.stdin.close()
         process.stdout.close()
-        os.set_blocking(stdin, False)  # ssh reads nothing before it is connected
-        return cls(stdin, stdout, kept, os.pidfd_open(process.pid), process=process)
+        os.set_blocking(stdin, False)  # ssh reads nothing until it is connected
+        return cls(stdin, stdout, stderr_fd, os.pidfd_open(process.pid), process=process)
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
-        """What a process needs to hold the program: the arguments of this class, in order."""
-        return self.stdin, self.stdout, self._stderr, self._ended
+        """Descriptors that another process passes to this class: stdin, stdout, stderr and pidfd."""
+        return self.stdin, self.stdout, self._stderr, self._pidfd
 
     def stderr_bytes(self) -> int:
-        """Return how much was printed on standard error."""
+        """Return the number of bytes on standard error."""
         return os.fstat(self._stderr).st_size
 
     def stderr(self) -> str:
-        """Return the begin of what was printed on standard error."""
+        """Return the first ``STDERR_BYTES`` of standard error."""
         return os.pread(self._stderr, STDERR_BYTES, 0).decode("utf-8", "replace")
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """Wait for ssh to end; return its exit code, that of a failed connection where only its parent knows it."""
-        if not select.select([self._ended], [], [], timeout_s)[0]:
+        """Wait for ssh to end; return its exit code, None after the time limit.
+
+        If ssh is not a child of this process, its code is unknown, and that of a failed connection is returned.
+        """
+        if not select.select([self._pidfd], [], [], timeout_s)[0]:
             return None
         return SSH_FAILED if self._process is None else self._process.wait()
 
     def kill(self) -> None:
-        """Kill ssh and, where it is a child of this process, what it has started, such as a proxy command."""
+        """Kill ssh and, if it is a child of this process, its own children, such as a proxy command."""
         if self._process is None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._ended, signal.SIGKILL)
-        elif self._process.returncode is None:  # once it was waited for, its number may be another's
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        elif self._process.returncode is None:  # after the wait its pid may be reused
             kill_session(self._process)
 
     def close_stdin(self) -> None:
-        """Let the program read the end of its input."""
+        """Close the pipe to the program, which then reads the end of its input."""
         if self.stdin >= 0:
             os.close(self.stdin)
             self.stdin = -1
 
     def close(self) -> None:
-        """Kill ssh, if it runs, and close everything."""
+        """Kill ssh if it runs, and close all descriptors."""
         self.kill()
         if self._process is not None:
             self._process.wait()
-        self.leave()
+        self.detach()
 
-    def leave(self) -> None:
-        """Close this process's descriptors; another one that has them goes on."""
+    def detach(self) -> None:
+        """Close the descriptors in this process only; another process that inherited them goes on."""
         self.close_stdin()
-        for descriptor in (self.stdout, self._stderr, self._ended):
+        for descriptor in (self.stdout, self._stderr, self._pidfd):
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Reads hostfiles in the formats of MPI, Horovod and DeepSpeed: one host a line."""
+"""Reads hostfiles in the formats of MPI, Horovod and DeepSpeed, one host per line, and lists of hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gputrain_tui.recipe.values import parse_gpus
 from trainer.contract.errors import RequestError, nearest, quoted
 
 MAX_HOSTFILE_BYTES = 1 << 20
-"""Room for forty thousand hosts; a larger file was named by mistake and is not read."""
+"""Enough for forty thousand hosts; a larger file was named by mistake and is not read."""
 MAX_SLOTS = 4096
 """Beyond the cores of any machine, so that a larger number is a typing error."""
 KEYS = ("slots", "max_slots", "gpus", "port")
@@ -27,13 +27,13 @@ class HostEntry:
     host: str
     """As ssh and a recipe take it: ``gpu1``, ``ada@gpu1``, ``[fd00::1]``, ``ssh://gpu1:2222``."""
     slots: int | None = None
-    """Number of ranks."""
+    """Number of ranks; None if the line gives none."""
     gpus: Gpus | None = None
-    """As for a node of a recipe."""
+    """As the key ``gpus`` of a recipe's node."""
 
     @property
     def node(self) -> Node:
-        """The node of a recipe for this host; without ranks where the line gives none."""
+        """The recipe's node for this host; without ranks if the line gives none."""
         return Node(host=self.host, gpus=self.gpus, ranks=self.slots)
 
 
@@ -59,14 +59,14 @@ def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
     """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
 
     Raises:
-        RequestError: no host is named, or a line is wrong.
+        RequestError: the text names no host, or a line is wrong.
     """
     found: dict[str, tuple[int, HostEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        entry = _line(words, f"{name}:{number}")
+        entry = _parse_entry(words, f"{name}:{number}")
         if entry.host in found:
             raise RequestError(
                 f"{name}:{number}: {entry.host} is on line {found[entry.host][0]} already; write one line for it"
@@ -81,19 +81,19 @@ def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...
     """Parse a comma-separated list of hosts, as in ``--hosts``.
 
     Raises:
-        RequestError: a word is no host, or there is none.
+        RequestError: a word is no host, or the list is empty.
     """
     found: dict[str, HostEntry] = {}
     for word in text.split(","):
         if word.strip():
-            entry = _line([word.strip()], name)
+            entry = _parse_entry([word.strip()], name)
             found[entry.host] = entry
     if not found:
         raise RequestError(f"{name} is {quoted(text)}, but must name hosts with commas between them, such as gpu1,gpu2")
     return tuple(found.values())
 
 
-def _line(words: list[str], where: str) -> HostEntry:
+def _parse_entry(words: list[str], where: str) -> HostEntry:
     word, *settings = words
     port: int | None = None
     slots: int | None = None
@@ -138,7 +138,7 @@ def _gpus(value: str, where: str) -> Gpus:
         raise RequestError(str(error)) from None
 
 
-def _number(text: str, where: str, what: str, largest: int) -> int:
+def _number(text: str, where: str, name: str, largest: int) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= largest:
-        raise RequestError(f"{where}: {what} is {quoted(text)}, but must be a whole number from 1 to {largest}")
+        raise RequestError(f"{where}: {name} is {quoted(text)}, but must be a whole number from 1 to {largest}")
     return int(text)

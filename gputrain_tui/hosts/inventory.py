@@ -1,8 +1,8 @@
 """Takes the inventory of a machine: GPUs and their processes, cores, memory, load, network addresses.
 
-It runs also where nothing of gputrain is installed: ``inventory_program.py`` carries it there with the files of
-``trainer.host`` that it imports, and all of them need Python 3.10 and the standard library. Hence frozen dataclasses,
-which msgspec reads as well. No driver, or a query that a GPU does not support, is a normal answer; what could not be
+It also runs on hosts without gputrain: ``inventory_program.py`` sends it there with the files of ``trainer.host`` that
+it imports, and all of them need Python 3.10 and the standard library only. Hence frozen dataclasses, which msgspec
+decodes as well. A missing driver, or a query that a GPU does not support, is no error; a value that could not be
 measured is None, never 0.
 """
 
@@ -27,11 +27,11 @@ from trainer.host.processes import owner_and_name
 MIB = 1 << 20
 
 FREE_BELOW_BYTES = 500 * MIB
-"""An idle GPU still holds this much memory for the driver and a display."""
+"""Memory that the driver and a display may hold on an idle GPU."""
 FREE_BELOW_SHARE = 0.05
-"""The same for large GPUs, as a share of their memory."""
+"""The same as a share of a GPU's memory; the larger of both counts."""
 FREE_BELOW_PERCENT = 10.0
-"""A busier GPU runs a process that this machine cannot see, in a container or a virtual machine."""
+"""A GPU with more utilisation runs a process of a container or a virtual machine that is invisible here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class GpuProcess:
 
     pid: int
     user: str | None = None
-    """Its owner; None for a process that this machine cannot see, in a container for instance."""
+    """Its owner; None for a process that is invisible here, in a container for instance."""
     name: str | None = None
     memory_bytes: int | None = None
     kind: str = "compute"
@@ -66,15 +66,15 @@ class Gpu:
     sm_clock_mhz: int | None = None
     max_sm_clock_mhz: int | None = None
     throttle_reasons: tuple[str, ...] = ()
-    """Why its clock is below its maximum now: names of ``trainer.host.nvml.THROTTLE_REASONS``."""
+    """Reasons for a clock below its maximum at that moment: names of ``trainer.host.nvml.THROTTLE_REASONS``."""
     mig: bool = False
-    """Split into instances (MIG): the GPU as a whole takes no work."""
+    """Whether it is split into instances (MIG): no process can use it as a whole."""
     prohibited: bool = False
-    """Compute mode *prohibited*: no process may use it."""
+    """Whether its compute mode is *prohibited*: no process may use it."""
     processes: tuple[GpuProcess, ...] | None = None
-    """None when the driver does not say."""
+    """None if the driver does not report them."""
     claim: GpuClaim | None = None
-    """The run that has taken it, also before the driver shows a process; None for none."""
+    """The run that claimed it, possibly before the driver shows a process; None if unclaimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +92,12 @@ class Inventory:
     uptime_s: float | None = None
     networks: tuple[Network, ...] = ()
     driver: str | None = None
-    """Version of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver; None without a driver."""
     cuda: str | None = None
-    """Newest CUDA version that the driver runs."""
+    """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...] = ()
     note: str = ""
-    """One line about what could not be found, for people."""
+    """One line about a missing driver or GPU, for people; empty if all answered."""
 
 
 def take_inventory() -> Inventory:
@@ -125,7 +125,7 @@ def to_json(inventory: Inventory) -> str:
 
 
 def why_busy(gpu: Gpu) -> str:
-    """Return why a GPU is not free; empty when it is.
+    """Return the reason why a GPU is not free; empty if it is free.
 
     Free means: claimed by no run, no compute process, less memory in use than ``max(500 MiB, 5 %)``, and less than 10 %
     utilisation. A GPU that reports neither its processes nor its memory is not free.
@@ -156,7 +156,7 @@ def is_free(gpu: Gpu) -> bool:
     return not why_busy(gpu)
 
 
-# --- what NVML's answers mean ---------------------------------------------------------------------------------------
+# --- NVML's answers ---------------------------------------------------------------------------------------
 
 
 def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim | None = None) -> Gpu:
@@ -164,13 +164,12 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim
 
     Args:
         raw: the answers.
-        owners: pid to user and name, of the processes that this machine can see.
-        claim: the run that has taken it.
+        owners: pid → user and name, of the processes that are visible here.
+        claim: the run that claimed it.
     """
     processes: dict[int, GpuProcess] = {}
     for process in raw.processes or ():
-        known = processes.get(process.pid)
-        if known is not None:  # listed for compute and for graphics: compute says more
+        if process.pid in processes:  # listed for compute and for graphics: compute comes first and is kept
             continue
         user, name = owners.get(process.pid, (None, None))
         processes[process.pid] = GpuProcess(
@@ -198,12 +197,12 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim
 
 
 def _gpus() -> tuple[str | None, str | None, tuple[Gpu, ...], str]:
-    """Return the driver's version, its CUDA version, the GPUs, and a note about what is missing."""
+    """Return the driver's version, its CUDA version, the GPUs, and a note about a missing driver or GPU."""
     answers = ask_driver()
     if answers.refusal:
         return None, None, (), answers.refusal
-    taken = claims([raw.uuid for raw in answers.gpus if raw is not None and raw.uuid])
-    gpus = tuple(gpu_from(raw, _owners(raw), taken.get(raw.uuid or "")) for raw in answers.gpus if raw is not None)
+    claim_of = claims([raw.uuid for raw in answers.gpus if raw is not None and raw.uuid])
+    gpus = tuple(gpu_from(raw, _owners(raw), claim_of.get(raw.uuid or "")) for raw in answers.gpus if raw is not None)
     lost = [str(index) for index, raw in enumerate(answers.gpus) if raw is None]
     note = f"GPU {', '.join(lost)} does not answer: see dmesg for its Xid error; a reset or a reboot may help"
     return answers.driver, answers.cuda, gpus, note if lost else "" if gpus else "the NVIDIA driver finds no GPU"
@@ -215,7 +214,7 @@ def _owners(raw: RawGpu) -> dict[int, tuple[str, str]]:
 
 
 def main(words: list[str]) -> None:
-    """Print this machine's inventory as one line, after a word that frames it."""
+    """Print this machine's inventory as one line of JSON behind a mark, the only word."""
     sys.stdout.write(f"{''.join(words)}{to_json(take_inventory())}\n")
 
 

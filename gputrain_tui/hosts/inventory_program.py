@@ -1,4 +1,4 @@
-"""Packs modules into one program for a remote ``python3``, so that nothing has to be installed there."""
+"""Packs modules into one program for a remote ``python3``: nothing has to be installed on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = (
     "trainer.host.processes",
     "gputrain_tui.hosts.inventory",
 )
-"""In import order; they use the standard library only."""
+"""Modules of the inventory, in import order; they use the standard library only."""
 
 BOOTSTRAP = """\
 import sys, types
@@ -35,13 +35,13 @@ module.main(sys.argv[1:])
 
 
 def inventory_program() -> bytes:
-    """Return the program's source; its arguments are the marker to print before the JSON, on the same line."""
+    """Return the source of the inventory's program; its argument is the mark to print before the JSON."""
     return packed_program(MODULES)
 
 
 @cache
 def packed_program(modules: tuple[str, ...]) -> bytes:
-    """Return the source of a program that runs ``main`` of the last of some modules, given in import order."""
+    """Return the source of a program that holds modules, given in import order, and runs ``main`` of the last one."""
     sources = []
     for name in modules:
         package, _, rest = name.partition(".")

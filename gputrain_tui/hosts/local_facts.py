@@ -1,4 +1,4 @@
-"""Collects what a plan needs to know of the machine that reads the recipe."""
+"""Collects the facts of this machine that a plan depends on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.host.ports import free_port
 
 
 def local_facts(hosts: Iterable[str | None]) -> LocalFacts:
-    """Look at this machine as far as a plan for these hosts needs it."""
-    named = any(host is not None and not is_loopback(address_of(host)) for host in hosts)
-    addresses = own_addresses() if named else ()
+    """Return the facts of this machine for a plan with these hosts; addresses only if one of them is not loopback."""
+    names_hosts = any(host is not None and not is_loopback(address_of(host)) for host in hosts)
+    addresses = own_addresses() if names_hosts else ()
     name = socket.gethostname().lower()
     return LocalFacts(
         names=frozenset({name, name.split(".")[0], *addresses}),

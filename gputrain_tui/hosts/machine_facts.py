@@ -1,6 +1,6 @@
-"""Reads facts of a machine that a run needs: folders, a port, and a file to meet at.
+"""Reads facts of a machine: folders of a run, the rendezvous port and the rendezvous file.
 
-Standard library only, since this file travels to remote hosts; frozen dataclasses, which msgspec reads as well.
+Standard library only, since this file is sent to remote hosts; frozen dataclasses, which msgspec decodes as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.contract.home_folder import expand_home
 from trainer.host.ports import is_port_free, port_holder
 
 CHECKPOINTS = "step_*.pt"
-"""How ``trainer.checkpoint`` names its files."""
+"""Names of the files of ``trainer.checkpoint``."""
 SHM = Path("/dev/shm")
 
 
@@ -27,11 +27,11 @@ class Folder:
 
     path: str
     problem: str = ""
-    """Why it cannot be written; empty when it can."""
+    """Reason why it cannot be written; empty if it can."""
     free_bytes: int | None = None
-    """Free for ordinary users on its file system; None where that is not reported."""
+    """Free for ordinary users on its file system; None if that is not reported."""
     free_files: int | None = None
-    """Free inodes of its file system; None where they are not reported."""
+    """Free inodes of its file system; None if they are not reported."""
     checkpoints: int = 0
     """Number of checkpoints in it."""
 
@@ -44,10 +44,10 @@ class Port:
     state: Literal["free", "busy", "root"]
     """``root``: only the superuser may listen on it."""
     holder: str = ""
-    """The process that listens on a busy one."""
+    """Process that listens on a busy port; empty for another state."""
     address: str = ""
-    """Host that the ranks connect to."""
-    ours: bool = True
+    """Host or address that the ranks connect to."""
+    is_own: bool = True
     """Whether ``address`` is one of this machine."""
 
 
@@ -60,27 +60,27 @@ class RendezvousFile:
     fix: str = ""
 
 
-def port_facts(number: int, host: str, *, ours: bool | None = None) -> Port:
-    """Return whether rank 0 can listen on a port of this machine.
+def port_facts(number: int, host: str, *, is_own: bool | None = None) -> Port:
+    """Return state and holder of the port on which rank 0 would listen, if this is its machine.
 
     Args:
         number: the port.
-        host: under which the ranks connect to it.
-        ours: whether that is known to be this machine; None to find out.
+        host: host or address that the ranks connect to.
+        is_own: whether that is one of this machine; None to find out.
     """
-    ours = _is_ours(host) if ours is None else ours
+    is_own = _is_own_address(host) if is_own is None else is_own
     if number < 1024 and os.geteuid() != 0:
-        return Port(number=number, state="root", address=host, ours=ours)
+        return Port(number=number, state="root", address=host, is_own=is_own)
     free = is_port_free(number)
     try:
         holder = "" if free else port_holder(number)
     except ImportError:  # psutil, which a host need not have
         holder = "a process"
-    return Port(number=number, state="free" if free else "busy", holder=holder, address=host, ours=ours)
+    return Port(number=number, state="free" if free else "busy", holder=holder, address=host, is_own=is_own)
 
 
-def _is_ours(host: str) -> bool:
-    """Whether this machine has an address; True for a name, because a name server may take seconds."""
+def _is_own_address(host: str) -> bool:
+    """Whether an address is one of this machine; True for a name, because resolving it may take seconds."""
     address = address_of(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -96,7 +96,7 @@ def _is_ours(host: str) -> bool:
 
 
 def rendezvous_file(path: Path) -> RendezvousFile:
-    """Return whether ranks can meet at a file."""
+    """Return the facts of a rendezvous file: whether the ranks can create it."""
     folder = path.parent
     problem, fix = "", ""
     try:
@@ -115,35 +115,37 @@ def rendezvous_file(path: Path) -> RendezvousFile:
 
 
 def folder_facts(path: Path, *, count: bool = False) -> Folder:
-    """Return the facts of a folder that need not exist yet."""
+    """Return the facts of a folder that may not exist yet; ``count``: count its checkpoints."""
     path = expand_home(path)
     try:
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        if not there.is_dir():
-            return Folder(path=str(path), problem=f"{there} is no folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            return Folder(path=str(path), problem=f"{there} is not writable")
-        checkpoints = len(list(path.glob(CHECKPOINTS))) if count and there == path else 0
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
+            return Folder(path=str(path), problem=f"{existing} is no folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return Folder(path=str(path), problem=f"{existing} is not writable")
+        checkpoints = len(list(path.glob(CHECKPOINTS))) if count and existing == path else 0
     except OSError as error:
         return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
-    return Folder(path=str(path), free_bytes=free_bytes(there), free_files=free_files(there), checkpoints=checkpoints)
+    return Folder(
+        path=str(path), free_bytes=free_bytes(existing), free_files=free_files(existing), checkpoints=checkpoints
+    )
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return what ordinary users can still write on the file system of a path; None where it does not say."""
+    """Return the free space for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    # Some network file systems answer zero for their size; that says nothing about room.
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    # Some network file systems report a size of zero, whatever is free.
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def free_files(path: Path) -> int | None:
-    """Return how many more files the file system of a path takes; None where it does not say."""
+    """Return the number of free inodes for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    # File systems that make room for files as they come, btrfs among them, answer zero for their number.
-    return found.f_favail if found.f_files else None
+    # File systems that allocate inodes on demand, such as btrfs, report zero.
+    return status.f_favail if status.f_files else None

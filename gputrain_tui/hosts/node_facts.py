@@ -1,8 +1,8 @@
-"""Reads what a node of a run needs of its host, and tries the ways to the other hosts; runs on the host over ssh.
+"""Runs on a host over ssh: reads the facts of the host for one node, and tries connections to the other hosts.
 
-It answers one question a line until its input ends: what is here, what is the time, which way leads to the first node,
-and which nodes cannot be reached. Asked to serve, it becomes a session of the host agent. Standard library only, since
-this file travels to the host.
+It answers one request per line until its input ends: ``facts`` of the host, its clock and ``route`` to the first node,
+the ``token`` of a shared folder, and ``reach``, the unreachable nodes. The request ``serve`` makes it a session of the
+host agent. Standard library only, since this file is sent to the host.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,17 +37,21 @@ from trainer.host.reachability import (
 from trainer.host.resource_limits import read_limits
 
 LIFE_S = 120
-"""After which this program ends in any case: nothing of it is left on a host whose connection is cut."""
+"""Lifetime of this program: it ends by itself on a host whose connection is cut."""
 ENVIRONMENT_TIMEOUT_S = 20.0
-"""For a node's line of setup and its interpreter; loading modules from a network file system takes seconds."""
+"""Time limit of a node's line of setup and its interpreter; modules on a network file system load in seconds."""
 MAX_LINE_CHARS = 300
-"""Of a quoted line."""
+"""Limit of a quoted line."""
 SETUP_FAILED = "setup ended with exit code"
-"""Of the shell line of ``node_command``."""
+"""Begin of the message that the shell of ``node_command`` prints if setup fails."""
 
 
 def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str, Any] | None, str, str]:
-    """Run the environment's program as the node's command would run; return what it prints, or problem and key."""
+    """Run the program ``environment_facts`` in the folder, setup, interpreter and environment of the node's command.
+
+    Returns:
+        Its facts; None if it cannot run, with the reason and the recipe's key ``workdir``, ``setup`` or ``python``.
+    """
     workdir, setup = expand_home(request["workdir"]), request["setup"]
     python = str(expand_home(request["python"]))
     if not workdir.is_dir():
@@ -56,8 +59,9 @@ def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str
     env = {**os.environ, **request["env"]}
     if not setup and shutil.which(python, path=env.get("PATH")) is None:
         return None, f"there is no interpreter {python}", "python"
-    reached = f"{mark}reached "
-    words = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', reached]  # a line of setup may exit by itself
+    setup_done = f"{mark}reached "
+    # A line of setup may exit by itself: the printed mark proves that the interpreter was started.
+    words = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', setup_done]
     words += [python, "-c", request["program"], mark, json.dumps(request["environment"])]
     try:
         done = subprocess.run(
@@ -70,11 +74,8 @@ def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return (
-            None,
-            f"{'setup' if setup else python} took longer than {ENVIRONMENT_TIMEOUT_S:g} s",
-            ("setup" if setup else "python"),
-        )
+        subject, key = ("setup", "setup") if setup else (python, "python")
+        return None, f"{subject} took longer than {ENVIRONMENT_TIMEOUT_S:g} s", key
     except OSError as error:
         return None, f"{python} cannot be run: {error.strerror}", "python"
     output = done.stdout.decode("utf-8", "replace")
@@ -82,24 +83,23 @@ def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str
         return json.loads(output.rpartition(mark)[2].partition("\n")[0]), "", ""
     lines = [" ".join(line.split()) for line in done.stderr.decode("utf-8", "replace").splitlines()]
     last = next((line for line in reversed(lines) if line and not line.startswith(SETUP_FAILED)), "")
-    who, key = (python, "python") if reached in output else ("setup", "setup")
-    return None, f"{who} ended with exit code {done.returncode}{': ' if last else ''}{last[:MAX_LINE_CHARS]}", key
+    subject, key = (python, "python") if setup_done in output else ("setup", "setup")
+    return None, f"{subject} ended with exit code {done.returncode}{': ' if last else ''}{last[:MAX_LINE_CHARS]}", key
 
 
 def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[str, Any]:
-    """Read the facts of this host for one node, as ``gputrain_tui.preflight.host_facts`` describes them."""
+    """Return the facts of this host for one node: the fields of ``gputrain_tui.preflight.host_facts.HostFacts``."""
     environment, problem, key = read_environment(request, mark)
     home = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
     home = home or str(Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "gputrain"))
-    places = [os.environ.get("TMPDIR") or "/tmp", home, *request["folders"]]
+    written_folders = [os.environ.get("TMPDIR") or "/tmp", home, *request["folders"]]
     port, rendezvous = request["port"], request["rendezvous"]
     return {
-        "name": socket.gethostname(),
         "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
         "shm_free_bytes": free_bytes(SHM) if SHM.is_dir() else None,
-        "folders": [asdict(folder_facts(Path(place))) for place in dict.fromkeys(places)],
+        "folders": [asdict(folder_facts(Path(place))) for place in dict.fromkeys(written_folders)],
         "port": None if port is None else asdict(port_facts(port["number"], port["host"])),
         "rendezvous": None if rendezvous is None else asdict(rendezvous_file(Path(rendezvous))),
         "probe_port": probe_port,
@@ -111,7 +111,7 @@ def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[s
 
 
 def network_namespace() -> str:
-    """Return the kernel's name for this host's network, which containers on one machine have each; empty if unknown."""
+    """Return the kernel's name of the network namespace, one per container with its own network; empty if unknown."""
     try:
         return str(Path("/proc/self/ns/net").readlink())
     except OSError:
@@ -119,27 +119,30 @@ def network_namespace() -> str:
 
 
 def route_to(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this host's address on the way to the first node, its interface, and the first node's address."""
+    """Return this host's address and interface on the route to the first node, and the first node's address.
+
+    Texts are empty if there is no route; ``interfaces`` has the interface of each address of this host.
+    """
     own = outward_addresses()
-    known = resolve(root["host"]) if root["host"] else None
+    target = resolve(root["host"]) if root["host"] else None
     route = None
-    if known is not None and known not in {each.text for each in own}:
-        source = source_towards(known)
-        route = (known, source) if source is not None else None
+    if target is not None and target not in {each.text for each in own}:
+        source = source_towards(target)
+        route = (target, source) if source is not None else None
     elif not root["own"]:
         route = find_route(root["addresses"], root["port"], own, CONNECT_TIMEOUT_S)
-    mine = next((each for each in own if route is not None and each.text == route[1]), None)
+    source_address = next((each for each in own if route is not None and each.text == route[1]), None)
     return {
-        "address": mine.text if mine is not None else "",
-        "interface": mine.interface if mine is not None else "",
+        "address": source_address.text if source_address is not None else "",
+        "interface": source_address.interface if source_address is not None else "",
         "root": route[0] if route is not None else "",
         "interfaces": {each.text: each.interface for each in own},
     }
 
 
 def main(words: Sequence[str]) -> None:
-    """Answer requests, a line of JSON each, until there are no more; each answer follows a word that frames it."""
-    mark, token, serve = words[0], None, None
+    """Answer requests, a line of JSON each, until the input ends; an answer is a line behind a mark, the first word."""
+    mark, token, session = words[0], None, None
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIFE_S)
 
@@ -166,15 +169,15 @@ def main(words: Sequence[str]) -> None:
                     endpoints = {int(index): (host, port) for index, (host, port) in request["endpoints"].items()}
                     answer(unreachable(endpoints, request["timeout_s"]))
                 elif request["ask"] == "serve":
-                    serve = request["request"]
+                    session = request["request"]
                     break
     finally:
         if token is not None:
             with suppress(OSError):
                 os.unlink(token)  # noqa: PTH108
-    if serve is not None:  # the launch goes on with this connection
+    if session is not None:  # the launch continues on this connection
         signal.alarm(0)
-        serve_session(mark.encode(), serve)
+        serve_session(mark.encode(), session)
 
 
 if __name__ == "__main__":

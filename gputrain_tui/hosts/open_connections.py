@@ -1,4 +1,4 @@
-"""Hands connections that a preflight has opened to the supervisor of the run, which goes on with them."""
+"""Connections that a preflight opens and the supervisor of the run inherits."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from typing import Protocol
 import msgspec
 
 CONNECTIONS = "--connections="
-"""Flag of the supervisor: the connections that it inherits, JSON, by node."""
+"""Flag of the supervisor: its inherited connections by node, as JSON."""
 
 
 class OpenConnection(msgspec.Struct, frozen=True, kw_only=True):
-    """A connection to the program ``node_facts`` on a host, as one process hands it to another."""
+    """A connection to the program ``node_facts`` on a host, in the form that one process passes to another."""
 
     mark: str
-    """Word before each line of its answers."""
+    """Mark at the beginning of each line of its answers."""
     descriptors: tuple[int, int, int, int]
-    """Of ``HostPipes``."""
+    """``HostPipes.descriptors``."""
 
 
-class HandedOver(Protocol):
-    """A connection of this process, between two questions."""
+class TransferableConnection(Protocol):
+    """A connection of this process that another one can inherit."""
 
     @property
     def open_connection(self) -> OpenConnection:
-        """What another process needs to go on with it."""
+        """Mark and descriptors, for the process that inherits the connection."""
 
-    def leave(self) -> None:
-        """Close the descriptors of this process."""
+    def detach(self) -> None:
+        """Close the descriptors in this process only."""
 
     def close(self) -> None:
         """End the connection."""
 
 
 class OpenConnections:
-    """Connections to hosts that a preflight leaves open for the launch that follows it."""
+    """The connections by node, closed on exit unless a supervisor has inherited them."""
 
     def __init__(self) -> None:
-        self._dialogs: dict[int, HandedOver] = {}
+        self._dialogs: dict[int, TransferableConnection] = {}
 
     def __enter__(self) -> OpenConnections:
-        """Close on exit what nobody has taken."""
+        """Return this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close what nobody has taken."""
+        """Close the connections that no supervisor has inherited."""
         for dialog in self._dialogs.values():
             dialog.close()
         self._dialogs.clear()
 
-    def add(self, node: int, dialog: HandedOver) -> None:
-        """Leave the connection of a node open."""
+    def add(self, node: int, dialog: TransferableConnection) -> None:
+        """Keep the connection of a node open."""
         self._dialogs[node] = dialog
 
     @property
     def by_node(self) -> dict[int, OpenConnection]:
-        """What the launching process needs to go on with them."""
+        """Mark and descriptors of each node's connection, for the supervisor."""
         return {node: dialog.open_connection for node, dialog in self._dialogs.items()}
 
     def hand_over(self) -> None:
-        """Close them here, once the launching process has them."""
+        """Close the descriptors in this process after the supervisor has inherited them."""
         for dialog in self._dialogs.values():
-            dialog.leave()
+            dialog.detach()
         self._dialogs.clear()

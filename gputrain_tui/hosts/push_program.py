@@ -1,4 +1,4 @@
-"""Answers on a host what ``gputrain push`` must know of it, and installs an environment; standard library only."""
+"""Runs on a host for ``gputrain push``: reads its platform, and installs an environment; standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from trainer.contract.home_folder import expand_home
 
 
 def probe(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this host has: C library, interpreter, rsync, and the folders that it shares with the asking side."""
+    """Return the host's C library, architecture, version of ``base``, rsync, folder and the visible ``tokens``.
+
+    A token is a file that the pushing side has written into a folder: a visible one proves that the folder is shared.
+    """
     base = Path(request["base"])
     return {
         "libc": " ".join(platform.libc_ver()),
@@ -28,7 +31,7 @@ def probe(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Make folders, and install packages into a new environment where that is asked for; say what went wrong."""
+    """Make folders and, for a request with packages, install them into an environment; return the problem, if any."""
     for folder in request["folders"]:
         Path(folder).mkdir(parents=True, exist_ok=True)
     python, packages = request["python"], request["packages"]
@@ -43,19 +46,19 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
             lines = (done.stderr or done.stdout).strip().splitlines()
             return {"problem": f"{' '.join(command[:4])}: {lines[-1] if lines else f'exit code {done.returncode}'}"}
     purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    found = subprocess.run([python, "-c", purelib], capture_output=True, text=True, check=True).stdout.strip()
-    (Path(found) / "gputrain-pushed.pth").write_text("".join(f"{folder}\n" for folder in request["imports"]))
+    site = subprocess.run([python, "-c", purelib], capture_output=True, text=True, check=True).stdout.strip()
+    (Path(site) / "gputrain-pushed.pth").write_text("".join(f"{folder}\n" for folder in request["imports"]))
     return {"problem": ""}
 
 
 def _version(python: Path) -> str:
-    asked = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
-    done = subprocess.run([str(python), "-I", "-c", asked], capture_output=True, text=True)
+    code = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
+    done = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True)
     return done.stdout.strip()
 
 
 def main(words: list[str]) -> None:
-    """Answer ``MARK ACTION REQUEST``; the request is JSON in hexadecimal digits, which no shell changes."""
+    """Print the answer to the words ``MARK ACTION REQUEST``; the request is JSON in hexadecimal, for any shell."""
     mark, action, request = words
     try:
         answer = (probe if action == "probe" else prepare)(json.loads(bytes.fromhex(request)))

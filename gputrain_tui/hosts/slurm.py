@@ -1,4 +1,4 @@
-"""Slurm's own commands: which hosts an allocation has, submit a job, ask about it, end it."""
+"""Slurm's own commands: hosts of an allocation, submission, state and end of a job, signals to its steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from trainer.contract.errors import RequestError
 
 COMMAND_TIMEOUT_S = 30.0
-"""How long a command may take; Slurm's own time limit for a message is 10 s, and it tries again."""
+"""Time limit of a command; Slurm's own for a message is 10 s, and it retries."""
 KILL_TIMEOUT_S = 2.0
-"""How long killing a step may take; a host that is there needs hundredths of a second, a lost one 11 s."""
+"""Time limit for killing a step; a live host needs hundredths of a second, a lost one 11 s."""
 OVER = (
     "COMPLETED",
     "FAILED",
@@ -29,7 +29,7 @@ OVER = (
 )
 """States of a job that does not run again."""
 NOT_LAUNCHED = 53
-"""Signal that Slurm gives as the end of a job whose output could not be opened."""
+"""Signal in the exit code of a job whose output file could not be opened."""
 WORDS = {
     "CANCELLED": "it was cancelled in Slurm",
     "TIMEOUT": "its time limit in Slurm was over",
@@ -39,7 +39,7 @@ WORDS = {
     "BOOT_FAIL": "a node of it did not boot",
     "OUT_OF_MEMORY": "it needed more memory than Slurm gave it",
 }
-"""Why a job ended, in words; COMPLETED and FAILED are what its own exit code says."""
+"""Reason for the end of a job by its state; for COMPLETED and FAILED the exit code has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,15 @@ class Job:
     reason: str
     """Why it is pending; empty otherwise."""
     starts: float | None
-    """When it is expected to start, or has started, Unix seconds."""
+    """Expected or actual start, Unix seconds; None if unknown."""
     partition: str
     nodes: str
     """Hosts as Slurm abbreviates them: ``n[1-2]``."""
     exit_code: int
     requeue: bool = False
-    """Whether Slurm puts it back into the queue when it loses one of its nodes."""
+    """Whether Slurm puts it back into the queue if it loses one of its nodes."""
     launched: bool = True
-    """False where its node could not even open the file for its output."""
+    """False if its node could not even open the file for its output."""
 
     @property
     def is_over(self) -> bool:
@@ -69,15 +69,15 @@ class Job:
 
 
 def is_requeued(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm has started the job that this process is in before."""
+    """Whether the job of this process is not on its first start: Slurm has requeued it."""
     return environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
-    """Return the hosts of the allocation that this process is in, each with its component of a heterogeneous job.
+    """Return the hosts of this process's allocation, each with its component of a heterogeneous job, None for others.
 
     Raises:
-        RequestError: Slurm's own command fails.
+        RequestError: ``scontrol`` fails.
     """
     if not environ.get("SLURM_JOB_ID"):
         return []
@@ -98,22 +98,22 @@ def submit(words: Sequence[str], script: str) -> int:
     """Submit a batch script; return the job's number.
 
     Raises:
-        RequestError: Slurm's words in one line.
+        RequestError: Slurm refuses, with its message in one line.
     """
     return int(_call(["sbatch", "--parsable", *words], script).partition(";")[0])
 
 
 def test(words: Sequence[str], script: str) -> str:
-    """Ask whether Slurm would take a batch script; return its estimate of when and where.
+    """Test a batch script without submitting it; return Slurm's estimate of its start and hosts.
 
     Raises:
-        RequestError: Slurm's words in one line.
+        RequestError: Slurm refuses, with its message in one line.
     """
-    return _call(["sbatch", "--test-only", *words], script, said_on_stderr=True)
+    return _call(["sbatch", "--test-only", *words], script, from_stderr=True)
 
 
 def job(number: int) -> Job | None:
-    """Return what Slurm knows of a job; None where it has forgotten it.
+    """Return a job; None if Slurm has forgotten it.
 
     Raises:
         RequestError: Slurm does not answer.
@@ -128,7 +128,7 @@ def job(number: int) -> Job | None:
 
 
 def parse_job(text: str) -> Job:
-    """Read what ``scontrol --oneliner show job`` prints: a line for each component of a heterogeneous job."""
+    """Parse the output of ``scontrol --oneliner show job``: one line per component of a heterogeneous job."""
     lines = [dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)) for line in text.splitlines() if line.strip()]
     first = lines[0]
     reason = first.get("Reason", "None")
@@ -150,7 +150,7 @@ def parse_job(text: str) -> Job:
 
 
 def lost_hosts(abbreviated: str) -> list[str]:
-    """Return those of these hosts that Slurm has lost: they are down, or do not answer.
+    """Return the hosts that are down or do not answer, of a list as Slurm abbreviates it.
 
     Raises:
         RequestError: Slurm does not answer.
@@ -160,54 +160,54 @@ def lost_hosts(abbreviated: str) -> list[str]:
 
 
 def cancel(number: int) -> None:
-    """End a job as ``scancel`` does: its processes may save first, for as long as Slurm's KillWait.
+    """Cancel a job by ``scancel``: its processes have Slurm's KillWait to save.
 
     Raises:
-        RequestError: Slurm's words in one line.
+        RequestError: Slurm refuses, with its message in one line.
     """
     _call(["scancel", str(number)])
 
 
 def signal_script(number: int, name: str) -> None:
-    """Send a signal to what a job's script has become, and to nothing else of it."""
+    """Send a signal to the process of a job's batch script, which may have replaced itself, and to no step."""
     with suppress(RequestError):  # it has ended meanwhile
         _call(["scancel", "--batch", f"--signal={name}", str(number)])
 
 
 def signal_steps(number: int, step_name: str, name: str) -> None:
-    """Send a signal to the steps of this name of a job.
+    """Send a signal to the steps of a job that have this name.
 
     Raises:
         RequestError: Slurm does not answer.
     """
     steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j"]).splitlines()
-    ours = [line.split()[0] for line in steps if line.split()[1:] == [step_name]]
-    if ours:
+    named = [line.split()[0] for line in steps if line.split()[1:] == [step_name]]
+    if named:
         with suppress(RequestError):  # they have ended meanwhile
-            _call(["scancel", f"--signal={name}", *ours])
+            _call(["scancel", f"--signal={name}", *named])
 
 
 def kill_step(number: int, step_name: str, host: str) -> None:
-    """Kill the step of this name on a host; where the host does not answer, leave that to the controller.
+    """Kill the step of this name on a host; if the host does not answer, the controller cancels it.
 
     Raises:
         RequestError: Slurm does not answer.
     """
     steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
-    ours = [line.split()[0] for line in steps if line.split()[1:] == [step_name, host]]
-    if ours:
+    named = [line.split()[0] for line in steps if line.split()[1:] == [step_name, host]]
+    if named:
         try:
-            _call(["scancel", "--signal=KILL", *ours], timeout_s=KILL_TIMEOUT_S)  # sent to the host itself
+            _call(["scancel", "--signal=KILL", *named], timeout_s=KILL_TIMEOUT_S)  # sent to the host itself
         except RequestError:
             with suppress(RequestError):  # it has ended meanwhile
-                _call(["scancel", *ours])
+                _call(["scancel", *named])
 
 
 def _call(
     words: Sequence[str],
     script: str | None = None,
     *,
-    said_on_stderr: bool = False,
+    from_stderr: bool = False,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
     try:
@@ -218,9 +218,9 @@ def _call(
         raise RequestError(f"there is no {words[0]} on this machine: type this where Slurm's commands are") from None
     except subprocess.TimeoutExpired:
         raise RequestError(f"{words[0]} does not answer within {timeout_s:.0f} s") from None
-    said = done.stderr.strip().splitlines()
+    stderr_lines = done.stderr.strip().splitlines()
     if done.returncode:
         # "sbatch: error: Batch job submission failed: Invalid partition name": the last line has the reason.
-        lines = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in said if line.strip()]
+        lines = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in stderr_lines if line.strip()]
         raise RequestError(f"{words[0]}: {'; '.join(lines) or f'exit code {done.returncode}'}")
-    return " ".join(said) if said_on_stderr else done.stdout.strip()
+    return " ".join(stderr_lines) if from_stderr else done.stdout.strip()

@@ -1,7 +1,7 @@
 """Runs commands on hosts by the system's ``ssh``, over one shared connection per host.
 
 It never asks for a password: a host that needs one is a failure. ``GPUTRAIN_SSH`` is the command, by default ``ssh``,
-and may have options such as ``ssh -F lab/ssh_config``, which override those here.
+and may have options such as ``ssh -F lab/ssh_config``, which override ``OPTIONS``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import IO, Literal
 from trainer.contract.errors import RequestError
 
 CONNECT_TIMEOUT_S = 5
-"""Includes the server's banner and the key exchange; a host that is up needs less than one second."""
+"""Time limit that includes the server's banner and the key exchange; a host that is up needs less than one second."""
 PERSIST_S = 60
-"""ControlPersist: the console refreshes its hosts more often, so that it connects once."""
+"""ControlPersist: the console queries its hosts more often, so one connection serves all queries."""
 OUTPUT_CHECK_S = 0.2
 """Interval at which the size of standard error, a file, is checked."""
 MAX_FOLDER_BYTES = 40
-"""Of the path of the sockets' folder: ssh adds up to 66, and a socket's path has at most 108."""
+"""Limit of the path of the sockets' folder: ssh adds up to 66 bytes, and a socket's path has at most 108."""
 
 OPTIONS = (
     "BatchMode=yes",
@@ -51,7 +51,7 @@ class CommandResult:
     """Exit code and output of a command on a host."""
 
     code: int
-    """255 where ssh itself failed."""
+    """255 if ssh itself failed."""
     stdout: bytes = b""
     stderr: str = ""
     timed_out: bool = False
@@ -64,10 +64,10 @@ class Ssh:
     """Runs commands on hosts, also from several threads."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Read the command of the environment.
+        """Read ``GPUTRAIN_SSH``, and create the folder of the sockets.
 
         Raises:
-            RequestError: ``GPUTRAIN_SSH`` is no command, or there is no safe place for the sockets.
+            RequestError: ``GPUTRAIN_SSH`` is no command line, or there is no safe folder for the sockets.
         """
         try:
             self._command = shlex.split(environ.get("GPUTRAIN_SSH", "")) or ["ssh"]
@@ -81,16 +81,17 @@ class Ssh:
         self._closed = False
 
     def command_line(self, host: str, *command: str, own: bool = False) -> list[str]:
-        """Return the ssh command line that runs a command on a host, for a process of the caller.
+        """Return the ssh command line that runs a command on a host; the caller starts it.
 
         Args:
             host: a name, ``user@host`` or ``ssh://user@host:port``.
             command: words that no shell changes.
-            own: no process is left behind to keep the connection open for others; one that is open is used.
+            own: start no persistent connection, whose process would outlive the command; an open one is still used.
         """
-        given = ["ControlMaster=no"] if own else []
-        given += [*OPTIONS, f"ControlPath={self._socket(host)}"]
-        options = [word for option in given for word in ("-o", option)]
+        # ssh takes the first value of an option.
+        settings = ["ControlMaster=no"] if own else []
+        settings += [*OPTIONS, f"ControlPath={self._socket(host)}"]
+        options = [word for setting in settings for word in ("-o", setting)]
         return [*self._command, *options, "-T", "-x", "--", ssh_destination(host), *command]
 
     def _socket(self, host: str) -> str:
@@ -99,12 +100,12 @@ class Ssh:
         return f"{self._folder}/{name}-%C"
 
     def run(self, host: str, *command: str, stdin: bytes = b"", timeout_s: float, max_bytes: int) -> CommandResult:
-        """Run a command on a host until it ends, a time limit, or a limit of the bytes that it prints.
+        """Run a command on a host; kill it at the time limit, or if it prints more than ``max_bytes``.
 
         Raises:
-            RequestError: there is no such program as ``ssh`` here.
+            RequestError: ``ssh`` cannot be started.
         """
-        # The persistent connection may hold standard error open: a file has no end to wait for.
+        # The persistent connection inherits standard error: a pipe would stay open, a file needs no end.
         with os.fdopen(os.memfd_create("ssh-stdin"), "wb") as stdin_file, tempfile.TemporaryFile() as output:
             stdin_file.write(stdin)
             stdin_file.seek(0)
@@ -157,23 +158,23 @@ class Ssh:
 def read_output(
     process: subprocess.Popen[bytes], stderr: IO[bytes], *, timeout_s: float, max_bytes: int
 ) -> tuple[bytes, Literal["ended", "timed_out", "too_long"]]:
-    """Read what a process prints; return it, and why reading ended: the process, its output limit or its time limit.
+    """Return the standard output of a process, and whether reading ended with the process or at one of the limits.
 
     Args:
-        process: its standard output is a pipe.
-        stderr: the file that is its standard error.
-        timeout_s: how long to read.
-        max_bytes: limit of both outputs together.
+        process: the process; its standard output is a pipe.
+        stderr: the file of its standard error.
+        timeout_s: time limit.
+        max_bytes: limit of standard output and standard error together.
     """
     assert process.stdout is not None
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     output = bytearray()
     with process.stdout as pipe:
         while True:
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return bytes(output), "timed_out"
-            ready, _, _ = select.select([pipe], [], [], min(left, OUTPUT_CHECK_S))
+            ready, _, _ = select.select([pipe], [], [], min(remaining_s, OUTPUT_CHECK_S))
             chunk = os.read(pipe.fileno(), 1 << 16) if ready else b""
             output += chunk
             if len(output) + os.fstat(stderr.fileno()).st_size > max_bytes:
@@ -181,14 +182,14 @@ def read_output(
             if ready and not chunk:
                 break
     try:
-        process.wait(max(until - time.monotonic(), 0))
+        process.wait(max(deadline - time.monotonic(), 0))
     except subprocess.TimeoutExpired:
         return bytes(output), "timed_out"
     return bytes(output), "ended"
 
 
 def ssh_destination(host: str) -> str:
-    """Return a host as ssh takes it: an IPv6 address without brackets."""
+    """Return a host in ssh's syntax: an IPv6 address has no brackets there."""
     user, at, name = host.rpartition("@")
     return f"{user}{at}{name.strip('[]')}" if not host.startswith("ssh://") else host
 
@@ -200,20 +201,20 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def socket_folder(environ: Mapping[str, str]) -> Path:
-    """Return a folder with a short path that only this user can enter, and create it if needed.
+    """Return a folder with a short path that only this user can enter; create it if needed.
 
     Raises:
-        RequestError: it cannot be made, or belongs to another user.
+        RequestError: it cannot be made, belongs to another user, or others can enter it.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(runtime) / "gputrain-ssh"
-    if not Path(runtime).is_dir() or not runtime or len(bytes(folder)) > MAX_FOLDER_BYTES:
+    if not runtime or not Path(runtime).is_dir() or len(bytes(folder)) > MAX_FOLDER_BYTES:
         folder = Path(f"/tmp/gputrain-ssh-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise RequestError(f"{folder} cannot be made for connections of ssh: {error.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RequestError(f"{folder} must be a folder that only you can enter (mode 0700); remove it")
     return folder

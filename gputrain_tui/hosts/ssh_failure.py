@@ -1,4 +1,4 @@
-"""Pure: turns a failure of ssh, or of the inventory on a host, into one line with its remedy."""
+"""Pure: explains a failure of ssh, or of a program on a host, in one line with its remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from gputrain_tui.tables import printable
 
 MAX_LINE_CHARS = 160
-"""Of a quoted line of ssh or the host: it shares a table's row with other columns."""
+"""Limit of a quoted line of ssh or the host: it shares a table's row with other columns."""
 
 SSH_FAILED = 255
 """Exit code of ssh when the connection fails; any other is the remote command's."""
@@ -30,13 +30,14 @@ REASONS = (
 OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
 
 
-def explain_failure(host: str, code: int, stderr: str) -> str:
-    """Explain in one line why ssh or the remote inventory failed.
+def explain_failure(host: str, code: int, stderr: str, *, program: str = "its inventory") -> str:
+    """Explain in one line why ssh or the program on the host failed.
 
     Args:
-        host: as the person names it.
+        host: its name as the user wrote it.
         code: exit code of ssh.
-        stderr: of ssh and the host.
+        stderr: standard error of ssh and the host.
+        program: subject of the message if the program failed.
     """
     lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
     last = _shortened(lines[-1]) if lines else ""
@@ -49,7 +50,7 @@ def explain_failure(host: str, code: int, stderr: str) -> str:
         return "there is no python3"
     if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):
         return OLD_PYTHON.format(version=version[1])
-    return f"its inventory failed: {last}" if last else f"its inventory failed with exit code {code}"
+    return f"{program} failed: {last}" if last else f"{program} failed with exit code {code}"
 
 
 def _shortened(line: str) -> str:

@@ -1,4 +1,4 @@
-"""Queries the inventories of many hosts over ssh; one that does not answer becomes a line beside its name."""
+"""Queries the inventories of many hosts over ssh; for a host without answer there is one line with the reason."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from gputrain_tui.hosts.ssh_failure import explain_failure
 from trainer.contract.errors import RequestError
 
 MAX_PARALLEL_HOSTS = 16
-"""Each costs an ssh process and a thread here; more hosts wait for their turn."""
+"""Hosts that are queried at a time: each costs an ssh process and a thread here."""
 HOST_TIMEOUT_S = 12.0
-"""For one host, from connecting to the end of its answer; most answer within a second."""
+"""Time limit of one host, from connecting to the end of its answer; most answer within a second."""
 MAX_ANSWER_BYTES = 1 << 22
-"""An inventory has a few KiB; a host that prints forever is given up."""
+"""Limit of a host's output; an inventory has a few KiB."""
 MAX_TEXT_CHARS = 1000
-"""Of one text in an inventory: names are short, and tables must stay readable."""
+"""Limit of one text in an inventory: names are short, and tables must stay readable."""
 MAX_INT_BITS = 63
-"""Of one integer in an inventory: byte counts fit, and arithmetic stays fast."""
+"""Limit of one integer in an inventory: byte counts fit, and arithmetic stays fast."""
 
 INVENTORY = msgspec.json.Decoder(Inventory)
-"""Made before any thread is: msgspec crashes where several threads decode a type for the first time."""
+"""Made before any thread: msgspec crashes if several threads decode a type for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """The inventory of one host, or why there is none."""
+    """The inventory of one host, or the reason why there is none."""
 
     host: str
     """As the user wrote it."""
@@ -44,16 +44,16 @@ class HostReport:
 
 
 def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> HostReport:
-    """Run the inventory program on one host."""
-    # Start-up files and login banners may print as well: only what follows this marker counts.
-    marker = f"gputrain-{secrets.token_hex(8)}:"
+    """Run the inventory program on one host; return its inventory, or the reason why there is none."""
+    # Start-up files and login banners may print as well: the inventory is the line behind this mark.
+    mark = f"gputrain-{secrets.token_hex(8)}:"
     try:
         result = ssh.run(
-            host, "python3", "-", marker, stdin=inventory_program(), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES
+            host, "python3", "-", mark, stdin=inventory_program(), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES
         )
     except RequestError as error:
         return HostReport(host=host, problem=str(error))
-    found, problem = None, ""
+    inventory, problem = None, ""
     if result.timed_out:
         problem = f"it did not answer within {timeout_s:g} s"
     elif result.too_long:
@@ -61,14 +61,14 @@ def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> Hos
     elif result.code != 0:
         problem = explain_failure(host, result.code, result.stderr)
     else:
-        found = extract_inventory(result.stdout, marker)
-        problem = "" if found is not None else "what it answered is no inventory"
-    return HostReport(host=host, inventory=found, problem=problem)
+        inventory = extract_inventory(result.stdout, mark)
+        problem = "" if inventory is not None else "what it answered is no inventory"
+    return HostReport(host=host, inventory=inventory, problem=problem)
 
 
-def extract_inventory(stdout: bytes, marker: str) -> Inventory | None:
-    """Return the inventory behind the marker; None where there is none that can be read."""
-    _, found, rest = stdout.rpartition(marker.encode())
+def extract_inventory(stdout: bytes, mark: str) -> Inventory | None:
+    """Return the inventory behind the last mark; None if there is no valid one."""
+    _, found, rest = stdout.rpartition(mark.encode())
     if not found:
         return None
     try:
@@ -88,7 +88,7 @@ def is_bounded(value: Any) -> bool:
 
 
 class HostSurvey:
-    """Queries hosts for the console, from several threads, over connections that are opened when needed."""
+    """Queries hosts for the console, from several threads; ssh is set up at the first query."""
 
     def __init__(self) -> None:
         self._ssh: Ssh | None = None
@@ -126,7 +126,7 @@ def query_hosts(
     """Query hosts in parallel; return their reports in the same order.
 
     Raises:
-        RequestError: ssh cannot be used here at all.
+        RequestError: ``GPUTRAIN_SSH`` or the folder of ssh's sockets is unusable.
     """
     names = list(hosts)
     if not names:

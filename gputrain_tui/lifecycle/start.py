@@ -190,7 +190,9 @@ def checked(
         raise RequestError(problem)
     results = check_launcher(recipe, planned.plan)
     answers = ask_hosts(recipe, planned, max_age_s=max_age_s, connections=connections)
-    asked = {answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.here}
+    asked = {
+        answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
+    }
     found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
     results += run_checks(recipe, planned.plan, found, local=planned.local)
     if answers:

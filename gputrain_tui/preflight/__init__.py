@@ -1,4 +1,4 @@
-"""Finds what would make a run fail before anything starts: each result has the recipe's key and a fix.
+"""Checks a run for causes of failure before anything starts; each result has the recipe's key and a fix.
 
 ``collect_facts`` reads this machine in a few milliseconds, ``run_checks`` is pure; ``gputrain check``, ``gputrain run``
 and the console's form show the same results.

@@ -1,6 +1,6 @@
 """Pure: checks a plan against the facts of its machines; each result has its fix.
 
-A check whose facts are missing gives no result rather than a guess.
+A check without its facts gives no result.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ GIB = 1 << 30
 
 CPU_RANK_BYTES = 90 * MIB
 """Private memory of a CPU rank with a small model: 92 MiB measured, torch 2.13 from the fork server. Other models need
-more, so less memory than this is worth a warning."""
+more; less available memory than this gives a warning."""
 MIN_RECORD_BYTES = 4 * MIB
-"""A run's record does not fit into less free space."""
+"""Least free space for a run's record."""
 RECORD_FILES = 24
 """Files and folders of a run directory besides those of its ranks."""
 RECORD_FILES_PER_RANK = 4
-"""Events, downsampled record, log and a temporary file."""
+"""Files of a rank: events, downsampled record, log and a temporary file."""
 LOW_DISK_BYTES = GIB
-"""A few checkpoints use up less free space than this."""
+"""Less free space gives a warning: a few checkpoints use it up."""
 SHM_PER_WORKER_BYTES = 64 * MIB
-"""Batches that a data loading process has in flight: two of some tens of MiB."""
+"""Shared memory of a data loading process: two batches in flight of some tens of MiB."""
 SHM_PER_GPU_BYTES = 32 * MIB
-"""Buffers of NCCL's shared-memory transport for one rank."""
+"""Shared memory of one rank for the buffers of NCCL's SHM transport."""
 OPEN_FILES_PER_RANK = 16
 """Pipes and sockets of a rank in the node agent and in itself: 11 to 29 in all, measured."""
 BASE_OPEN_FILES = 64
@@ -50,22 +50,22 @@ BASE_OPEN_FILES = 64
 
 
 def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: LocalFacts) -> list[CheckResult]:
-    """Run all checks.
+    """Run all checks of this machine and of the known inventories.
 
     Args:
         recipe: the recipe.
         plan: its plan.
-        facts: of this machine, and the inventories of others.
+        facts: the facts of this machine, and the inventories of others.
         local: names and addresses of this machine.
 
     Returns:
         The results in the order of a recipe: what to train, where, with what.
     """
-    here = [node for node in plan.nodes if is_local(node.host, local)]
+    local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     found = [
-        *_inputs(recipe, facts, here),
+        *_inputs(recipe, facts, local_nodes),
         *_devices(recipe, plan, facts, local),
-        *machine_checks(recipe, plan, facts, here),
+        *machine_checks(recipe, plan, facts, local_nodes),
         *_folders(recipe, plan, facts),
         *_sinks(recipe, facts),
         *_unchecked_hosts(plan, facts, local),
@@ -76,15 +76,15 @@ def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: Loca
 def machine_checks(
     recipe: Recipe, plan: Plan, facts: PreflightFacts, nodes: Sequence[PlannedNode]
 ) -> Iterator[CheckResult]:
-    """Yield what one machine needs besides its GPUs.
+    """Check rendezvous, torch, memory, cores, /dev/shm and open-file limit of one machine.
 
     Args:
         recipe: the recipe.
         plan: its plan.
-        facts: of the machine, ``localhost`` in its inventories.
-        nodes: those on the machine.
+        facts: the facts of the machine, which is ``localhost`` in the inventories.
+        nodes: the nodes on the machine.
     """
-    yield from _rendezvous_file(recipe, facts)
+    yield from _rendezvous(recipe, facts)
     yield from _torch(facts, nodes)
     yield from _processors(recipe, facts, nodes)
     yield from _shared_memory(recipe, plan, facts, nodes)
@@ -101,11 +101,11 @@ def with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
     return msgspec.structs.replace(result, where=recipe.where(*parts))
 
 
-# --- what to train ---------------------------------------------------------------------------------------------------
+# --- task, data and live sinks ---------------------------------------------------------------------------------------
 
 
-def _inputs(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
-    if not here:
+def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    if not nodes:
         return
     task = recipe.train.task
     if recipe.script is not None:
@@ -122,7 +122,7 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) 
         )
     elif recipe.script is None:
         yield CheckResult(status="note", check="data", what="the task's own ranks look for its data")
-    if recipe.train.resume and here[0].node == 0:  # rank 0 reads it for all
+    if recipe.train.resume and nodes[0].node == 0:  # rank 0 reads it for all
         yield _missing_result("resume", facts.resume) or CheckResult(
             status="ok", check="resume", what=f"{recipe.train.resume} is there", key="train.resume"
         )
@@ -135,20 +135,19 @@ def _sinks(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
         )
 
 
-def _missing_result(check: str, wrong: MissingInput | None) -> CheckResult | None:
-    if wrong is None:
+def _missing_result(check: str, missing: MissingInput | None) -> CheckResult | None:
+    if missing is None:
         return None
-    return CheckResult(status="error", check=check, what=wrong.what, fix=wrong.fix, key=wrong.key)
+    return CheckResult(status="error", check=check, what=missing.what, fix=missing.fix, key=missing.key)
 
 
-# --- where the ranks meet --------------------------------------------------------------------------------------------
+# --- rendezvous ------------------------------------------------------------------------------------------------------
 
 
-def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
+def _rendezvous(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
     if facts.rendezvous is not None:
-        bad = bool(facts.rendezvous.problem)
         yield CheckResult(
-            status="error" if bad else "ok",
+            status="error" if facts.rendezvous.problem else "ok",
             check="meeting file",
             what=facts.rendezvous.problem or f"{facts.rendezvous.path} can be made",
             fix=facts.rendezvous.fix,
@@ -159,16 +158,18 @@ def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckRes
         return
     named = scheme_of(recipe.cluster.init_method) == "tcp"
     key = "cluster.init_method" if named else "cluster.port"
-    other = "name another one" if named else "set cluster.port to another one"
+    choose_another = "name another one" if named else "set cluster.port to another one"
     if port.state == "root":
-        fix = f"{other}, above 1023"
+        fix = f"{choose_another}, above 1023"
         yield CheckResult(status="error", check="port", what=f"port {port.number} needs root", fix=fix, key=key)
     elif port.state == "busy":
         what = f"port {port.number} is in use by {port.holder}"
-        yield CheckResult(status="error", check="port", what=what, fix=f"{other}, or end that process", key=key)
+        yield CheckResult(
+            status="error", check="port", what=what, fix=f"{choose_another}, or end that process", key=key
+        )
     else:
         yield CheckResult(status="ok", check="port", what=f"port {port.number} is free", key=key)
-    if not port.ours:
+    if not port.is_own:
         yield CheckResult(
             status="warning",
             check="address",
@@ -178,11 +179,11 @@ def _rendezvous_file(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckRes
         )
 
 
-# --- with what -------------------------------------------------------------------------------------------------------
+# --- devices and limits ----------------------------------------------------------------------------------------------
 
 
 def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
-    """Check the GPUs of every node whose inventory is known."""
+    """Check that the GPUs of every node are free, if there is an inventory of its machine."""
     for node in plan.nodes:
         machine = THIS_MACHINE if is_local(node.host, local) else node.host
         inventory = facts.inventories.get(machine)
@@ -190,7 +191,7 @@ def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFact
             continue
         host = "" if machine == THIS_MACHINE else machine
         key = ranks_key(recipe, node)
-        troubles = [result for gpu in _gpus_of(node, inventory) for result in _gpu(gpu, recipe, key, host)]
+        problems = [result for gpu in _gpus_of(node, inventory) for result in _gpu(gpu, recipe, key, host)]
         count = len(set(node.devices))
         free = CheckResult(
             status="ok",
@@ -199,7 +200,7 @@ def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFact
             key=key,
             host=host,
         )
-        yield from troubles or [free]
+        yield from problems or [free]
 
 
 def _gpus_of(node: PlannedNode, inventory: Inventory) -> list[Gpu]:
@@ -214,7 +215,7 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
         return
     working = [process for process in gpu.processes or () if process.kind == "compute"]
     if gpu.claim is not None or working:
-        who = (
+        users = (
             gpu.claim.text
             if gpu.claim is not None
             else ", ".join(
@@ -226,7 +227,7 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
         yield CheckResult(
             status="warning" if recipe.launch.share_devices else "error",
             check="GPUs",
-            what=f"GPU {gpu.index} is in use by {who}{more}",
+            what=f"GPU {gpu.index} is in use by {users}{more}",
             fix='gpus = "free" takes others; train.share_devices = true uses it all the same',
             key=key,
             host=host,
@@ -238,8 +239,8 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
     yield CheckResult(status=status, check="GPUs", what=f"GPU {gpu.index} {state}", fix=fix, key=key, host=host)
 
 
-def _torch(facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
-    torch, on_gpus = facts.torch, [node for node in here if "cpu" not in node.devices]
+def _torch(facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    torch, on_gpus = facts.torch, [node for node in nodes if "cpu" not in node.devices]
     if torch is None or not on_gpus:
         return
     key = f"cluster.nodes[{on_gpus[0].node}].gpus"
@@ -268,15 +269,15 @@ def _major(version: str) -> int:
     return int(first) if first.isdigit() else 0
 
 
-def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
-    """Check resource limits for all ranks of this machine, memory and cores for those on the CPU."""
-    all_here = sum(len(node.ranks) for node in here)
+def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    """Check resource limits for all ranks of a machine, memory and cores for those on the CPU."""
+    all_ranks = sum(len(node.ranks) for node in nodes)
     rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
-    if facts.limits is not None and (refusal := facts.limits.refusal(all_here, rank_bytes=rank_bytes)):
-        key = ranks_key(recipe, max(here, key=lambda node: len(node.ranks)))
+    if facts.limits is not None and (refusal := facts.limits.refusal(all_ranks, rank_bytes=rank_bytes)):
+        key = ranks_key(recipe, max(nodes, key=lambda node: len(node.ranks)))
         yield CheckResult(status="error", check="room", what=refusal, fix="ask for fewer ranks", key=key)
         return
-    on_cpu = [node for node in here if "cpu" in node.devices]
+    on_cpu = [node for node in nodes if "cpu" in node.devices]
     ranks = sum(len(node.ranks) for node in on_cpu)
     if not ranks:
         return
@@ -304,9 +305,9 @@ def _processors(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
 
 
 def _shared_memory(
-    recipe: Recipe, plan: Plan, facts: PreflightFacts, here: Sequence[PlannedNode]
+    recipe: Recipe, plan: Plan, facts: PreflightFacts, nodes: Sequence[PlannedNode]
 ) -> Iterator[CheckResult]:
-    free, ranks = facts.shm_free_bytes, sum(len(node.ranks) for node in here)
+    free, ranks = facts.shm_free_bytes, sum(len(node.ranks) for node in nodes)
     workers = ranks * recipe.train.num_workers
     on_gpus = ranks if plan.backend == "nccl" and ranks > 1 else 0
     need = max(workers * SHM_PER_WORKER_BYTES, on_gpus * SHM_PER_GPU_BYTES)
@@ -315,18 +316,18 @@ def _shared_memory(
     if free >= need:
         yield CheckResult(status="ok", check="/dev/shm", what=f"{size(free)} free")
         return
-    for_whom = f"{workers} data loading processes" if workers else f"{on_gpus} ranks on GPUs"
+    users = f"{workers} data loading processes" if workers else f"{on_gpus} ranks on GPUs"
     yield CheckResult(
         status="warning",
         check="/dev/shm",
-        what=f"/dev/shm has {size(free)} free for {for_whom}, which die of a bus error when it is full",
+        what=f"/dev/shm has {size(free)} free for {users}, which die of a bus error when it is full",
         fix="start the container with --shm-size=2g" + (", or set train.num_workers = 0" if workers else ""),
         key="train.num_workers" if workers else "",
     )
 
 
-def _open_files(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNode]) -> Iterator[CheckResult]:
-    ranks = max((len(node.ranks) for node in here), default=0)
+def _open_files(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
+    ranks = max((len(node.ranks) for node in nodes), default=0)
     if facts.open_files is None or not ranks:
         return
     need = BASE_OPEN_FILES + ranks * OPEN_FILES_PER_RANK + 4 * recipe.train.num_workers
@@ -342,7 +343,7 @@ def _open_files(recipe: Recipe, facts: PreflightFacts, here: Sequence[PlannedNod
     )
 
 
-# --- where it is kept ------------------------------------------------------------------------------------------------
+# --- disk space -------------------------------------------------------------------------------------------------------
 
 
 def _folders(recipe: Recipe, plan: Plan, facts: PreflightFacts) -> Iterator[CheckResult]:
@@ -351,21 +352,21 @@ def _folders(recipe: Recipe, plan: Plan, facts: PreflightFacts) -> Iterator[Chec
     home = facts.home
     if home is None:
         return
-    elsewhere = "choose another folder with GPUTRAIN_HOME=FOLDER"
+    choose_another = "choose another folder with GPUTRAIN_HOME=FOLDER"
     if home.problem:
         what = f"cannot make a run directory in {home.path}: {home.problem}"
-        yield CheckResult(status="error", check="run folder", what=what, fix=elsewhere)
+        yield CheckResult(status="error", check="run folder", what=what, fix=choose_another)
     elif home.free_files is not None and home.free_files < (
         need := RECORD_FILES + RECORD_FILES_PER_RANK * plan.world_size
     ):
         what = f"the file system of {home.path} takes {home.free_files} more files, but this run needs about {need}"
-        yield CheckResult(status="error", check="run folder", what=what, fix=f"delete files, or {elsewhere}")
+        yield CheckResult(status="error", check="run folder", what=what, fix=f"delete files, or {choose_another}")
     elif home.free_bytes is not None and home.free_bytes < MIN_RECORD_BYTES:
         what = f"the disk of {home.path} is full: {size(home.free_bytes)} free"
-        yield CheckResult(status="error", check="run folder", what=what, fix=f"make room, or {elsewhere}")
+        yield CheckResult(status="error", check="run folder", what=what, fix=f"make room, or {choose_another}")
     elif home.free_bytes is not None and home.free_bytes < LOW_DISK_BYTES:
         what = f"only {size(home.free_bytes)} free for records and checkpoints in {home.path}"
-        yield CheckResult(status="warning", check="run folder", what=what, fix=f"make room, or {elsewhere}")
+        yield CheckResult(status="warning", check="run folder", what=what, fix=f"make room, or {choose_another}")
     else:
         limits = f", {size(home.free_bytes)} free" if home.free_bytes is not None else ""
         yield CheckResult(status="ok", check="run folder", what=f"{home.path}{limits}")
@@ -385,14 +386,14 @@ def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
     if scarce:
         what = f"only {size(folder.free_bytes)} free for checkpoints"
         yield CheckResult(status="warning", check=check, what=what, fix="make room, or name another folder", key=key)
-    taken = folder.checkpoints and not _resumes_from(recipe.train.resume, folder.path)
-    if taken:
-        # The trainer keeps the newest few of a folder, whoever wrote them.
+    holds_others = folder.checkpoints and not _resumes_from(recipe.train.resume, folder.path)
+    if holds_others:
+        # The trainer keeps the newest few checkpoints of a folder, also those of another training.
         files = f"{folder.checkpoints} checkpoint{'s' * (folder.checkpoints != 1)}"
         what = f"{folder.path} holds {files} of another training; only the newest {recipe.train.keep_last} would stay"
         fix = "name a new folder, or continue that training with train.resume"
         yield CheckResult(status="warning", check=check, what=what, fix=fix, key=key)
-    if not scarce and not taken:
+    if not scarce and not holds_others:
         limits = f", {size(folder.free_bytes)} free" if folder.free_bytes is not None else ""
         yield CheckResult(status="ok", check=check, what=f"{folder.path}{limits}", key=key)
 
@@ -406,7 +407,7 @@ def _resumes_from(resume: str | None, folder: str) -> bool:
 
 
 def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
-    """Note the hosts without inventory, for which the plan believes the recipe; a run over ssh asks all of them."""
+    """Note the hosts without inventory, except for a run over ssh, whose hosts are all queried."""
     if plan.launcher == "ssh":
         return
     unknown = dict.fromkeys(

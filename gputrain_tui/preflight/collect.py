@@ -1,6 +1,6 @@
 """Collects the preflight's facts of this machine: files, the port, memory and limits, in milliseconds.
 
-Imports only what starting a run needs anyway, so that the preflight does not slow it down.
+It imports only modules that the start of a run needs anyway, so that the preflight does not slow the start down.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.hosts.environment_facts import torch_here
+from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import (
     SHM,
@@ -48,21 +48,21 @@ def collect_facts(
         recipe: the recipe.
         plan: its plan.
         local: names and addresses of this machine.
-        inventories: of machines that were queried, by host, ``localhost`` for this one.
+        inventories: by host, of the machines that were queried; ``localhost`` is this one.
     """
-    here = [node for node in plan.nodes if is_local(node.host, local)]
-    if not here:
+    local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
+    if not local_nodes:
         home = folder_facts(paths.runs_folder())
-        return PreflightFacts(report=_report(recipe), home=home, inventories=inventories)
+        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories)
     rendezvous, port = rendezvous_facts(plan, local)
     memory, limits = read_usable_memory(), resource_limits.read_limits()
-    first = plan.nodes[0] is here[0]
+    first = plan.nodes[0] is local_nodes[0]
     save_dir = recipe.train.save_dir
     return PreflightFacts(
         data=_data(recipe),
         data_checked=recipe.train.task in BUILT_IN,
         script=_script(recipe),
-        report=_report(recipe),
+        report=_missing_sink(recipe),
         resume=_resume(recipe) if first else None,
         port=port,
         rendezvous=rendezvous,
@@ -74,12 +74,12 @@ def collect_facts(
         memory_available_bytes=memory.available_bytes,
         cores=usable_cores(),
         open_files=limits.files,
-        torch=torch_here() if any("cpu" not in node.devices for node in here) else None,
+        torch=installed_torch() if any("cpu" not in node.devices for node in local_nodes) else None,
         inventories=inventories,
     )
 
 
-# --- what the recipe names -------------------------------------------------------------------------------------------
+# --- files of the recipe ---------------------------------------------------------------------------------------------
 
 
 def _data(recipe: Recipe) -> MissingInput | None:
@@ -87,15 +87,15 @@ def _data(recipe: Recipe) -> MissingInput | None:
         return None
     schema: Any = options_schema(recipe.train.task)
     options = msgspec.convert(dict(recipe.task_options), schema)
-    message = _refused(options)
+    message = _data_problem(options)
     if not message:
         return None
     what, _, fix = message.partition("; ")
-    key = f"task.{_blamed(options, message)}"
+    key = f"task.{_faulty_option(options, message)}"
     return MissingInput(key=key, what=what, fix=fix or f"set {key} to where it lies")
 
 
-def _refused(options: Any) -> str:
+def _data_problem(options: Any) -> str:
     try:
         check_data(options)
     except RequestError as error:
@@ -105,19 +105,19 @@ def _refused(options: Any) -> str:
     return ""
 
 
-def _blamed(options: Any, message: str) -> str:
-    """Return the option whose data is refused: the optional one whose removal changes the refusal, else the first."""
+def _faulty_option(options: Any, message: str) -> str:
+    """Return the option with the bad data: an optional one whose removal changes the message, else a required one."""
     fields = msgspec.structs.fields(options)
     for field in fields:
         if field.default is None and getattr(options, field.name) is not None:
             without = msgspec.structs.replace(options, **{field.name: None})
-            if _refused(without) != message:
+            if _data_problem(without) != message:
                 return field.name
     return next(field.name for field in fields if field.required)
 
 
 def _script(recipe: Recipe) -> MissingInput | None:
-    """Return the script where it cannot run; all nodes have it under the same path."""
+    """Return the problem of the script: missing, unreadable or no Python; None if it can be started."""
     if recipe.script is None:
         return None
     path = Path(recipe.script.script)
@@ -130,17 +130,17 @@ def _script(recipe: Recipe) -> MissingInput | None:
         return MissingInput(key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        said = error.msg if isinstance(error, SyntaxError) else str(error)
-        return MissingInput(key="train.script", what=f"{path}{line} is not Python: {said}", fix="mend the script")
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        return MissingInput(key="train.script", what=f"{path}{line} is not Python: {reason}", fix="mend the script")
     return None
 
 
-def _report(recipe: Recipe) -> MissingInput | None:
-    """Return the live sink whose package the supervisor, which runs here, could not import."""
+def _missing_sink(recipe: Recipe) -> MissingInput | None:
+    """Return the live sink whose package this interpreter, the supervisor's, cannot import; None if there is none."""
     for name in ("tensorboard", "wandb"):
-        found = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
-        # Without an origin it is a folder of that name, as wandb makes one where it logs.
-        if getattr(recipe.report, name) and (found is None or found.origin is None):
+        spec = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
+        # A spec without origin is a mere folder of that name, such as the one in which wandb keeps its logs.
+        if getattr(recipe.report, name) and (spec is None or spec.origin is None):
             what = f"{name} is not installed for {sys.executable}"
             return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
     return None
@@ -162,11 +162,11 @@ def _resume(recipe: Recipe) -> MissingInput | None:
     return None
 
 
-# --- where the ranks meet --------------------------------------------------------------------------------------------
+# --- rendezvous ------------------------------------------------------------------------------------------------------
 
 
 def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
-    """Return the facts of the rendezvous file or port, where it is on this machine."""
+    """Return the facts of the rendezvous file, or of the port if rank 0 is on this machine; None for the others."""
     url = parse_rendezvous_url(plan.init_method or "")
     if url is None:
         return None, None
@@ -178,4 +178,4 @@ def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | No
         host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
     if not number or not is_local(plan.nodes[0].host, local):
         return None, None
-    return None, port_facts(number, host, ours=is_local(host, local) or None)
+    return None, port_facts(number, host, is_own=is_local(host, local) or None)

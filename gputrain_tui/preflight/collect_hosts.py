@@ -1,8 +1,8 @@
-"""Collects the facts of every host of a plan over ssh, side by side, and what the hosts say of each other.
+"""Collects over ssh the facts of all hosts of a plan in parallel, and tries the connections between the hosts.
 
-It takes the way of the launch: the same ssh, folder, line of shell, environment and interpreter. Each host has one
-connection, with ``gputrain_tui.hosts.node_facts`` at its other end, which is gone when the collection is over, unless
-the launch is to go on with it.
+It uses the ssh, folder, line of shell, environment and interpreter of the launch. Each host has one connection, with
+``gputrain_tui.hosts.node_facts`` at its other end. The connections are closed after the collection, unless the launch
+continues on them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 
 HOST_TIMEOUT_S = 40.0
-"""For a host's facts, from connecting on: a line of setup alone may take half of it; most hosts need a second."""
+"""Time limit of a host's facts, connecting included: setup alone may take half of it; most hosts need a second."""
 QUESTION_TIMEOUT_S = 15.0
-"""For each further answer; connections that nobody answers are among them."""
+"""Time limit of each further answer, the host's own unanswered connections included."""
 REACH_TIMEOUT_S = 4.0
-"""For the connections between hosts; TCP sends its first packet three times in it."""
+"""Time limit of the connections between hosts: TCP sends its first packet three times in it."""
 MAX_HOSTS_AT_ONCE = 64
-"""Each costs a thread and an ssh process here; more wait for their turn."""
+"""Hosts that answer a request at a time: each costs a thread."""
 
-_LAST: dict[str, Any] = {}
-"""The last questions, when they were asked, and their answers."""
-_ASKING = threading.Lock()
-"""Held while hosts are asked: who asks the same meanwhile takes the answers."""
+_CACHE: dict[str, Any] = {}
+"""The newest collection: its ``request``, ``time`` (monotonic) and ``answers``."""
+_COLLECTING = threading.Lock()
+"""Held during a collection: a second one of the same request waits and takes its answers."""
 
 
 class _Clock(msgspec.Struct):
@@ -61,7 +61,7 @@ class _Route(msgspec.Struct):
 
 FACTS, CLOCK, ROUTE = msgspec.json.Decoder(HostFacts), msgspec.json.Decoder(_Clock), msgspec.json.Decoder(_Route)
 WRITTEN, UNREACHABLE = msgspec.json.Decoder(dict[str, bool]), msgspec.json.Decoder(dict[int, str])
-"""Of the answers of hosts, which threads read."""
+"""Decoders of the hosts' answers, made before any thread."""
 
 
 def collect_hosts(
@@ -73,31 +73,32 @@ def collect_hosts(
     max_age_s: float = 0.0,
     connections: OpenConnections | None = None,
 ) -> tuple[HostAnswer, ...]:
-    """Ask the hosts of a plan that is started over ssh; one that does not answer is a problem in its place.
+    """Return the facts of the hosts of a plan that is started over ssh, or the problem of a host that does not answer.
 
     Args:
         recipe: the recipe.
         plan: its plan.
         local: names and addresses of this machine.
-        env: variables that go along to other hosts.
-        max_age_s: how old answers to the same questions may be: a form that is edited asks after every key.
-        connections: takes those to other hosts that have answered, which are left open.
+        env: variables of this machine that the launch passes to other hosts.
+        max_age_s: greatest age of answers to the same request: an edited form repeats it after every key.
+        connections: takes over the open connections to other hosts that have answered.
 
     Returns:
-        An answer for each host and place on it, by its first node.
+        An answer for each host, folder, setup, interpreter and environment, by its first node.
     """
     nodes = _distinct(plan, local)
-    places = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
-    asked = repr((places, plan.init_method, recipe.train.task, recipe.script, recipe.task_options, env))
-    with _ASKING:
-        if _LAST.get("asked") == asked and time.monotonic() - _LAST["time"] < max_age_s:
-            return _LAST["answers"]  # type: ignore[no-any-return]
-        answers = _ask(recipe, plan, local, env, nodes, connections)
-        _LAST.update(asked=asked, time=time.monotonic(), answers=answers)
+    commands = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
+    train = recipe.train
+    request = repr((commands, plan.init_method, train.task, train.save_dir, recipe.script, recipe.task_options, env))
+    with _COLLECTING:
+        if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
+            return _CACHE["answers"]  # type: ignore[no-any-return]
+        answers = _collect(recipe, plan, local, env, nodes, connections)
+        _CACHE.update(request=request, time=time.monotonic(), answers=answers)
     return answers
 
 
-def _ask(
+def _collect(
     recipe: Recipe,
     plan: Plan,
     local: LocalFacts,
@@ -117,10 +118,10 @@ def _ask(
 
 
 def _require_addresses(addresses: Sequence[str], port: int) -> None:
-    """Refuse what the other hosts could not connect to: they would fail of it, and be blamed.
+    """Raise if a host's addresses or port are invalid: other hosts would fail on them, and the error name the others.
 
     Raises:
-        HostError: an address or the port is none.
+        HostError: an address or the port is invalid.
     """
     try:
         for text in addresses:
@@ -132,12 +133,12 @@ def _require_addresses(addresses: Sequence[str], port: int) -> None:
 
 
 def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:
-    """Return the first node of each host, folder, shell line, interpreter and environment."""
+    """Return the first node of each host, folder, setup, interpreter and environment."""
     found: dict[tuple[Any, ...], PlannedNode] = {}
     for node in plan.nodes:
         host = "" if is_local(node.host, local) else node.host
-        named = {name: value for name, value in node.env.items() if not name.startswith("CUDA_")}
-        found.setdefault((host, node.workdir, node.setup, node.argv[0], json.dumps(named)), node)
+        env = {name: value for name, value in node.env.items() if not name.startswith("CUDA_")}
+        found.setdefault((host, node.workdir, node.setup, node.argv[0], json.dumps(env)), node)
     return list(found.values())
 
 
@@ -159,8 +160,8 @@ class _Collection:
         self._found: dict[int, HostAnswer] = {}
         self._lock = threading.Lock()
         self._routes: dict[int, _Route] = {}
-        self._over = False
-        """Whether nobody waits for answers any more."""
+        self._cancelled = False
+        """Whether the collection was interrupted: a connection opened afterwards is killed at once."""
         url = parse_rendezvous_url(plan.init_method or "")
         self._file = str(url.path) if url is not None and url.scheme == "file" else None
         self._host, self._port = "", 0
@@ -172,29 +173,31 @@ class _Collection:
         self._token = str(Path(self._file).with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
 
     def run(self, nodes: Sequence[PlannedNode]) -> tuple[HostAnswer, ...]:
+        """Take all steps with the hosts of some nodes; return their answers in the same order."""
         with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
             try:
-                self._each(pool, nodes, self._facts)
+                self._on_all(pool, nodes, self._facts)
                 root = nodes[0].node
                 if self._file is not None and root in self._dialogs:
-                    self._each(pool, nodes[:1], self._leave_token)
-                self._each(pool, nodes, self._route)
-                self._each(pool, nodes, self._reach)
-                self._each(pool, nodes, self._close)
+                    self._on_all(pool, nodes[:1], self._write_token)
+                self._on_all(pool, nodes, self._route)
+                self._on_all(pool, nodes, self._reach)
+                self._on_all(pool, nodes, self._close)
             except BaseException:  # also Ctrl-C
-                self._over = True
+                self._cancelled = True
                 for dialog in list(self._dialogs.values()):
                     dialog.kill()  # leaving the pool waits for its threads
                 raise
         return tuple(self._found[node.node] for node in nodes)
 
-    def _each(
+    def _on_all(
         self, pool: ThreadPoolExecutor, nodes: Sequence[PlannedNode], step: Callable[[PlannedNode], None]
     ) -> None:
-        """Take one step with all hosts that have answered so far, and wait for all."""
+        """Take one step in parallel with all hosts that have no problem so far, and wait for the end of it."""
 
         def guarded(node: PlannedNode) -> None:
-            if self._found and node.node in self._found and self._found[node.node].problem:
+            answered = self._found.get(node.node)
+            if answered is not None and answered.problem:
                 return
             try:
                 step(node)
@@ -212,10 +215,10 @@ class _Collection:
     # --- the steps ------------------------------------------------------------------------------------------------
 
     def _facts(self, node: PlannedNode) -> None:
-        here = is_local(node.host, self._local)
+        on_this_machine = is_local(node.host, self._local)
 
         def words(command: Sequence[str]) -> list[str]:
-            if here:
+            if on_this_machine:
                 return [sys.executable, *command]
             # One word to every shell: in single quotes, and without a character that a shell changes there.
             program = (command[0], f"'{command[1]}'", *command[2:])
@@ -224,7 +227,7 @@ class _Collection:
         dialog = HostDialog(node.host, words)
         with self._lock:
             self._dialogs[node.node] = dialog
-        if self._over:
+        if self._cancelled:
             dialog.kill()
         first = node.node == 0
         save_dir = self._recipe.train.save_dir
@@ -233,11 +236,11 @@ class _Collection:
             workdir=node.workdir or str(Path.cwd()),
             setup=node.setup,
             python=node.argv[0],
-            env={**({} if here else self._env), **node.env},
+            env={**({} if on_this_machine else self._env), **node.env},
             home=os.environ.get("GPUTRAIN_HOME", ""),
             folders=[save_dir] if first and save_dir else [],
-            port={"number": self._port, "host": self._host} if first and self._port and not here else None,
-            rendezvous=None if here else self._file,
+            port={"number": self._port, "host": self._host} if first and self._port and not on_this_machine else None,
+            rendezvous=None if on_this_machine else self._file,
             program=Path(environment_facts.__file__).read_text(encoding="utf-8"),
             environment={
                 "task": self._recipe.train.task,
@@ -248,9 +251,9 @@ class _Collection:
         facts = dialog.answer(FACTS, HOST_TIMEOUT_S)
         _require_addresses(facts.addresses, facts.probe_port)
         with self._lock:
-            self._found[node.node] = HostAnswer(node=node.node, host=node.host, here=here, facts=facts)
+            self._found[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
 
-    def _leave_token(self, node: PlannedNode) -> None:
+    def _write_token(self, node: PlannedNode) -> None:
         dialog = self._dialogs[node.node]
         dialog.ask("token", token=self._token)
         if not dialog.answer(WRITTEN, QUESTION_TIMEOUT_S).get("written"):
@@ -260,7 +263,7 @@ class _Collection:
         first = self._found.get(0)
         root = first.facts if first is not None else None
         dialog = self._dialogs[node.node]
-        asked = time.time()
+        sent_at = time.time()
         dialog.ask(
             "route",
             token=self._token,
@@ -271,16 +274,16 @@ class _Collection:
                 "port": root.probe_port if root is not None else 0,
             },
         )
-        there = dialog.answer(CLOCK, QUESTION_TIMEOUT_S).time
-        answered = time.time()
+        host_time = dialog.answer(CLOCK, QUESTION_TIMEOUT_S).time
+        received_at = time.time()
         route = dialog.answer(ROUTE, QUESTION_TIMEOUT_S)
         _require_addresses([text for text in (route.address, route.root) if text], 1)
         with self._lock:
             self._routes[node.node] = route
             self._found[node.node] = msgspec.structs.replace(
                 self._found[node.node],
-                clock_offset_s=there - (asked + answered) / 2,
-                round_trip_s=answered - asked,
+                clock_offset_s=host_time - (sent_at + received_at) / 2,
+                round_trip_s=received_at - sent_at,
                 interface=route.interface,
                 lost=node.node != 0 and not route.root and 0 in self._found and not self._found[0].problem,
                 token=route.token if self._token else None,
@@ -295,9 +298,12 @@ class _Collection:
         dialog = self._dialogs[node.node]
         dialog.ask("reach", endpoints=endpoints, timeout_s=REACH_TIMEOUT_S)
         failed = dialog.answer(UNREACHABLE, QUESTION_TIMEOUT_S)
-        unreachable = {other: f"{endpoints[other][0]} ({why})" for other, why in failed.items() if other in endpoints}
+        unreachable = {
+            number: f"{endpoints[number][0]} ({why})" for number, why in failed.items() if number in endpoints
+        }
         interface = self._found[node.node].interface
-        if not interface and node.node in self._routes:  # of the first node: that of the address that others have
+        # The first node needs no route to itself: its interface is that of the address that the others connect to.
+        if not interface and node.node in self._routes:
             interface = self._routes[node.node].interfaces.get(self._address(node.node), "")
         with self._lock:
             self._found[node.node] = msgspec.structs.replace(
@@ -305,17 +311,17 @@ class _Collection:
             )
 
     def _address(self, number: int) -> str:
-        """Return the address under which the others know a host."""
+        """Return the address at which the other hosts reach a node's host; empty if there is none."""
         route = self._routes.get(number)
         if route is None:
             return ""
         if number:
             return route.address
-        return next((other.root for index, other in self._routes.items() if index and other.root), "")
+        return next((each.root for index, each in self._routes.items() if index and each.root), "")
 
     def _close(self, node: PlannedNode) -> None:
         dialog = self._dialogs[node.node]
-        if self._connections is None or self._found[node.node].here:
+        if self._connections is None or self._found[node.node].is_local:
             dialog.close()
         else:
             self._connections.add(node.node, dialog)

@@ -1,4 +1,4 @@
-"""Facts that the preflight checks need, as plain values: checks are tested without the machine."""
+"""Facts that the preflight checks read, as plain values: tests of the checks need no machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
-    """A file or folder of a recipe's key that cannot be used."""
+    """A file, folder or package of a recipe's key that is missing or unusable."""
 
     key: str
     what: str
@@ -28,12 +28,12 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about this machine; None and empty mean not collected or not known."""
 
     data: MissingInput | None = None
-    """The task's data, where it cannot be read."""
+    """The task's data, if it cannot be read."""
     data_checked: bool = False
-    """Whether the data was looked for: that of a user's own task is read by its ranks only."""
+    """Whether the data was checked: only the ranks of a user's own task can read its data."""
     script: MissingInput | None = None
     report: MissingInput | None = None
-    """The package of a live sink, where it is not installed."""
+    """The package of a live sink, if it is not installed."""
     resume: MissingInput | None = None
     port: Port | None = None
     rendezvous: RendezvousFile | None = None
@@ -41,7 +41,7 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the run directories."""
     save_dir: Folder | None = None
     shm_free_bytes: int | None = None
-    """Free in ``/dev/shm``."""
+    """Free space in ``/dev/shm``."""
     limits: ResourceLimits | None = None
     """Limits of processes and memory."""
     memory_total_bytes: int | None = None
@@ -53,6 +53,6 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     torch: Torch | None = None
     """Read only when ranks use GPUs."""
     hosts: tuple[HostAnswer, ...] = ()
-    """Of a run over ssh: an answer for each host and place on it."""
+    """Of a run over ssh: an answer for each host, folder, setup, interpreter and environment."""
     inventories: Mapping[str, Inventory] = msgspec.field(default_factory=dict)
     """By host as in the recipe, ``localhost`` for this machine."""

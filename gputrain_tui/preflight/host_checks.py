@@ -1,4 +1,4 @@
-"""Pure: checks the hosts of a run over ssh by what they say of themselves and of each other; each result has a fix."""
+"""Pure: checks the hosts of a run over ssh by their facts and their connections; each result has a fix."""
 
 from __future__ import annotations
 
@@ -32,54 +32,53 @@ from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
 
 CLOCK_WARNING_S = 2.0
-"""From here on times of several hosts in one record mislead a reader."""
+"""Offset of a host's clock from which the times of several hosts in one record mislead a reader."""
 CLOCK_ERROR_S = 60.0
-"""Beyond this, files look newer or older than they are, and signatures of a token or a licence are refused."""
+"""Offset beyond which the order of files by time is wrong, and tokens or licences with a time are refused."""
 MAX_NAMES = 4
-"""Hosts that are named in one line."""
+"""Hosts named in one line."""
 MAX_PAIRS = 6
-"""Pairs of hosts that are named; a firewall between sixteen hosts makes 240."""
+"""Unreachable pairs of hosts that get a line; a firewall between sixteen hosts makes 240 of them."""
 
 
 def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> list[CheckResult]:
-    """Run all checks.
+    """Run all checks of the hosts of a run over ssh.
 
     Args:
         recipe: the recipe.
         plan: its plan.
-        answers: for each host and place on it, in the order of the plan; none where nobody was asked.
+        answers: of ``collect_hosts``; empty if no host was queried.
     """
     if not answers:
         return []
     found: list[CheckResult] = []
     for answer in answers:
-        nodes = _nodes_of(plan, answer)
         if answer.facts is None:
-            found.append(_silent(recipe, answer))
+            found.append(_unanswered(recipe, answer))
             continue
         found += _environment(recipe, answer, answer.facts)
         found += _clock(answer)
-        if not answer.here:
-            found += _machine(recipe, plan, answer, answer.facts, nodes)
+        if not answer.is_local:
+            found += _machine_limits(recipe, plan, answer, answer.facts)
             found += _rendezvous(answer)
     names = list(dict.fromkeys(answer.host for answer in answers if answer.facts is not None))
     if names:
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         found.append(_ok("hosts", f"{', '.join(names[:MAX_NAMES])}{more} answered"))
     found += _same_machine(answers)
-    found += _different(recipe, plan, answers)
-    found += _ways(plan, answers)
+    found += _differences(recipe, plan, answers)
+    found += _connections(plan, answers)
     return [with_location(result, recipe) for result in found]
 
 
 def _nodes_of(plan: Plan, answer: HostAnswer) -> list[PlannedNode]:
-    """Return the nodes whose ranks are on a host, once for all places on it."""
+    """Return all nodes on a host for its first answer, none for its other ones: limits are checked once per host."""
     of_host = [node for node in plan.nodes if node.host == answer.host]
     return of_host if of_host and of_host[0].node == answer.node else []
 
 
 def _key(recipe: Recipe, node: int, name: str) -> str:
-    """Return the recipe's key that holds for a node: its own or the cluster's, else the one of its host."""
+    """Return the recipe's key that gives a node's value: its own or the cluster's, else the key of its host."""
     if getattr(recipe.cluster.nodes[node], name):
         return dotted(("cluster", "nodes", node, name))
     return f"cluster.{name}" if getattr(recipe.cluster, name, None) else dotted(("cluster", "nodes", node, "host"))
@@ -91,7 +90,7 @@ def _push(recipe: Recipe) -> str:
 
 def _error(answer: HostAnswer, check: str, what: str, fix: str, key: str = "") -> CheckResult:
     return CheckResult(
-        status="error", check=check, what=what, fix=fix, key=key, host="" if answer.here else answer.host
+        status="error", check=check, what=what, fix=fix, key=key, host="" if answer.is_local else answer.host
     )
 
 
@@ -102,13 +101,13 @@ def _ok(check: str, what: str) -> CheckResult:
 # --- each host -------------------------------------------------------------------------------------------------------
 
 
-def _silent(recipe: Recipe, answer: HostAnswer) -> CheckResult:
+def _unanswered(recipe: Recipe, answer: HostAnswer) -> CheckResult:
     fix = "" if "`" in answer.problem else f"`ssh {shlex.quote(answer.host)} python3 --version` must work"
     return _error(answer, "ssh", answer.problem, fix, _key(recipe, answer.node, "host"))
 
 
 def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterator[CheckResult]:
-    """Check that the node's command can run; for this machine too, whose interpreter the plan may not use."""
+    """Check that the node's command can run; this machine too, as its nodes may have another interpreter."""
     if facts.environment is None:
         name = facts.problem_key if facts.problem_key in ("workdir", "setup", "python") else "python"
         key = _key(recipe, answer.node, name)
@@ -124,7 +123,7 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
         yield _error(answer, "torch", f"{found.executable} has no torch", _push(recipe), python)
     if found.code and found.missing:
         yield _error(answer, "python", f"{found.executable} cannot import {found.missing}", _push(recipe), python)
-    if found.data_problem and not answer.here:
+    if found.data_problem and not answer.is_local:
         yield _error(answer, "data", found.data_problem, f"{_push(recipe)} leaves data out: copy it there", "task")
     if found.own_file and not found.own_code:
         name = "script" if recipe.script is not None else "task"
@@ -133,13 +132,13 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
 
 
 def _clock(answer: HostAnswer) -> Iterator[CheckResult]:
-    # The answer may have been given at any moment of the round trip.
-    surely_s = abs(answer.clock_offset_s) - answer.round_trip_s / 2
-    if surely_s < CLOCK_WARNING_S:
+    # The host read its clock at an unknown moment of the round trip.
+    least_offset_s = abs(answer.clock_offset_s) - answer.round_trip_s / 2
+    if least_offset_s < CLOCK_WARNING_S:
         return
     side = "ahead of" if answer.clock_offset_s > 0 else "behind"
     yield CheckResult(
-        status="error" if surely_s > CLOCK_ERROR_S else "warning",
+        status="error" if least_offset_s > CLOCK_ERROR_S else "warning",
         check="clock",
         what=f"its clock is {abs(answer.clock_offset_s):.1f} s {side} this machine's",
         fix=f"ssh {shlex.quote(answer.host)} sudo timedatectl set-ntp true",
@@ -147,14 +146,13 @@ def _clock(answer: HostAnswer) -> Iterator[CheckResult]:
     )
 
 
-def _machine(
-    recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostFacts, nodes: Sequence[PlannedNode]
-) -> Iterator[CheckResult]:
-    """Check what one machine must have, as for this one."""
+def _machine_limits(recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostFacts) -> Iterator[CheckResult]:
+    """Run ``machine_checks`` on another machine, and check its GPUs and the disks of its folders."""
+    nodes = _nodes_of(plan, answer)
     limits = facts.limits
-    if facts.environment is not None:  # the line of setup may have raised it
+    if facts.environment is not None:  # of the ranks: the line of setup may have raised it
         limits = replace(limits, files=facts.environment.open_files)
-    known = PreflightFacts(
+    machine_facts = PreflightFacts(
         port=facts.port,
         rendezvous=facts.rendezvous,
         limits=limits,
@@ -166,10 +164,10 @@ def _machine(
         torch=facts.environment.torch if facts.environment is not None else None,
         inventories={THIS_MACHINE: facts.inventory},
     )
-    for result in machine_checks(recipe, plan, known, nodes):
-        if result.status == "ok":  # lines about what is in order would be dozens
+    for result in machine_checks(recipe, plan, machine_facts, nodes):
+        if result.status == "ok":  # those of many hosts would be dozens of lines
             continue
-        if result.check == "open files":  # the shell in which the command is typed is another one
+        if result.check == "open files":  # `ulimit` in the user's shell has no effect on another machine
             setup = "cluster.setup" if recipe.cluster.setup else dotted(("cluster", "nodes", answer.node, "setup"))
             result = msgspec.structs.replace(result, key=setup, fix=f"put `{result.fix}` into {setup}")
         yield msgspec.structs.replace(result, host=answer.host)
@@ -182,11 +180,11 @@ def _machine(
 
 
 def _missing_gpus(recipe: Recipe, answer: HostAnswer, node: PlannedNode, inventory: Inventory) -> Iterator[CheckResult]:
-    there = {name for gpu in inventory.gpus for name in (gpu.index, gpu.uuid)}
+    names = {name for gpu in inventory.gpus for name in (gpu.index, gpu.uuid)}
     missing = [
         str(device)
         for device in dict.fromkeys(node.devices)
-        if device != "cpu" and device not in there and not str(device).startswith("MIG-")
+        if device != "cpu" and device not in names and not str(device).startswith("MIG-")
     ]
     if missing:
         has = ", ".join(str(gpu.index) for gpu in inventory.gpus) or inventory.note or "none"
@@ -216,7 +214,7 @@ def _rendezvous(answer: HostAnswer) -> Iterator[CheckResult]:
         yield _error(answer, "meeting file", what, fix, "cluster.init_method")
 
 
-# --- hosts against each other ----------------------------------------------------------------------------------------
+# --- comparison of hosts ---------------------------------------------------------------------------------------------
 
 
 def _same_machine(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
@@ -225,16 +223,18 @@ def _same_machine(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
         if answer.facts is None:
             continue
         other = first.setdefault(answer.facts.machine, answer)
-        if other.host != answer.host and not (other.here and answer.here):
-            what = f"it is the same machine as {'this one, ' if other.here else ''}{other.host}"
+        if other.host != answer.host and not (other.is_local and answer.is_local):
+            what = f"it is the same machine as {'this one, ' if other.is_local else ''}{other.host}"
             fix = f"write {other.host} in both nodes, or name another machine"
             yield _error(answer, "hosts", what, fix, dotted(("cluster", "nodes", answer.node, "host")))
 
 
-def _different(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
-    """Compare what all ranks must import and read with the first host that has it."""
-    known = [(answer, answer.facts.environment) for answer in answers if answer.facts is not None]
-    hosts = [(answer, found) for answer, found in known if found is not None and found.code]
+def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
+    """Compare versions, code and data of the ranks with those of the first host that has the trainer."""
+    environments = [(answer, answer.facts.environment) for answer in answers if answer.facts is not None]
+    hosts = [
+        (answer, environment) for answer, environment in environments if environment is not None and environment.code
+    ]
     if len(hosts) < 2:
         return
     (first, one), *others = hosts
@@ -243,8 +243,8 @@ def _different(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Ite
         key = _key(recipe, answer.node, "python")
         on_gpus = all("cpu" not in plan.nodes[node].devices for node in (first.node, answer.node))
         for check, value in _versions(on_gpus=on_gpus, nccl=plan.backend == "nccl"):
-            if (mine := value(one)) and (its := value(other)) and mine != its:
-                what = f"{check} {mine} on {first.host}, {its} on {answer.host}"
+            if (expected := value(one)) and (actual := value(other)) and actual != expected:
+                what = f"{check} {expected} on {first.host}, {actual} on {answer.host}"
                 found.append(_error(answer, check, what, _push(recipe), key))
         if one.gputrain == other.gputrain and one.code != other.code:
             what = f"the code of trainer differs: {one.code} on {first.host}, {other.code} on {answer.host}"
@@ -261,7 +261,7 @@ def _different(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Ite
 
 
 def _versions(*, on_gpus: bool, nccl: bool) -> list[tuple[str, Callable[[Environment], str | None]]]:
-    """Return the versions that must be equal, by name, and how to read each."""
+    """Return the names of the versions that must be equal, each with the function that reads it."""
     return [
         ("Python", lambda found: ".".join(found.python.split(".")[:2])),
         # Builds for CPUs and for GPUs of one version may train together.
@@ -275,28 +275,28 @@ def _versions(*, on_gpus: bool, nccl: bool) -> list[tuple[str, Callable[[Environ
 def _data(
     recipe: Recipe, first: HostAnswer, one: Environment, answer: HostAnswer, other: Environment
 ) -> Iterator[CheckResult]:
-    """Compare the files that options of the task name: a first look, the ranks compare contents."""
+    """Compare number and size of the files that the task's options name; the ranks compare the contents."""
     if other.data_problem or one.data_problem:
         return
     for option, (files, total) in one.data.items():
-        if (its := other.data.get(option)) == (files, total):
+        if (found := other.data.get(option)) == (files, total):
             continue
-        # A folder may hold caches, and what an option of a user's own task names need not be read.
+        # A folder may hold caches, and a user's own task may not read the files that its options name.
         sure = recipe.train.task in BUILT_IN and files == 1
-        told = f"{size(its[1])} in {its[0]} file{'s' * (its[0] != 1)}" if its is not None else "nothing"
+        size_there = f"{size(found[1])} in {found[0]} file{'s' * (found[0] != 1)}" if found is not None else "nothing"
         yield CheckResult(
             status="error" if sure else "warning",
             check="data",
             what=f"{option} differs: {size(total)} in {files} file{'s' * (files != 1)} on {first.host}, "
-            f"{told} on {answer.host}",
+            f"{size_there} on {answer.host}",
             fix=f"copy the data of {first.host} to {answer.host}",
             key=f"task.{option}",
             host=answer.host,
         )
 
 
-def _ways(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
-    """Check that every pair of hosts connects, on ports that nobody has opened for it."""
+def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
+    """Check that every pair of hosts connects on an arbitrary port, as NCCL and gloo choose them."""
     by_node = {answer.node: answer for answer in answers}
     lost = [answer for answer in answers if answer.facts is not None and answer.lost]
     for answer in lost:
@@ -323,6 +323,6 @@ def _ways(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
             "cluster.env: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
             dotted(("cluster", "nodes", other.node, "host")),
         )
-    asked = [answer for answer in answers if answer.facts is not None]
-    if len(asked) == len(answers) > 1 and not lost and not pairs:
+    all_answered = all(answer.facts is not None for answer in answers)
+    if all_answered and len(answers) > 1 and not lost and not pairs:
         yield _ok("network", f"all {len(answers)} hosts reach each other")

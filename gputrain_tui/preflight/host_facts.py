@@ -1,4 +1,4 @@
-"""What hosts say of themselves and of each other, as plain values."""
+"""Facts of a run's hosts and of the connections between them, as plain values."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ from trainer.host.resource_limits import ResourceLimits
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host says of one node: the answer of ``gputrain_tui.hosts.node_facts``, as other machines give it."""
+    """Facts of a host for one node: the answer of ``gputrain_tui.hosts.node_facts``, untrusted input from the host."""
 
-    name: str
-    """As the host calls itself."""
     machine: str
-    """Differs between any two machines, and between containers with a network of their own."""
+    """Identity: differs between any two machines, and between containers with their own network."""
     inventory: Inventory
     limits: ResourceLimits
     shm_free_bytes: int | None = None
     folders: tuple[Folder, ...] = ()
-    """Where ranks write: temporary files, the record, and on the first node checkpoints."""
+    """Folders that ranks write into: temporary files, the record, and on the first node checkpoints."""
     port: Port | None = None
-    """Of the rendezvous; on the first node only."""
+    """Port of the rendezvous; on the first node only."""
     rendezvous: RendezvousFile | None = None
     probe_port: int = 0
     addresses: tuple[str, ...] = ()
     environment: Environment | None = None
     problem: str = ""
-    """Why there is no environment, in one line."""
+    """Reason why there is no environment, in one line."""
     problem_key: str = ""
-    """The recipe's key for that: ``workdir``, ``setup`` or ``python``."""
+    """The recipe's key of that problem: ``workdir``, ``setup`` or ``python``."""
 
 
 class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the host of a node, and what it says of the others."""
+    """Facts of the host of a node, or the reason why there are none, and its connections to the other hosts."""
 
     node: int
-    """The first node of its kind on the host."""
+    """The first of the nodes with this host, folder, setup, interpreter and environment."""
     host: str
-    here: bool = False
-    """Whether it is this machine."""
+    is_local: bool = False
+    """Whether the host is this machine."""
     facts: HostFacts | None = None
     problem: str = ""
-    """Why there are none, in one line."""
+    """Reason why there are no facts, in one line."""
     clock_offset_s: float = 0.0
-    """How far its clock is ahead of this machine's."""
+    """Lead of its clock over this machine's; negative if it is behind."""
     round_trip_s: float = 0.0
-    """Of the question for its clock: the offset is known to half of it."""
+    """Duration of the request for its clock; the error of ``clock_offset_s`` is at most half of it."""
     lost: bool = False
-    """Whether there is no way from it to the first node."""
+    """Whether it found no route to the first node."""
     interface: str = ""
-    """Network interface on the way to the other hosts; empty where that is not known."""
+    """Network interface of the route to the other hosts; empty if unknown."""
     token: bool | None = None
-    """Whether it sees the token beside the rendezvous file; None where there is none."""
+    """Whether the token beside the rendezvous file is visible on it; None if no token was written."""
     unreachable: Mapping[int, str] = msgspec.field(default_factory=dict)
-    """Address and reason of the nodes that it cannot reach."""
+    """Address and reason for each node that it cannot reach, in one text."""

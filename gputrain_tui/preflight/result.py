@@ -15,7 +15,7 @@ CheckStatus = Literal["ok", "note", "warning", "error"]
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One check."""
+    """The result of one check."""
 
     status: CheckStatus
     check: str
@@ -34,8 +34,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """Machine, observation and fix in one line."""
-        said = f"{self.host}: {self.what}" if self.host else self.what
-        return f"{said}; {self.fix}" if self.fix else said
+        finding = f"{self.host}: {self.what}" if self.host else self.what
+        return f"{finding}; {self.fix}" if self.fix else finding
 
     @property
     def line(self) -> str:
@@ -50,8 +50,8 @@ class NotReadyError(RequestError):
         """Keep the results.
 
         Args:
-            results: of all checks; at least one is an error.
-            plan: of the run; None where the devices are missing.
+            results: the results of all checks; at least one is an error.
+            plan: the run's plan; None if devices are missing.
         """
         self.results = tuple(results)
         self.plan = plan
@@ -66,7 +66,7 @@ def errors(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
 
 
 def warnings(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
-    """Return the results about failures that may come later."""
+    """Return the warnings: possible failures that do not keep a run from starting."""
     return tuple(result for result in results if result.status == "warning")
 
 

@@ -1,4 +1,4 @@
-"""Reads a recipe, and checks it into the model; what is wrong is one line with file, line and key."""
+"""Reads a recipe and validates it into the model; an error is one line with file, line and key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPUTED_FLAGS = {
     "device_id": "list the device ids in gpus of a node in [[cluster.nodes]]",
     "cpu": "set cpu_ranks of a node in [[cluster.nodes]]",
 }
-"""Flags that the plan computes, and the key of a recipe that stands for each."""
+"""Flags that the plan computes → the recipe's key to set instead."""
 
 S = TypeVar("S")
 
@@ -52,19 +52,19 @@ def load(source: str, *, overrides: Sequence[str] = (), stdin: IO[str] | None = 
     Args:
         source: a TOML or JSON file, or ``-`` for standard input.
         overrides: ``KEY=VALUE`` settings, applied in order.
-        stdin: what ``-`` reads.
+        stdin: the stream that ``-`` reads.
 
     Raises:
-        RecipeError: the recipe cannot be read or says something impossible.
+        RecipeError: the recipe cannot be read or is invalid.
     """
     return _build(read(source, stdin=stdin), overrides)
 
 
 def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Check the text of a recipe; messages call it ``name``.
+    """Parse and validate the text of a recipe; messages call it ``name``.
 
     Raises:
-        RecipeError: the recipe says something impossible.
+        RecipeError: the recipe is invalid.
     """
     return _build(parse(text, name=name), overrides)
 
@@ -72,10 +72,10 @@ def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
 def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     notes: tuple[str, ...] = ()
     if is_pytext(source.data):
-        inside = [setting for setting in overrides if setting.strip().startswith("config.")]
-        data, keys = override(source.data, inside)
+        before = [setting for setting in overrides if setting.strip().startswith("config.")]
+        data, keys = override(source.data, before)
         source, notes = translate(replace(source, data=data, overridden=keys))
-        overrides = [setting for setting in overrides if setting not in inside]
+        overrides = [setting for setting in overrides if setting not in before]
     data, keys = override(source.data, overrides)
     source = replace(source, data=data, overridden=source.overridden | keys)
     for key in data:
@@ -86,7 +86,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     slurm = _slurm(source)
     return Recipe(
         name=_name(source),
-        cluster=_on_alike_nodes(_cluster(source), slurm, source),
+        cluster=_with_slurm_nodes(_cluster(source), slurm, source),
         slurm=slurm,
         train=train,
         launch=launch,
@@ -190,16 +190,16 @@ def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
     return node
 
 
-def _on_alike_nodes(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> Cluster:
-    """Return a cluster with as many nodes as ``slurm.nodes`` says; one entry stands for all of them."""
-    if slurm is None or slurm.nodes in (None, len(cluster.nodes)):
+def _with_slurm_nodes(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> Cluster:
+    """Return the cluster with ``slurm.nodes`` copies of its only node, if that key is set."""
+    if slurm is None or slurm.nodes is None or slurm.nodes == len(cluster.nodes):
         return cluster
     where = source.where(("slurm", "nodes"))
     if len(cluster.nodes) > 1:
         raise RecipeError(f"{where} is {slurm.nodes}, but there are {len(cluster.nodes)} [[cluster.nodes]]; keep one")
     if cluster.nodes[0].host is not None:
         raise RecipeError(f"{where} is {slurm.nodes}, but cluster.nodes[0] names its host: leave the host to Slurm")
-    return msgspec.structs.replace(cluster, nodes=cluster.nodes * int(slurm.nodes or 1))
+    return msgspec.structs.replace(cluster, nodes=cluster.nodes * slurm.nodes)
 
 
 def _check_init_method(options: ClusterOptions, source: Source) -> None:
@@ -222,7 +222,7 @@ def _check_init_method(options: ClusterOptions, source: Source) -> None:
 
 
 def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: str | int) -> None:
-    """Raise for a folder, an interpreter or a line of shell that cannot be one on a host."""
+    """Raise if ``workdir`` is no absolute path, ``python`` no name of a program or ``setup`` not one line of shell."""
     workdir, python, setup = options.workdir, options.python, options.setup
     if workdir is not None and not workdir.startswith(("/", "~/")) and workdir != "~":
         where = source.where((*table, "workdir"))
@@ -277,7 +277,7 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
 
 
 def _refuse_task_options(source: Source, task_names: set[str]) -> None:
-    """Raise for options of the training loop: a script brings its own loop and would never see them."""
+    """Raise for options of the training loop: a script has its own loop and would not receive them."""
     for key in source.data["train"]:
         if key == "resume":
             raise RecipeError(f"{source.where(('train', key))} is for tasks: a script resumes by its own train.args")
@@ -288,7 +288,7 @@ def _refuse_task_options(source: Source, task_names: set[str]) -> None:
 
 
 def _task_table_hint(source: Source, key: str) -> str:
-    """Return the hint to use ``[task]`` when a key of ``[train]`` is an option of the built-in task."""
+    """Return the hint to use ``[task]`` if a key of ``[train]`` is an option of the built-in task; else empty."""
     from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 
     task = source.data["train"].get("task")
@@ -298,7 +298,7 @@ def _task_table_hint(source: Source, key: str) -> str:
 
 
 def _seed_hint(key: str) -> str:
-    """Return what to use instead of a key that is a flag of fairseq or HetSeq."""
+    """Return the replacement of a flag of fairseq or HetSeq, as the end of a message; empty for another key."""
     flag = "--" + key.replace("_", "-")
     if flag in NO_EFFECT:
         return f": remove it, {NO_EFFECT[flag].why}"

@@ -1,4 +1,4 @@
-"""Finds the demo's recipe: in the repository beside this package, or where the installed package keeps its copy."""
+"""Path of the demo's recipe: the copy in an installed package, or the file of the repository."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CANDIDATES = (
     Path(__file__).with_name("demo.toml"),
     Path(__file__).parents[2] / "recipes" / "demo.toml",
 )
-"""The copy of an installed package, and the file of the repository."""
+"""The copy in an installed package, and the file of the repository."""
 
 
 def recipe_path() -> Path:

@@ -1,7 +1,7 @@
 """The form's model of a recipe: its fields, its unsaved changes and the errors of its values.
 
-A change is a ``--set`` setting, so a form, the command line and a file are checked by the same functions. Pure: the
-schema of a user's own task is passed in, because getting it takes a process.
+A change is a ``--set`` setting, so the same functions validate a form, the command line and a file. Pure: the schema of
+a user's own task is passed in, because getting it takes a process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, check, describe
 
 ONE_RANK = {"ranks": 1}
-"""What a node runs where a recipe without nodes gets a second one."""
+"""The node that a recipe without nodes gets when a second one is added."""
 R = TypeVar("R")
 
 
@@ -30,38 +30,38 @@ class Draft:
     """A recipe's text with its unsaved changes."""
 
     def __init__(self, text: str, *, name: str) -> None:
-        """Begin with a recipe as it is.
+        """Start without changes.
 
         Args:
             text: TOML or JSON.
-            name: the file, for messages.
+            name: the file's name in messages.
 
         Raises:
-            RecipeError: the text is neither.
+            RecipeError: the text is neither TOML nor JSON.
         """
         self.text = text
         self.name = name
         self.changes: dict[str, Any] = {}
-        """Values by key, not saved yet."""
+        """Unsaved values by key."""
         self._source = parse(text, name=name)
         self._schemas: dict[str, type[Any]] = {}
-        """By task, of users' own tasks."""
+        """Schemas of users' own tasks, by name."""
         self._undo: list[tuple[str, dict[str, Any], str]] = []
-        """Per change its key, and changes and text of before."""
+        """For each edit its key, and changes and text before it."""
 
     @property
     def settings(self) -> list[str]:
-        """The changes as ``--set`` takes them."""
+        """The changes as arguments of ``--set``."""
         return [f"{key}={inline_toml(value)}" for key, value in self.changes.items()]
 
     @property
     def data(self) -> dict[str, Any]:
-        """The values, changes included, unchecked."""
+        """The recipe's values with the changes, not validated."""
         return override(self._source.data, self.settings)[0]
 
     @property
     def task(self) -> str:
-        """The task's name; empty for none."""
+        """The task's name; empty if there is none."""
         train = self.data.get("train")
         task = train.get("task", "") if isinstance(train, dict) else ""
         return task if isinstance(task, str) else ""
@@ -73,7 +73,7 @@ class Draft:
     # Fields
 
     def fields(self) -> list[Field]:
-        """Return every field in the order of a form."""
+        """Return all fields in the order of the form."""
         data = self.data
         name = Option(name="name", kind="str", help="names the run", default=self._source.default_name)
         found = [self._field(data, "name", "Recipe", name)]
@@ -140,7 +140,7 @@ class Draft:
         return found
 
     def nodes(self, data: Any = None) -> list[dict[str, Any]]:
-        """Return the nodes as they are written; one that is this machine where there are none."""
+        """Return the values of each node; one node without values, this machine, if the recipe has none."""
         cluster = (self.data if data is None else data).get("cluster")
         nodes = cluster.get("nodes") if isinstance(cluster, dict) else None
         if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
@@ -150,11 +150,11 @@ class Draft:
     # Changes
 
     def set(self, key: str, text: str) -> None:
-        """Set a field to typed text, unchecked; empty text resets it to the default."""
+        """Set a field to typed text without validation; empty text removes the key, which means its default."""
         self._edit(key, lambda: self._set(key, text))
 
     def undo(self) -> str | None:
-        """Undo the last edit since the recipe was opened or saved; return its key, None where there is none."""
+        """Undo the last edit since the recipe was opened or saved; return its key, None if there is no edit."""
         if not self._undo:
             return None
         key, self.changes, text = self._undo.pop()
@@ -163,7 +163,7 @@ class Draft:
         return key
 
     def _edit(self, key: str, change: Callable[[], R]) -> R:
-        """Make a change that can be undone."""
+        """Run a function that changes the recipe, and record the edit for ``undo``."""
         before = dict(self.changes), self.text
         result = change()
         if (self.changes, self.text) != before:
@@ -171,42 +171,41 @@ class Draft:
         return result
 
     def _set(self, key: str, text: str) -> None:
-        if not text:
-            self._reset(key)
-            self._reset(key)
-            return
         node = NODE_KEY.fullmatch(key)
         if node is None:
-            if text == self._saved_text(key):
+            if not text:
+                self._reset(key)  # the change, if there is one
+                self._reset(key)  # the key in the recipe
+            elif text == self._saved_text(key):
                 self.changes.pop(key, None)
             else:
                 self.changes[key] = parse_env(text) if key == "cluster.env" else text
             return
         nodes = self.nodes()
         entry = nodes[int(node[1])]
-        if node[2] in RANK_KEYS:
-            for other in RANK_KEYS:
-                entry.pop(other, None)
         entry.pop(node[2], None)
-        entry[node[2]] = parse_node_value(node[2], text)
+        if text:
+            for rank_key in RANK_KEYS if node[2] in RANK_KEYS else ():
+                entry.pop(rank_key, None)
+            entry[node[2]] = parse_node_value(node[2], text)
         self._put_nodes(nodes)
 
     def _saved_text(self, key: str) -> str | None:
-        """Return the text of a value in the file; None where it is not written."""
+        """Return a value of the recipe's text as text; None if the key is absent."""
         value: Any = self._source.data
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return None if value is None else value_text(value)
 
     def _put_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Change the nodes; those of the file are no change."""
+        """Replace the nodes; equal ones to those of the text are no change."""
         if list(nodes) == self.nodes(self._source.data):
             self.changes.pop("cluster.nodes", None)
         else:
             self.changes["cluster.nodes"] = [dict(node) for node in nodes]
 
     def settings_with(self, key: str, text: str) -> list[str]:
-        """Return ``settings`` as they would be after ``set(key, text)``, without making the change."""
+        """Return ``settings`` after a change to ``text``, which is not empty, without making the change."""
         before = dict(self.changes)
         try:
             self._set(key, text)
@@ -215,7 +214,7 @@ class Draft:
             self.changes = before
 
     def reset(self, key: str) -> None:
-        """Take back the change of a key; without one, remove the key from the recipe, which means the default."""
+        """Undo the change of a key; if it has none, remove the key from the recipe, which means its default."""
         self._edit(key, lambda: self._reset(key))
 
     def _reset(self, key: str) -> None:
@@ -236,7 +235,7 @@ class Draft:
             self._remove(key.split("."))
 
     def _remove(self, path: Sequence[str]) -> None:
-        import tomlkit  # only what writes recipes needs it
+        import tomlkit  # slow to import, and only needed here
 
         document = tomlkit.parse(self.text)
         table: Any = document
@@ -245,7 +244,7 @@ class Draft:
         if path[-1] in table:
             del table[path[-1]]
             if path[0] == "slurm" and not table:
-                del document["slurm"]  # even empty it would submit the run
+                del document["slurm"]  # an empty table would still submit the run to Slurm
             self.text = tomlkit.dumps(document)
             self._source = parse(self.text, name=self.name)
 
@@ -258,13 +257,13 @@ class Draft:
         return len(nodes)
 
     def remove_node(self, index: int) -> bool:
-        """Remove a node; return False for the only one, which stays."""
+        """Remove a node; return False for the only node, which stays."""
         nodes = self.nodes()
         if len(nodes) < 2:
             return False
         del nodes[index]
         if nodes == [ONE_RANK] and self.nodes(self._source.data) == [{}]:
-            nodes = [{}]  # as it was before a second node made it say what it runs
+            nodes = [{}]  # as before the second node was added
         self._edit(f"cluster.nodes[{max(index - 1, 0)}].host", lambda: self._put_nodes(nodes))
         return True
 
@@ -280,16 +279,16 @@ class Draft:
         self._edit("cluster.nodes[0].gpus", lambda: self._put_nodes(nodes))
 
     def mark_saved(self, text: str, *, name: str) -> None:
-        """Continue from a saved text, without changes."""
+        """Continue from a saved text, without changes and edits to undo."""
         self.text, self.name = text, name
         self._source = parse(text, name=name)
         self.changes.clear()
         self._undo.clear()
 
-    # What is wrong
+    # Errors
 
     def problem(self, field: Field, text: str) -> str:
-        """Return the error of a value for a field, checked on its own; empty when it is valid."""
+        """Return the error of a text as the value of a field, without regard to other fields; empty if it is valid."""
         node = NODE_KEY.fullmatch(field.key)
         try:
             if node is not None and not text:
@@ -305,7 +304,7 @@ class Draft:
                 check(self._schema(field), {field.option.name: text}, where=lambda name: name)
         except RequestError as error:
             message = str(error)
-            # A single field may leave out others that its schema requires.
+            # The schema may require other fields, which are not passed here.
             return "" if " is missing" in message and not message.startswith(f"{field.name} ") else message
         return ""
 

@@ -14,26 +14,26 @@ from gputrain_tui.recipe.source import MAX_RECIPE_BYTES, TOP_LEVEL_KEYS
 from trainer.contract.home_folder import expand_home
 
 MAX_FILES_PER_FOLDER = 200
-"""Keeps the list fast in a folder of thousands of TOML files."""
+"""Limit of files that are read: a folder may have thousands of TOML files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """A file that looks like a recipe."""
+    """A recipe file in the list."""
 
     path: Path
     group: str
     """``recipes/``, ``this folder`` or ``yours``."""
     name: str
-    """The recipe's ``name``; the file's without suffix where it has none."""
+    """The recipe's ``name``; the file's name without suffix if it has none."""
 
 
 def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
     """Return the recipes of a folder, of its ``recipes/`` and of the user's configuration folder ``own``."""
-    places = (("recipes/", folder / "recipes"), ("this folder", folder), ("yours", own / "recipes"))
+    folders = (("recipes/", folder / "recipes"), ("this folder", folder), ("yours", own / "recipes"))
     return [
         RecipeFile(path=path, group=group, name=name)
-        for group, place in places
+        for group, place in folders
         for path in _toml_files(place)
         if (name := recipe_name(path)) is not None
     ]
@@ -43,22 +43,21 @@ def complete_path(text: str, folder: Path) -> tuple[str, list[str]]:
     """Complete a path as a shell does.
 
     Returns:
-        The path with what all files that begin like it have in common, and the names of these files, folders with a
-        slash at the end.
+        The path, extended to the common beginning of all matching names, and these names; folders end with a slash.
     """
-    head, slash, begin = text.rpartition("/")
+    head, slash, prefix = text.rpartition("/")
     try:
         with os.scandir(folder / expand_home(head + slash)) as entries:
             names = sorted(
                 entry.name + "/" * entry.is_dir()
                 for entry in entries
-                if entry.name.startswith(begin) and (begin or not entry.name.startswith("."))
+                if entry.name.startswith(prefix) and (prefix or not entry.name.startswith("."))
             )
     except (OSError, ValueError):
         return text, []
     if not names:
         return text, []
-    return head + slash + os.path.commonprefix(names), names  # noqa: RUF071 - the characters that they share
+    return head + slash + os.path.commonprefix(names), names  # noqa: RUF071 - by characters
 
 
 def _toml_files(folder: Path) -> Iterable[Path]:
@@ -71,8 +70,8 @@ def _toml_files(folder: Path) -> Iterable[Path]:
 def recipe_name(path: Path) -> str | None:
     """Return a recipe's name; None for other TOML files, such as ``pyproject.toml``."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_RECIPE_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECIPE_BYTES:
             return None  # opening a pipe would block until a writer comes
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):

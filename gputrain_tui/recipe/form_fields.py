@@ -1,4 +1,4 @@
-"""The fields of a recipe's form, and the messages beside them."""
+"""The fields of a recipe's form and their messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.schema import Option
 
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
 MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task|report)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
-"""The first key that a message names."""
+"""Pattern of a recipe's key in a message."""
 ENV = Option(name="env", kind="str", help="environment variables of the ranks, such as NCCL_DEBUG=INFO")
 """The table ``env`` of the cluster or of a node, as one line."""
 PATH_NAMES = ("resume", "finetune_from", "eval_only", "script", "task", "workdir", "python")
@@ -22,7 +22,7 @@ PATH_ENDINGS = ("_path", "_dir", "_file", "_folder")
 
 @dataclass(frozen=True)
 class FieldMessage:
-    """A message shown beside a field instead of its help."""
+    """A message that a field shows instead of its help."""
 
     text: str
     status: Literal["note", "warning", "error"] = "error"
@@ -30,19 +30,19 @@ class FieldMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One key of a recipe as a form shows it."""
+    """One key of a recipe in a form."""
 
     key: str
-    """As ``--set`` names it: ``train.lr``, ``cluster.nodes[0].gpus``."""
+    """In the syntax of ``--set``: ``train.lr``, ``cluster.nodes[0].gpus``."""
     group: str
     """Heading in a form."""
     option: Option
     value: Any
-    """As written in the recipe; the default where the key is absent."""
+    """The recipe's value; the default if the key is absent."""
     written: bool
     """Whether the recipe has the key."""
     changed: bool
-    """Whether the value is not saved yet."""
+    """Whether the value is unsaved."""
 
     @property
     def name(self) -> str:
@@ -56,13 +56,13 @@ class Field:
 
     @property
     def is_path(self) -> bool:
-        """Whether it may name a file: an option that is text and may differ between ranks is a path."""
+        """Whether its text may name a file: by the option's name, or since its value may differ between ranks."""
         named = self.name in PATH_NAMES or self.name.endswith(PATH_ENDINGS)
         return self.option.kind == "str" and (self.option.per_rank or named)
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The choices; empty where any value of the kind is allowed."""
+        """The choices; empty if any value of the kind is allowed."""
         if self.key == "train.task":
             return tuple(BUILT_IN)
         if self.option.kind == "bool":

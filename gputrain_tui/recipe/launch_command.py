@@ -1,6 +1,6 @@
-"""Reads the command line of another launcher: what it trains, on which machines, and what has no counterpart here.
+"""Translates a command line of torchrun, accelerate, DeepSpeed or python into the values of a recipe.
 
-Pure: files that a command names, such as a hostfile, are read by the caller's function.
+Pure: the caller passes the function that reads the files of a command, such as a hostfile.
 """
 
 from __future__ import annotations
@@ -15,49 +15,51 @@ from typing import Any
 from trainer.contract.errors import RequestError, nearest, quoted
 
 UNKNOWN_HOST = "host{}"
-"""Stands for a machine that the command does not name."""
+"""Placeholder for a host that the command does not name."""
 MAX_NODES = 10_000
-"""Most nodes of a pasted command; more is a typing error."""
+"""Most nodes of a pasted command; more are a typing error."""
 
 ReadFile = Callable[[str], str]
 
 
 @dataclass(kw_only=True)
 class LaunchCommand:
-    """What a launch command says, in the words of a recipe."""
+    """A launch command as values of a recipe."""
 
     launcher: str
     """``torchrun``, ``accelerate``, ``deepspeed`` or ``python``."""
     script: str
     args: list[str]
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """As ``[[cluster.nodes]]``."""
+    """``[[cluster.nodes]]``."""
     cluster: dict[str, Any] = field(default_factory=dict)
+    """``[cluster]`` without nodes and ``env``."""
     env: dict[str, str] = field(default_factory=dict)
+    """Environment variables that the command sets."""
     notes: list[str] = field(default_factory=list)
-    """A line for each part that has no counterpart, or that a person has to complete."""
+    """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherFlags:
-    """The flags of a launcher, as its parser needs them to find the script."""
+    """Syntax and meaning of a launcher's flags."""
 
     switches: tuple[str, ...]
-    """Flags without a value, with ``_`` for ``-`` and without dashes; all others take one."""
+    """Flags without a value, written without leading dashes and with ``_`` for ``-``; all others take one."""
     short: Mapping[str, str]
-    """Flags by their short names."""
+    """Short names → flags."""
     read: Callable[[LaunchCommand, dict[str, str], ReadFile], None]
-    """Takes what it understands out of the flags, into the command."""
+    """Removes the flags that it understands, and sets the values of the command; the others become notes."""
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
 def split_command(text: str) -> list[str]:
-    """Split pasted text into words: prompts, comments and line ends behind a backslash are no part of it.
+    """Split pasted text into words, without prompts, comments and continued line ends.
 
     Raises:
-        RequestError: a quote that does not end, or several commands.
+        RequestError: an unclosed quote, no command, or several.
     """
     lines = [re.sub(r"^[$>%] +", "", line.strip()) for line in text.replace("\\\n", " ").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
@@ -73,15 +75,15 @@ def split_command(text: str) -> list[str]:
 def read_launch_command(
     words: Sequence[str], *, read_file: ReadFile, is_secret: Callable[[str], bool]
 ) -> LaunchCommand:
-    """Read a command of torchrun, accelerate, DeepSpeed or python itself.
+    """Translate a command of torchrun, accelerate, DeepSpeed or python.
 
     Args:
-        words: of the command, which may begin with settings of environment variables.
+        words: the command; it may begin with settings of environment variables.
         read_file: returns the text of a file that the command names; raises OSError.
-        is_secret: whether an environment variable is, by its name.
+        is_secret: whether an environment variable holds a secret, by its name.
 
     Raises:
-        RequestError: another program, no script, or a value that is none.
+        RequestError: the command has another program, no script or an invalid value.
     """
     rest, env = list(words), dict[str, str]()
     if rest[:1] == ["env"]:
@@ -93,9 +95,9 @@ def read_launch_command(
         raise RequestError("no command is given; it begins with torchrun, accelerate launch, deepspeed or python")
     name, python, rest = _program(rest)
     launcher = LAUNCHERS[name]
-    flags, rest = _flags(launcher, rest)
-    is_module = _take(flags, "module") is not None
-    if _take(flags, "no_python") is not None or _take(flags, "run_path") is not None:
+    flags, rest = _split_flags(launcher, rest)
+    is_module = _pop(flags, "module") is not None
+    if _pop(flags, "no_python") is not None or _pop(flags, "run_path") is not None:
         raise RequestError(f"{name} starts a program that is no Python script here, which gputrain cannot start")
     if not rest:
         raise RequestError(f"the {name} command names no script")
@@ -128,7 +130,7 @@ RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOC
 
 
 def _program(words: list[str]) -> tuple[str, str | None, list[str]]:
-    """Return the launcher, the interpreter where the command names its path, and the words after them."""
+    """Return the launcher, the interpreter's path if the command gives an absolute one, and the words after both."""
     path = PurePath(words[0])
     name, rest = path.name, words[1:]
     python = str(path) if path.is_absolute() else None
@@ -162,8 +164,8 @@ def _after_launch(name: str, words: list[str]) -> list[str]:
     return words
 
 
-def _flags(launcher: LauncherFlags, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the launcher's flags, and the script with its arguments."""
+def _split_flags(launcher: LauncherFlags, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the launcher's flags with their values, and the script with its arguments."""
     found: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-":
@@ -173,14 +175,14 @@ def _flags(launcher: LauncherFlags, words: Sequence[str]) -> tuple[dict[str, str
             break
         if equals:
             found[flag] = value
-        else:  # a switch of a newer version is told by what follows it, which is the script or another flag
-            takes = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])
-            found[flag] = rest.pop(0) if takes else ""
+        else:  # an unknown switch of a newer version is followed by the script or another flag, not by a value
+            takes_value = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])
+            found[flag] = rest.pop(0) if takes_value else ""
     return found, rest
 
 
-def _take(flags: dict[str, str], *names: str) -> str | None:
-    """Take a flag out, by any of its names."""
+def _pop(flags: dict[str, str], *names: str) -> str | None:
+    """Remove all spellings of a flag; return the value of the first one present, None if there is none."""
     values = [flags.pop(name) for name in names if name in flags]
     return values[0] if values else None
 
@@ -194,8 +196,8 @@ def _number(value: str, flag: str, *, least: int = 1) -> int:
 # --- the launchers ----------------------------------------------------------------------------------------------------
 
 
-def _nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
-    """Give each node its ranks; those whose names the command does not have get a placeholder."""
+def _set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
+    """Set the nodes, all with the same ranks; a host that the command does not name is a placeholder."""
     if count > MAX_NODES:
         raise RequestError(f"{count} nodes are more than {MAX_NODES}")
     if count == 1:
@@ -214,22 +216,27 @@ def _nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: di
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
-def _endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
-    """Keep where the ranks meet, where the command says so for several machines; one finds a free port by itself."""
+def _set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
+    """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself."""
     if nodes == 1 or host is None or host in LOOPBACK:
         return
     number = _number(port, "port") if port else 29500
     command.cluster["init_method"] = f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
 
 
+def _set_restarts(command: LaunchCommand, flags: dict[str, str]) -> None:
+    if (restarts := _pop(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
+        command.cluster["max_restarts"] = int(restarts)
+
+
 def _torchrun(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> None:
     for name in ("standalone", "rdzv_id", "node_rank", "use_env", "rdzv_backend", "rdzv_conf", "local_addr"):
-        _take(flags, name)  # what they say, one supervisor for all nodes does by itself
-    least, colon, most = (_take(flags, "nnodes") or "1").partition(":")
+        _pop(flags, name)  # of no use with one supervisor for all nodes
+    least, colon, most = (_pop(flags, "nnodes") or "1").partition(":")
     nodes = _number(most or least, "nnodes")
     if colon and least != most:
         command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe has {nodes} nodes, always")
-    per_node = _take(flags, "nproc_per_node") or "1"
+    per_node = _pop(flags, "nproc_per_node") or "1"
     ranks: dict[str, Any] = {"gpus": "all"} if per_node in ("gpu", "auto") else {"ranks": 1}
     if per_node.isdecimal():
         ranks = {"ranks": _number(per_node, "nproc_per_node")}
@@ -238,70 +245,68 @@ def _torchrun(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> Non
         command.notes.append("--nproc-per-node cpu is a rank per core: set cpu_ranks to as many as the machine has")
     elif per_node not in ("gpu", "auto"):
         raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
-    address, port = _take(flags, "master_addr"), _take(flags, "master_port")
-    if endpoint := _take(flags, "rdzv_endpoint"):
+    address, port = _pop(flags, "master_addr"), _pop(flags, "master_port")
+    if endpoint := _pop(flags, "rdzv_endpoint"):
         host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")
         address, port = host.strip("[]"), number or port
-    _nodes(command, nodes, address, ranks)
-    _endpoint(command, address, port, nodes)
-    if (restarts := _take(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
-        command.cluster["max_restarts"] = int(restarts)
+    _set_nodes(command, nodes, address, ranks)
+    _set_endpoint(command, address, port, nodes)
+    _set_restarts(command, flags)
 
 
 ACCELERATE_ENVIRONMENT = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "num_cpu_threads_per_process": "OMP_NUM_THREADS",
 }
-"""Flags that accelerate hands to the script by the environment."""
+"""Flags of accelerate → environment variables by which it passes them to the script."""
 
 
 def _accelerate(command: LaunchCommand, flags: dict[str, str], read_file: ReadFile) -> None:
-    if path := _take(flags, "config_file"):
+    if path := _pop(flags, "config_file"):
         try:
             settings = re.findall(r"^(\w+): *['\"]?([^'\"\n#]*?)['\"]? *$", read_file(path), re.MULTILINE)
         except OSError as error:
             raise RequestError(f"--config_file {path} cannot be read: {error.strerror}") from None
         for name, value in settings:
-            if name in CONFIGURED and value not in ("", "null", "no", "false"):
+            if name in CONFIG_FILE_KEYS and value not in ("", "null", "no", "false"):
                 flags.setdefault(name, value)
     elif "num_processes" not in flags:
         command.notes.append("what `accelerate config` has saved is not read: name its file by --config_file")
     for name in ("multi_gpu", "machine_rank", "rdzv_backend", "same_network"):
-        _take(flags, name)
-    nodes = _number(_take(flags, "num_machines") or "1", "num_machines")
-    total, ids, cpu = _take(flags, "num_processes"), _take(flags, "gpu_ids"), _take(flags, "cpu", "use_cpu") is not None
+        _pop(flags, name)
+    nodes = _number(_pop(flags, "num_machines") or "1", "num_machines")
+    total, ids, cpu = _pop(flags, "num_processes"), _pop(flags, "gpu_ids"), _pop(flags, "cpu", "use_cpu") is not None
     if total is not None and _number(total, "num_processes") % nodes:
         raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
-    each = None if total is None else int(total) // nodes
-    ranks: dict[str, Any] = {"cpu_ranks" if cpu else "ranks": each} if each else {"gpus": "all"}
-    if each is None and cpu:
+    per_node = None if total is None else int(total) // nodes
+    ranks: dict[str, Any] = {"cpu_ranks" if cpu else "ranks": per_node} if per_node else {"gpus": "all"}
+    if per_node is None and cpu:
         ranks = {"cpu_ranks": 1}
     if ids and ids != "all":
         ranks = {"gpus": _devices(ids, "gpu_ids")}
-    address, port = _take(flags, "main_process_ip"), _take(flags, "main_process_port")
-    _nodes(command, nodes, address, ranks)
-    _endpoint(command, address, port, nodes)
+    address, port = _pop(flags, "main_process_ip"), _pop(flags, "main_process_port")
+    _set_nodes(command, nodes, address, ranks)
+    _set_endpoint(command, address, port, nodes)
     for name, variable in ACCELERATE_ENVIRONMENT.items():
-        if (value := _take(flags, name)) is not None:
+        if (value := _pop(flags, name)) is not None:
             command.env.setdefault(variable, value)
-    if (restarts := _take(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
-        command.cluster["max_restarts"] = int(restarts)
+    _set_restarts(command, flags)
 
 
-CONFIGURED = (
+CONFIG_FILE_KEYS = (
     *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port"),
     *("mixed_precision", "use_cpu"),
 )
-"""Keys of accelerate's configuration file that are read."""
+"""Keys that are read from accelerate's configuration file."""
 
 
 def _deepspeed(command: LaunchCommand, flags: dict[str, str], read_file: ReadFile) -> None:
     for name in ("launcher", "force_multi", "node_rank", "no_local_rank"):
-        _take(flags, name)
+        _pop(flags, name)
     command.notes.append("deepspeed gives the script --local_rank; here it reads LOCAL_RANK from the environment")
-    include, hostfile = _take(flags, "include"), _take(flags, "hostfile")
-    count, gpus = _take(flags, "num_nodes"), _take(flags, "num_gpus")
-    address, port = _take(flags, "master_addr"), _take(flags, "master_port")
+    include, hostfile = _pop(flags, "include"), _pop(flags, "hostfile")
+    count, gpus = _pop(flags, "num_nodes"), _pop(flags, "num_gpus")
+    address, port = _pop(flags, "master_addr"), _pop(flags, "master_port")
     ranks: dict[str, Any] = {"gpus": _number(gpus, "num_gpus")} if gpus and gpus != "-1" else {"gpus": "all"}
     if include:
         command.nodes = []
@@ -316,12 +321,12 @@ def _deepspeed(command: LaunchCommand, flags: dict[str, str], read_file: ReadFil
             raise RequestError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
         for host, *settings in filter(None, lines):
             slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
-            has = {"gpus": _number(slots, "hostfile")} if slots and not gpus else dict(ranks)
-            command.nodes.append({"host": host, **has})
+            node = {"gpus": _number(slots, "hostfile")} if slots and not gpus else dict(ranks)
+            command.nodes.append({"host": host, **node})
         command.nodes = command.nodes[: _number(count, "num_nodes")] if count and count != "-1" else command.nodes
     else:
-        _nodes(command, _number(count, "num_nodes") if count and count != "-1" else 1, address, ranks)
-    _endpoint(command, address, port, len(command.nodes))
+        _set_nodes(command, _number(count, "num_nodes") if count and count != "-1" else 1, address, ranks)
+    _set_endpoint(command, address, port, len(command.nodes))
 
 
 def _python(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> None:
@@ -334,13 +339,13 @@ def _devices(text: str, flag: str) -> list[int]:
 
 
 def _choose_devices(command: LaunchCommand, visible: str | None) -> None:
-    """Put ``CUDA_VISIBLE_DEVICES`` into the nodes, which then have as many ranks."""
+    """Replace counts and indices of the nodes' GPUs by the devices of ``CUDA_VISIBLE_DEVICES``, one rank each."""
     if visible is None:
         return
     listed = [int(part) if part.isdecimal() else part for part in visible.replace(" ", "").split(",") if part]
     for node in command.nodes:
         count = node.get("ranks", node.get("gpus"))
-        if isinstance(count, list):  # numbers of the visible ones
+        if isinstance(count, list):  # indices into the visible devices
             chosen = [listed[index] for index in count if index < len(listed)]
         else:
             chosen = listed[:count] if isinstance(count, int) else listed
@@ -371,4 +376,4 @@ LAUNCHERS = {
     ),
     "python": LauncherFlags(switches=("module",), short={"-m": "module"}, read=_python),
 }
-"""By name."""
+"""Flags of each launcher, by its name."""

@@ -1,4 +1,4 @@
-"""The recipe: what to train and where.
+"""The model of a recipe: nodes, cluster, Slurm, training and task.
 
 One schema serves the file, ``--set`` and the console's form.
 """
@@ -18,20 +18,19 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, describe
 
 Gpus = int | tuple[int | str, ...] | Literal["all", "free"]
-"""A count, device ids (indices or UUIDs), all of the machine, or those that nobody uses."""
+"""A count, device ids (indices or UUIDs), all GPUs of the machine, or its free ones."""
 
 LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "stop_grace", "start_method", "share_devices")
-"""Options of ``trainer.contract.options.Distributed`` that a person chooses; the others are computed from
-``[cluster]``."""
+"""Options of ``trainer.contract.options.Distributed`` that ``[train]`` takes; the plan computes the others."""
 
 MAX_NAME_CHARS = 100
-"""More makes lists of runs unreadable."""
+"""Limit of a recipe's name, which lists of runs show."""
 
 RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
-"""Keys of a node of which exactly one gives the number of its ranks."""
+"""Keys of a node, exactly one of which is set, for the number of its ranks."""
 
 MAX_RANKS_PER_NODE = 1024
-"""More than the cores or GPUs of any machine, so that a larger number is a typing error."""
+"""More than the cores or GPUs of any machine: a larger number is a typing error."""
 
 Workdir = Annotated[str, Meta(description="folder on the hosts in which ranks start; default: the same as here")]
 Python = Annotated[str, Meta(description="interpreter of the hosts, with torch; default: the same path as here")]
@@ -41,7 +40,7 @@ Setup = Annotated[
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of a node besides its table ``env``. Of ``gpus``, ``cpu_ranks`` and ``ranks`` it has at most one."""
+    """The keys of a node except its table ``env``; at most one of ``gpus``, ``cpu_ranks`` and ``ranks`` is set."""
 
     host: Annotated[str, Meta(min_length=1, description="name or address; default: this machine")] | None = None
     gpus: (
@@ -68,14 +67,14 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Node(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine: ``[[cluster.nodes]]``. Without ``workdir``, ``python`` or ``setup`` it has those of the cluster."""
+    """One entry of ``[[cluster.nodes]]``; ``workdir``, ``python`` and ``setup`` default to those of the cluster."""
 
     env: dict[str, str] = {}
-    """Environment variables of its ranks, besides the cluster's."""
+    """Environment variables of its ranks, added to the cluster's."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of ``[cluster]`` besides its nodes and the table ``env``."""
+    """The keys of ``[cluster]`` except its nodes and its table ``env``."""
 
     init_method: Annotated[
         str, Meta(description="where ranks meet: auto, tcp://HOST:PORT, file:///SHARED/PATH or env://")
@@ -102,14 +101,14 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the ranks run; without nodes, on this machine."""
+    """``[cluster]``; without nodes, the ranks run on this machine."""
 
     env: dict[str, str] = {}
     """Environment variables of all ranks."""
     nodes: tuple[Node, ...] = (Node(),)
 
     def of_node(self, index: int) -> Node:
-        """Return a node with what the cluster says for all."""
+        """Return a node with the cluster's values for the keys that it lacks."""
         node = self.nodes[index]
         return msgspec.structs.replace(
             node,
@@ -121,7 +120,7 @@ class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What Slurm is asked for: ``[slurm]``."""
+    """``[slurm]``: options of the job's submission."""
 
     nodes: (
         Annotated[int, Meta(ge=1, le=10_000, description="how many nodes alike; default: one per [[cluster.nodes]]")]
@@ -146,33 +145,33 @@ CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "env", "nodes")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A checked recipe."""
+    """A validated recipe."""
 
     name: str
-    """Names the run; the file's name when the recipe has none."""
+    """Name of its runs; by default the file's name without suffix."""
     cluster: Cluster
     slurm: SlurmOptions | None
     """The ``[slurm]`` table; None without one."""
     train: Training
     """Options of ``python -m trainer``."""
     launch: Distributed
-    """Only ``LAUNCH_OPTIONS`` differ from their defaults."""
+    """Options of the launch: only ``LAUNCH_OPTIONS`` may differ from their defaults."""
     script: Script | None
     task_options: Mapping[str, Any]
-    """The ``[task]`` table: the options that the recipe gives, as the task's schema types them."""
+    """The options in ``[task]``, in the types of the task's schema; those that the recipe does not set are absent."""
     report: ReportOptions
     source: str
-    """The file as the person named it, or ``stdin``."""
+    """The file as the user named it, or ``stdin``."""
     text: str
-    """The recipe as it was written, comments included."""
+    """The recipe's text, comments included."""
     notes: tuple[str, ...]
-    """One line for each key that was understood and has no effect here."""
+    """A line for each key of another program's configuration that is accepted without effect."""
     origin: Source
-    """The line of each key, for messages."""
+    """The parsed text, with the line of each key for messages."""
 
     @property
     def is_for_slurm(self) -> bool:
-        """Whether Slurm gives the nodes."""
+        """Whether Slurm allocates the nodes."""
         launcher = self.cluster.launcher
         return launcher == "slurm" or (launcher == "auto" and self.slurm is not None)
 
@@ -182,6 +181,6 @@ class Recipe:
 
 
 def train_options() -> list[Option]:
-    """Return every option of ``[train]``, for messages and forms."""
+    """Return all options of ``[train]``."""
     launch = {option.name: option for option in describe(Distributed)}
     return [*describe(Training), *(launch[name] for name in LAUNCH_OPTIONS), *describe(Script)]

@@ -1,4 +1,4 @@
-"""Writes the commented text of a new recipe."""
+"""Writes the text of a new recipe, with comments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMENTS = {
     "script": "relative to the folder in which gputrain is typed",
     "task": "its other options: python -m trainer --task {value} --help",
 }
-"""By key; what a person would ask about it."""
+"""Comments of a new recipe, by key."""
 
 REPORT = """\
 # [report]                # where else the run is reported, while it goes on
@@ -36,20 +36,20 @@ REPORT = """\
 
 @dataclass(frozen=True, kw_only=True)
 class NewRecipe:
-    """What a recipe will say."""
+    """Contents of a recipe that is to be written."""
 
     name: str
     origin: str
-    """The command that it is written from; empty where it was asked for."""
+    """The launch command that it comes from; empty if the user answered questions instead."""
     nodes: list[dict[str, Any]]
     train: Mapping[str, Any]
     task: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """A line for each part of the command that is not in it."""
+    """A line for each part of the command that the recipe lacks, or that the user has to complete."""
 
     def text(self, *, file: str) -> str:
-        """Return the recipe as TOML that names its file."""
+        """Return the recipe as TOML; its first comment has the commands for ``file``."""
         head = [f"From: {self.origin}", ""] if self.origin else []
         head += [f"    gputrain check {printable(file)}", f"    gputrain run {printable(file)}"]
         if self.notes:
@@ -60,9 +60,9 @@ class NewRecipe:
         tables += [("[[cluster.nodes]]", node) for node in self.nodes]
         tables += [("[train]", self.train)]
         tables += [("[task]", self.task)] if self.task else []
-        said = set[str]()
+        commented = set[str]()
         for title, table in tables:
-            lines += [title, *(_line(key, value, said) for key, value in table.items()), ""]
+            lines += [title, *(_line(key, value, commented) for key, value in table.items()), ""]
         return "\n".join(lines) + "\n" + REPORT
 
 
@@ -80,14 +80,14 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     )
 
 
-def _line(key: str, value: Any, said: set[str] | None = None) -> str:
-    """Return a line of TOML, with its comment where the key is there for the first time."""
+def _line(key: str, value: Any, commented: set[str] | None = None) -> str:
+    """Return a line of TOML, with the key's comment if the set ``commented`` is given and lacks the key; add it."""
     if isinstance(value, Mapping):
         inner = tomlkit.inline_table()
         inner.update(value)
         value = inner
     text = f"{key} = {tomlkit.item(value).as_string()}"
-    if said is None or key in said or key not in COMMENTS:
+    if commented is None or key in commented or key not in COMMENTS:
         return text
-    said.add(key)
+    commented.add(key)
     return f"{text:<24}  # {COMMENTS[key].format(value=value)}"

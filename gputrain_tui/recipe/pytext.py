@@ -1,6 +1,6 @@
 """Translates PyText's JSON configuration: its wrapper, its world size and its document classification task.
 
-Whatever would change the training and has no counterpart here is refused by name, so that nothing is ignored silently.
+A key that would change the training and has no counterpart is an error that names it: none is ignored silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASS_NAMES = {
     *("Data", "TSVDataSource", "Batcher", "PoolingBatcher", "DocModel", "DocNNRepresentation"),
     *("Trainer", "TaskTrainer", *OPTIMIZERS),
 }
-"""Keys that newer versions of PyText put around a table to give its class."""
+"""Keys by which newer versions of PyText give a table's class: ``{"Data": {…}}``."""
 
 DEFAULTS: dict[Key, Any] = {
     ("train", "batch_size"): 16,
@@ -32,15 +32,15 @@ DEFAULTS: dict[Key, Any] = {
     ("train", "seed"): 0,
     ("train", "best_metric"): "accuracy",
 }
-"""PyText's own defaults, where they differ from the trainer's."""
+"""PyText's own defaults that differ from the trainer's."""
 
 SCHEMA_NAMES = {"text": "text", "label": "label", "doc_label": "label"}
-"""PyText's names of the columns that the task reads → the kind of ``docnn``'s column."""
+"""PyText's names of the task's columns → the kind of ``docnn``'s column."""
 
 FIELD_NAMES: tuple[Key, ...] = (("data_handler", "columns_to_read"), ("data", "source", "field_names"))
-"""Lists of a file's columns; the file has no header then."""
+"""Keys that list a file's columns; such a file has no header."""
 COLUMN_MAPPING: Key = ("data", "source", "column_mapping")
-"""The file's names of columns → PyText's."""
+"""Key of the table that maps the file's names of columns to PyText's."""
 
 KEY_MAP: dict[Key, Key] = {
     ("data_handler", "train_path"): ("task", "train_path"),
@@ -84,7 +84,7 @@ IGNORED_KEYS = {
     "modules_save_dir": "checkpoints hold the whole model",
     "report_eval_results": "every validation is in the record",
 }
-"""Keys beside the task that are accepted without effect, and why."""
+"""Keys beside the task that are accepted without effect → reason."""
 
 
 def is_pytext(data: Mapping[str, Any]) -> bool:
@@ -99,7 +99,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     """Return the configuration as a recipe's values, and notes about keys without effect.
 
     Raises:
-        RecipeError: something that has no counterpart here.
+        RecipeError: a key without counterpart in a recipe, or an invalid value.
     """
     prefix: Key = ("config",) if "config" in source.data else ()
     config = source.data["config"] if prefix else source.data
@@ -112,20 +112,20 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     values: dict[Key, Any] = {}
     origins: dict[Key, Key] = {}
     notes: list[str] = []
-    own: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     task = config.get("task")
-    named = _task_class(task) if isinstance(task, dict) else None
+    task_class = _task_class(task) if isinstance(task, dict) else None
     for key, value in config.items():
         written = (*prefix, key)
         where = source.where(written)
         if key in ("distributed_world_size", "use_cuda_if_available"):
             continue
-        if key == "task" and named is not None:
-            _doc_classification(source, named, value[named], (*written, named), values, origins)
+        if key == "task" and task_class is not None:
+            _doc_classification(source, task_class, value[task_class], (*written, task_class), values, origins)
         elif key in TOP_LEVEL_KEYS:
             if key != "name" and not isinstance(value, dict):
                 raise RecipeError(f"{where} is {quoted(value)}, but must be a table")
-            own[key] = value
+            tables[key] = value
             for inner in _paths(value, (key,)):
                 origins[inner] = (*prefix, *inner)
         elif key == "random_seed":
@@ -140,8 +140,8 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
         elif value not in (None, False, "", [], {}):
             known = [*TOP_LEVEL_KEYS, *IGNORED_KEYS, "distributed_world_size", "use_cuda_if_available", "random_seed"]
             raise RecipeError(f"{where} is not understood{nearest(key, known)}")
-    _add_node(source, config, prefix, own, values, origins, by_class=named is not None)
-    data = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
+    _add_node(source, config, prefix, tables, values, origins, is_pytext_task=task_class is not None)
+    data = {key: dict(value) if isinstance(value, dict) else value for key, value in tables.items()}
     for path, value in values.items():
         _set_path(data, path, value)
     return replace(source, data=data, origins=origins), tuple(notes)
@@ -151,18 +151,22 @@ def _add_node(
     source: Source,
     config: Mapping[str, Any],
     prefix: Key,
-    own: Mapping[str, Any],
+    tables: Mapping[str, Any],
     values: dict[Key, Any],
     origins: dict[Key, Key],
     *,
-    by_class: bool,
+    is_pytext_task: bool,
 ) -> None:
-    """Turn world size and ``use_cuda_if_available`` into one node: this machine."""
+    """Translate world size and ``use_cuda_if_available`` into one node, this machine.
+
+    Raises:
+        RecipeError: one of them is given beside ``cluster.nodes``, or ``use_cuda_if_available`` is no boolean.
+    """
     cuda = config.get("use_cuda_if_available", True)
     if not isinstance(cuda, bool):
         where = source.where((*prefix, "use_cuda_if_available"))
         raise RecipeError(f"{where} is {quoted(cuda)}, but must be true or false")
-    cluster = own.get("cluster")
+    cluster = tables.get("cluster")
     if isinstance(cluster, dict) and "nodes" in cluster:
         for key in ("distributed_world_size", "use_cuda_if_available"):
             if key in config:
@@ -170,7 +174,7 @@ def _add_node(
                     f"{source.where((*prefix, key))} and cluster.nodes both say where ranks run; keep one of them"
                 )
         return
-    if not by_class and "distributed_world_size" not in config and cuda:
+    if not is_pytext_task and "distributed_world_size" not in config and cuda:
         return
     key = "ranks" if cuda else "cpu_ranks"
     values[("cluster", "nodes")] = [{key: config.get("distributed_world_size", 1)}]
@@ -181,6 +185,7 @@ def _add_node(
 def _doc_classification(
     source: Source, name: str, table: Any, written: Key, values: dict[Key, Any], origins: dict[Key, Key]
 ) -> None:
+    """Translate the table of PyText's document classification, at key ``written``, into values and their origins."""
     if name not in DOC_CLASSIFICATION_TASKS:
         raise RecipeError(
             f"{source.where(written)} has no counterpart here{nearest(name, DOC_CLASSIFICATION_TASKS)}; "
@@ -198,21 +203,21 @@ def _doc_classification(
         for part in path:
             if part in OPTIMIZERS:
                 values[("train", "optimizer")], origins[("train", "optimizer")] = OPTIMIZERS[str(part)], place
-        plain = tuple(part for part in path if part not in CLASS_NAMES)
+        class_free = tuple(part for part in path if part not in CLASS_NAMES)
         if value is None or value == {}:
             continue
-        if plain in FIELD_NAMES:
+        if class_free in FIELD_NAMES:
             names = (value, place)
             continue
-        if plain == COLUMN_MAPPING:
+        if class_free == COLUMN_MAPPING:
             raise RecipeError(f"{where} is {quoted(value)}, but must be a table of the file's names to text and label")
-        if plain[:-1] == COLUMN_MAPPING:
-            mapping[str(plain[-1])] = (value, place)
+        if class_free[:-1] == COLUMN_MAPPING:
+            mapping[str(class_free[-1])] = (value, place)
             continue
-        target = KEY_MAP.get(plain)
+        target = KEY_MAP.get(class_free)
         if target is None:
             known = [".".join(map(str, rule)) for rule in (*KEY_MAP, *FIELD_NAMES, COLUMN_MAPPING)]
-            raise RecipeError(f"{where} is not understood{nearest('.'.join(map(str, plain)), known)}")
+            raise RecipeError(f"{where} is not understood{nearest('.'.join(map(str, class_free)), known)}")
         if target == ("train", "optimizer") and isinstance(value, str):
             value = value.lower()
         values[target], origins[target] = value, place
@@ -223,7 +228,7 @@ def _doc_classification(
 def _columns(
     source: Source, names: tuple[Any, Key] | None, mapping: Mapping[str, tuple[Any, Key]]
 ) -> dict[str, tuple[str, Key]]:
-    """Return ``docnn``'s columns: by number where PyText lists those of the file, by name in its header otherwise."""
+    """Return ``docnn``'s columns with the keys that give them: numbers if PyText lists a file's columns, else names."""
     for value, place in mapping.values():
         if not isinstance(value, str) or value not in SCHEMA_NAMES:
             guess = nearest(value, SCHEMA_NAMES) if isinstance(value, str) else ""
@@ -251,7 +256,7 @@ def _columns(
 
 
 def _task_class(task: Mapping[str, Any]) -> str | None:
-    """Return the class of a PyText task: its only key, if that is capitalised."""
+    """Return the class of a PyText task: its only key, if capitalised; else None."""
     if len(task) != 1:
         return None
     name, table = next(iter(task.items()))

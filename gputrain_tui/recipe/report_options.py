@@ -1,4 +1,4 @@
-"""The options of ``[report]``: where else a run is reported, besides its record."""
+"""The options of ``[report]``: TensorBoard, Weights & Biases and a command at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Parses a recipe's text into unchecked values, with the line of each key, and applies ``--set``.
+"""Parses a recipe's text into values without validation, finds the line of each key, and applies ``--set``.
 
-``tomllib`` and ``json`` forget positions, so a small scanner finds the line of every key in text that they accepted.
+``tomllib`` and ``json`` return no positions, so a small scanner finds the line of every key in text that they accept.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ STDIN = "stdin"
 """Name of standard input in messages."""
 
 MAX_RECIPE_BYTES = 1 << 20
-"""Recipes have a few KiB; a larger file was named by mistake and is not read."""
+"""Limit of a recipe's file: recipes have a few KiB, a larger file was named by mistake."""
 
 MAX_DEPTH = 32
-"""Tables and lists within each other; a recipe has five, and functions here recurse."""
+"""Limit of nested tables and lists; a recipe needs five, and recursive functions read them."""
 
 MAX_INT_BITS = 1000
-"""A larger integer fits no ``float``, and Python refuses to print one of more than 4,300 digits."""
+"""Limit of an integer: a larger one fits no ``float``, and Python refuses to print more than 4,300 digits."""
 
 TOO_MANY_DIGITS = "holds a number with more digits than a number can have"
 
 
 class RecipeError(RequestError):
-    """A recipe says something impossible. One line: file, line, key, what was found, what is allowed."""
+    """A recipe is invalid; the message is one line with file, line, key, the value found and the allowed ones."""
 
 
 def dotted(key: Key) -> str:
-    """Return a key as a person writes it: ``cluster.nodes[0].gpus``."""
+    """Return a key in the syntax of ``--set``: ``cluster.nodes[0].gpus``."""
     text = ""
     for part in key:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -51,21 +51,21 @@ def dotted(key: Key) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The text of a recipe and the values that it holds, unchecked."""
+    """The text of a recipe and its values, not validated."""
 
     name: str
-    """The file as the person named it, or ``stdin``."""
+    """The file as the user named it, or ``stdin``."""
     text: str
     format: Literal["toml", "json"]
     data: Mapping[str, Any]
     overridden: frozenset[Key] = frozenset()
-    """Keys that come from ``--set``."""
+    """Keys set by ``--set``."""
     origins: Mapping[Key, Key] = field(default_factory=dict)
-    """The key in the text from which a key of the values was translated."""
+    """Key of the values → key of the text, if the text was translated."""
 
     @property
     def default_name(self) -> str:
-        """Name of a recipe that gives none: the file's, without suffix."""
+        """Name of a recipe without ``name``: the file's name without suffix."""
         return "recipe" if self.name == STDIN else Path(self.name).stem
 
     @cached_property
@@ -112,7 +112,7 @@ def read(source: str, *, stdin: IO[str] | None = None) -> Source:
 
 
 def _read_stdin(stdin: IO[str]) -> bytes:
-    """Read bytes, because a recipe is UTF-8 also where the locale is not."""
+    """Return bytes, since a recipe is UTF-8 in any locale."""
     binary = getattr(stdin, "buffer", None)
     content = stdin.read(MAX_RECIPE_BYTES + 1) if binary is None else binary.read(MAX_RECIPE_BYTES + 1)
     return content if isinstance(content, bytes) else str(content).encode("utf-8", "surrogateescape")
@@ -128,19 +128,19 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def _similar_file(path: Path) -> str:
-    """Return the recipe of the same folder whose name is most like a missing file's, as the end of a message."""
+    """Return the file in the same folder with the nearest name to a missing one, as the end of a message."""
     try:
-        found = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
+        names = {entry.name for entry in path.parent.iterdir() if entry.suffix in (".toml", ".json")}
     except OSError:
         return ""
-    return nearest(path.name, found) or nearest(path.name + ".toml", found)
+    return nearest(path.name, names) or nearest(path.name + ".toml", names)
 
 
 def parse(text: str, *, name: str) -> Source:
     """Parse a recipe's text as JSON when it starts with a brace, as TOML otherwise.
 
     Raises:
-        RecipeError: the text is not valid, with the line.
+        RecipeError: the text is invalid; the message has the line.
     """
     text = text.replace("\r\n", "\n")
     json_like = text.lstrip()[:1] == "{" or name.endswith(".json")
@@ -150,7 +150,7 @@ def parse(text: str, *, name: str) -> Source:
         raise RecipeError(f"{name}: is nested too deeply to be a recipe") from None
     except RecipeError:
         raise
-    except ValueError:  # of int(), which the parsers pass on
+    except ValueError:  # of int(): the parsers let it through
         raise RecipeError(f"{name}: {TOO_MANY_DIGITS}") from None
     if is_too_deep(data):
         raise RecipeError(f"{name}: is nested too deeply to be a recipe")
@@ -160,7 +160,7 @@ def parse(text: str, *, name: str) -> Source:
 
 
 def is_too_deep(data: Any) -> bool:
-    """Whether tables and lists are nested more deeply than recursive functions can follow."""
+    """Whether tables and lists are nested more deeply than ``MAX_DEPTH``."""
     level = [data]
     for _ in range(MAX_DEPTH):
         within = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
@@ -201,9 +201,9 @@ def _json(text: str, name: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys)
     except _DuplicateKeyError as error:
-        found = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
-        # The same key in other tables is no mistake; then the line is not known.
-        line = f":{text.count(chr(10), 0, found[1]) + 1}" if len(found) == 2 else ""
+        positions = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
+        # More than two matches: the key is in other objects as well, and the line is unknown.
+        line = f":{text.count(chr(10), 0, positions[1]) + 1}" if len(positions) == 2 else ""
         raise RecipeError(f"{name}{line}: {quoted(error.key)} is there twice in one object; keep one of them") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
@@ -213,7 +213,7 @@ def _json(text: str, name: str) -> dict[str, Any]:
 
 
 class _DuplicateKeyError(ValueError):
-    """A JSON object has a key twice; ``json`` alone would silently keep the last value."""
+    """A JSON object has a key twice; ``json`` would silently keep the last value."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -221,11 +221,11 @@ class _DuplicateKeyError(ValueError):
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         raise _DuplicateKeyError(next(key for index, key in enumerate(keys) if key in keys[:index]))
-    return found
+    return result
 
 
 def _json_type(data: Any) -> str:
@@ -271,7 +271,7 @@ class _Scanner:
             self.position += 1
 
     def key(self, table: Key) -> tuple[Key, int]:
-        """Consume ``a."b".c``; return its path within ``table`` and its line."""
+        """Consume ``a."b".c``; return its path, which begins with ``table``, and its line."""
         line = self.tokens[self.position][2]
         parts: list[str] = []
         while self.peek() in ("bare", "quoted", "."):
@@ -323,10 +323,10 @@ class _Scanner:
                 break
             if self.peek() == "[":
                 self.position += 1
-                several = self.peek() == "["
+                is_array = self.peek() == "["
                 self.skip("[")
-                header, line = self._header(counts, several)
-                if several:
+                header, line = self._header(counts, is_array)
+                if is_array:
                     counts[header] = counts.get(header, 0) + 1
                     header = (*header, counts[header] - 1)
                 self.lines[header] = line
@@ -337,15 +337,15 @@ class _Scanner:
                 self.skip("=")
                 self.value(path)
 
-    def _header(self, counts: Mapping[Key, int], several: bool) -> tuple[Key, int]:
-        """Consume a table's header; the name of a list of tables means its latest entry."""
-        noted = dict(self.lines)
+    def _header(self, counts: Mapping[Key, int], is_array: bool) -> tuple[Key, int]:
+        """Consume a table's header; return its line and its path, with the latest position in each array of tables."""
+        lines = dict(self.lines)
         names, line = self.key(())
-        self.lines = noted
+        self.lines = lines  # without those that key() records: the path below has list positions
         path: Key = ()
         for position, name in enumerate(names):
             path = (*path, name)
-            if path in counts and not (several and position == len(names) - 1):
+            if path in counts and not (is_array and position == len(names) - 1):
                 path = (*path, counts[path] - 1)
             self.lines.setdefault(path, line)
         return path, line
@@ -361,7 +361,7 @@ def _unquoted(text: str) -> str:
 
 
 def key_lines(text: str, format: Literal["toml", "json"]) -> dict[Key, int]:
-    """Return the line of every key in text that ``tomllib`` or ``json`` accepts, from 1."""
+    """Return the line, from 1, of every key in text that ``tomllib`` or ``json`` accepts."""
     scanner = _Scanner(text)
     if format == "toml":
         scanner.toml()
@@ -374,10 +374,10 @@ def key_lines(text: str, format: Literal["toml", "json"]) -> dict[Key, int]:
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str, Any], frozenset[Key]]:
     """Return the values with ``KEY=VALUE`` settings applied, and the keys that they set.
 
-    A value is TOML, or else text, so that bare words need no quotes.
+    A value is TOML, or else plain text: words need no quotes.
 
     Raises:
-        RecipeError: a setting without ``=``, or a key inside something that is not a table.
+        RecipeError: a setting without ``=``, or a key below a value that is no table.
     """
     result = copy.deepcopy(dict(data))
     keys: set[Key] = set()

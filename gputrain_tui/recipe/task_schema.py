@@ -1,7 +1,7 @@
 """Returns the option schema of a task without importing torch.
 
-A user's task is a class in a file that imports torch, so a short-lived process describes it; the answer is kept by
-file and modification time.
+A user's task is a class in a file that imports torch, so a short-lived process describes it; the description is cached
+by file and modification time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.contract.home_folder import expand_home
 from trainer.contract.schema import Option
 
 DESCRIBE_TIMEOUT_S = 120.0
-"""Importing torch and a task takes seconds; after two minutes it hangs."""
+"""Time limit of importing torch and a task, which takes seconds."""
 
 
 class TaskDescription(msgspec.Struct, kw_only=True):
@@ -36,13 +36,13 @@ class TaskDescription(msgspec.Struct, kw_only=True):
 
 
 def task_schema(task: str) -> type[Any]:
-    """Return the options of a task as a schema.
+    """Return the schema of a task's options.
 
     Args:
         task: a built-in task's name, or ``module:Class`` or ``path.py:Class``.
 
     Raises:
-        RequestError: there is no such task, or it cannot be imported.
+        RequestError: the task does not exist or cannot be imported.
     """
     if task in BUILT_IN:
         schema = options_schema(task)
@@ -55,7 +55,7 @@ def task_schema(task: str) -> type[Any]:
 
 
 def build_schema(options: Sequence[Option]) -> type[Any]:
-    """Build a schema class that has these options."""
+    """Build a schema class with these options as fields."""
     fields: list[Any] = [
         (option.name, _type(option)) if option.required else (option.name, _type(option), _default(option))
         for option in options
@@ -89,7 +89,7 @@ def _type(option: Option) -> Any:
             "or_kind": option.or_kind,
         },
     }
-    # Types made at run time, from values that mypy cannot read as types.
+    # Types made at run time: mypy accepts no values as types.
     annotated: Any = Annotated
     many: Any = tuple
     if option.kind == "list":
@@ -105,17 +105,17 @@ def _task_options(task: str) -> list[Option]:
     file = task_file(task)
     if file is None:
         return _describe_in_subprocess(task)
-    import hashlib  # loads OpenSSL, which a built-in task does without
+    import hashlib  # loads OpenSSL, which is slow and which built-in tasks do not need
 
     mtime_ns = file.stat().st_mtime_ns
     digest = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
     cached = cache_folder() / "tasks" / f"{digest}.json"
     try:
-        known = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
-        if known.mtime_ns == mtime_ns:
-            return known.options
+        entry = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
+        if entry.mtime_ns == mtime_ns:
+            return entry.options
     except (OSError, msgspec.DecodeError):
-        pass  # not cached, or by another version
+        pass  # not cached, or in the format of another version
     options = _describe_in_subprocess(task)
     _write_cache(cached, TaskDescription(mtime_ns=mtime_ns, options=options))
     return options
@@ -133,23 +133,23 @@ def _write_cache(path: Path, described: TaskDescription) -> None:
 
 
 def task_file(task: str) -> Path | None:
-    """Return the file that defines ``module:Class`` or ``path.py:Class``, found without importing anything."""
+    """Return the file that defines ``module:Class`` or ``path.py:Class``, without an import; None if there is none."""
     module = task.rpartition(":")[0]
     if module.endswith(".py"):
         path = expand_home(module)
-        return path if os.path.isfile(path) else None  # noqa: PTH113 - also where the name is too long to ask
+        return path if os.path.isfile(path) else None  # noqa: PTH113 - Path.is_file() raises if the name is too long
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         return None
     relative = Path(*module.split("."))
     for folder in (Path.cwd(), *(Path(entry) for entry in sys.path if entry)):
         for candidate in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
-            if os.path.isfile(candidate):  # noqa: PTH113 - a folder of sys.path that may not be entered is none
+            if os.path.isfile(candidate):  # noqa: PTH113 - Path.is_file() raises in a forbidden folder
                 return candidate
     return None
 
 
 def _describe_in_subprocess(task: str) -> list[Option]:
-    """Run ``python -m trainer --describe-task``, which imports the task."""
+    """Return the options that ``python -m trainer --describe-task`` prints after importing the task."""
     words = [sys.executable, "-m", "trainer", "--describe-task", task]
     try:
         answer = subprocess.run(words, capture_output=True, timeout=DESCRIBE_TIMEOUT_S, stdin=subprocess.DEVNULL)

@@ -15,7 +15,7 @@ from trainer.contract.options import Distributed, Script, Training
 
 
 def dump_toml(recipe: Recipe) -> str:
-    """Return TOML that loads to the same recipe, with the comments of its text if that is TOML."""
+    """Return TOML that loads to the same recipe, with the comments of its text if the text is TOML."""
     wanted = _explicit_values(recipe)
     if recipe.origin.format == "json":
         return tomlkit.dumps(_document(wanted))
@@ -36,10 +36,7 @@ def _explicit_values(recipe: Recipe) -> dict[str, Any]:
     default = type(recipe.cluster)()
     cluster = {key: value for key, value in cluster.items() if value != getattr(default, key)}
     if recipe.cluster.nodes != default.nodes:
-        cluster["nodes"] = [
-            {key: value for key, value in msgspec.to_builtins(node).items() if value not in (None, {})}
-            for node in recipe.cluster.nodes
-        ]
+        cluster["nodes"] = _node_tables(recipe)
     script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
     if script.get("instrument"):
         del script["instrument"]
@@ -48,6 +45,13 @@ def _explicit_values(recipe: Recipe) -> dict[str, Any]:
     report = _set_values(recipe.report)
     tables = {"cluster": cluster, "slurm": slurm, "train": train | launch | script, "task": task, "report": report}
     return {"name": recipe.name, **{key: table for key, table in tables.items() if table}}
+
+
+def _node_tables(recipe: Recipe) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in msgspec.to_builtins(node).items() if value not in (None, {})}
+        for node in recipe.cluster.nodes
+    ]
 
 
 def _set_values(options: Any) -> dict[str, Any]:
@@ -63,12 +67,12 @@ def _non_defaults(options: Any, schema: type[Any]) -> dict[str, Any]:
 
 
 def _unwrap_single(value: Any) -> Any:
-    """Return the item of a list of one, which a recipe takes for the list."""
+    """Return the item of a list of one, which a recipe may have in place of the list; any other value as it is."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _with_written_spelling(wanted: Mapping[str, Any], written: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return the wanted values, each in the spelling of the text where that means the same."""
+    """Return the wanted values, each as the text writes it if both mean the same."""
     result: dict[str, Any] = {}
     if "name" in written or recipe.name != recipe.origin.default_name:
         result["name"] = wanted["name"]
@@ -90,14 +94,14 @@ def _current_value(recipe: Recipe, table: str, key: str) -> Any:
     """Return the recipe's value of a key, defaults included."""
     if table == "task":
         return recipe.task_options.get(key)
+    if (table, key) == ("cluster", "nodes"):
+        return _node_tables(recipe)
     if table in ("cluster", "slurm", "report"):
         value = getattr(getattr(recipe, table), key)
     elif key in Script.__struct_fields__:
         value = getattr(recipe.script, key, None)
     else:
         value = getattr(recipe.launch if key in LAUNCH_OPTIONS else recipe.train, key)
-    if (table, key) == ("cluster", "nodes"):
-        return [{k: v for k, v in msgspec.to_builtins(node).items() if v not in (None, {})} for node in value]
     return msgspec.to_builtins(value)
 
 
@@ -123,7 +127,7 @@ def _document(values: Mapping[str, Any]) -> tomlkit.TOMLDocument:
 
 
 def _update(container: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Change a tomlkit container to hold exactly ``values``; what is equal keeps its text."""
+    """Change a tomlkit container to hold exactly ``values``; equal values keep their text."""
     for key in [key for key in container if key not in values]:
         del container[key]
     for key, value in values.items():

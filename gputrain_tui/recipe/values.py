@@ -1,4 +1,4 @@
-"""Single values of a recipe: parsed from text, checked, and written as text; for files, hostfiles and forms."""
+"""Parses, checks and writes single values of a recipe, for files, hostfiles and forms."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ COMPUTED_VARIABLES = {
     "MASTER_ADDR": "set cluster.init_method",
     "MASTER_PORT": "set cluster.port",
 }
-"""Environment variables that the plan computes, and what stands for each in a recipe."""
+"""Environment variables that the plan computes → the recipe's key to set instead."""
 
 UUID_PREFIXES = ("GPU-", "MIG-")
-"""Of the driver's UUIDs, for a whole GPU and for a MIG instance."""
+"""Beginnings of the driver's UUIDs: of a whole GPU and of a MIG instance."""
 UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
-"""A UUID or its beginning, also of an instance as older drivers name it: ``MIG-GPU-…/1/0``."""
+"""A UUID or its beginning, including older drivers' form of a MIG instance: ``MIG-GPU-…/1/0``."""
 
 
 def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
     """Check a table ``env``: names of environment variables, each with text or a number.
 
     Raises:
-        RecipeError: anything else; ``where`` names a key of the table, such as ``env`` or ``env``, ``NAME``.
+        RecipeError: the table is invalid; ``where`` returns the location of its key path for the message.
     """
     if not isinstance(values, dict):
         raise RecipeError(f'{where("env")} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
@@ -49,7 +49,7 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
     """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``, also as text from a form.
 
     Raises:
-        RecipeError: anything else.
+        RecipeError: any other value.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -58,9 +58,7 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
         if (count := whole_number(text)) is not None:
             value = count
         elif "," in text or text.startswith("[") or text.startswith(UUID_PREFIXES):
-            words = (word.strip(" \"'") for word in text.strip("[]").split(","))
-            ids = ((word, whole_number(word)) for word in words if word)
-            value = [word if index is None else index for word, index in ids]
+            value = _parse_devices(text)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         if value > MAX_RANKS_PER_NODE:
             raise RecipeError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
@@ -75,6 +73,13 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
     )
 
 
+def _parse_devices(text: str) -> list[int | str]:
+    """Parse a list of indices and UUIDs, with or without brackets and quotes."""
+    words = (word.strip(" \"'") for word in text.strip("[]").split(","))
+    ids = ((word, whole_number(word)) for word in words if word)
+    return [word if index is None else index for word, index in ids]
+
+
 def whole_number(text: str) -> int | None:
     """Parse a count, an index or a port of at most nine digits; None for any other text."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
@@ -87,16 +92,16 @@ def _is_device(item: Any) -> bool:
 
 
 def parse_env(text: str) -> dict[str, str] | str:
-    """Parse ``NAME=VALUE NAME="VALUE"`` as a shell does; return other text as it is."""
+    """Parse ``NAME=VALUE NAME="VALUE"`` by a shell's rules; return any other text unchanged."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
-    except ValueError:  # a quotation mark has no second one
+    except ValueError:  # an unclosed quote
         return text
     return {name: value for name, _, value in pairs} if all(equals for _, equals, _ in pairs) else text
 
 
 def parse_node_value(name: str, text: str) -> Any:
-    """Parse the text of a node's field: a number or a list where it looks like one."""
+    """Parse the text of a node's field as ``env``, a number of ranks or a list of GPUs; else return the text."""
     text = text.strip()
     if name == "env":
         return parse_env(text)
@@ -106,14 +111,12 @@ def parse_node_value(name: str, text: str) -> Any:
     if number is not None:
         return number
     if name == "gpus" and ("," in text or text.startswith("[")):
-        words = [word.strip(" \"'") for word in text.strip("[]").split(",")]
-        ids = ((word, whole_number(word)) for word in words if word)
-        return [word if index is None else index for word, index in ids]
+        return _parse_devices(text)
     return text
 
 
 def value_text(value: Any) -> str:
-    """Return a value as text that ``--set`` or a form parses back; empty for None."""
+    """Return a value as text that ``--set`` and a form parse back; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -429,6 +429,17 @@ async def test_keys_that_follow_the_one_that_quits_are_not_for_the_console() -> 
 
 
 @played
+async def test_a_folder_of_runs_that_cannot_be_read_is_one_line(home: Path) -> None:
+    (home / "runs").write_text("no folder")
+    app = console(None, runs=list_runs)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await settle(pilot)
+        assert app.place == "welcome"
+        await press(pilot, "3")
+        assert f"cannot read the runs in {home / 'runs'}: Not a directory" in toasts(app)
+
+
+@played
 async def test_the_demo_needs_a_confirmation_where_runs_exist(home: Path) -> None:
     run = synthetic.run(home / "runs", steps=5, status="finished")
     app = console(None, runs=lambda: [run])

@@ -12,7 +12,7 @@ import pytest
 from commands import Command, command
 from recipe_texts import recipe
 
-from gputrain_tui.hosts.environment_facts import torch_here
+from gputrain_tui.hosts.environment_facts import installed_torch
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
-    found = torch_here()
+    found = installed_torch()
     program = "import torch; print(torch.__version__, torch.version.cuda)"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert f"{found.version} {found.cuda}" == printed.strip()

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from machines import gpu, machine
+from row_texts import row_text
 from run_dirs import run_dir
 from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
@@ -25,7 +26,6 @@ from gputrain_tui.console.host_choice import (
     wanted_devices,
 )
 from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.gauges import bar
 from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
 from gputrain_tui.console.widgets.machine import draw_machine
@@ -129,11 +129,11 @@ def test_each_remote_host_is_queried_once_and_this_machine_is_not_among_them() -
     ("host", "due"),
     [
         (Host(name="new"), True),
-        (Host(name="old", tried=96.0), True),
-        (Host(name="fresh", tried=96.5), False),
-        (Host(name="out", tried=90.0, problem="no"), False),
-        (Host(name="out", tried=80.0, problem="no"), True),
-        (Host(name="busy", asking=True), False),
+        (Host(name="old", surveyed_at=96.0), True),
+        (Host(name="fresh", surveyed_at=96.5), False),
+        (Host(name="out", surveyed_at=90.0, problem="no"), False),
+        (Host(name="out", surveyed_at=80.0, problem="no"), True),
+        (Host(name="busy", surveying=True), False),
     ],
 )
 def test_hosts_are_queried_when_due(host: Host, due: bool) -> None:
@@ -160,7 +160,7 @@ def test_a_node_is_compared_with_the_free_gpus_of_its_host(gpus: Gpus, text: tup
 def test_a_node_shows_why_its_host_cannot_take_it() -> None:
     node = Node(host="far", gpus=1)
     assert availability(node, None) == ("being asked", "dim")
-    assert availability(node, Host(name="far", asking=True)) == ("being asked", "dim")
+    assert availability(node, Host(name="far", surveying=True)) == ("being asked", "dim")
     assert availability(node, Host(name="far", problem="it refuses the key")) == ("it refuses the key", "warning")
     assert availability(node, Host(name="far", inventory=machine())) == ("it has no GPU", "warning")
     cpu = Node(host="far", cpu_ranks=99)
@@ -191,12 +191,18 @@ def test_chosen_gpus_become_nodes_in_the_order_of_the_recipe(
 
 @pytest.mark.parametrize("width", [78, 118, 198])
 def test_a_hosts_line_fits_and_has_the_reason_of_its_silence(width: int) -> None:
-    host = Host(name="gpu1", inventory=machine(gpu(0), gpu(1, busy=True)), seen=10.0, tried=10.0)
+    host = Host(name="gpu1", inventory=machine(gpu(0), gpu(1, busy=True)), inventory_at=10.0, surveyed_at=10.0)
     for found, parts in (
         (host, ["gpu1", "1 of 2 free", "load", "now"]),
-        (Host(name="gpu1", problem="it refuses the key: `ssh gpu1 true` must work", tried=1.0), ["it refuses the key"]),
-        (Host(name="gpu1", asking=True), ["being asked"]),
-        (replace(host, problem="it does not answer", seen=-110.0), ["1 of 2 free", "it does not answer", "2:00 ago"]),
+        (
+            Host(name="gpu1", problem="it refuses the key: `ssh gpu1 true` must work", surveyed_at=1.0),
+            ["it refuses the key"],
+        ),
+        (Host(name="gpu1", surveying=True), ["being asked"]),
+        (
+            replace(host, problem="it does not answer", inventory_at=-110.0),
+            ["1 of 2 free", "it does not answer", "2:00 ago"],
+        ),
     ):
         text = row_text(draw_host(found, width, name_cells=8, chosen=0, now=10.0))
         assert len(text) == width
@@ -298,7 +304,7 @@ async def test_gpus_of_several_machines_are_chosen_together_for_the_launch() -> 
         "gpu3": HostReport(host="gpu3", problem="it refuses the key: `ssh gpu3 true` must work without a password"),
     }
     async with app.run_test(size=(120, 40)) as pilot:
-        screen = ClusterScreen(take=machine, ask=answers.__getitem__, runs=list, clocked=False)
+        screen = ClusterScreen(take=machine, survey=answers.__getitem__, runs=list, clocked=False)
         await open_screen(pilot, screen)
         text = screen_text(app)
         assert "3 of 4 free on 4 machines" in text
@@ -326,7 +332,7 @@ async def test_a_silent_host_delays_no_other_and_keeps_its_last_report() -> None
         return host_report(name, gpu(0))
 
     async with app.run_test(size=(120, 40)) as pilot:
-        screen = ClusterScreen(take=machine, ask=ask, runs=list, clocked=False, now=lambda: clock[0])
+        screen = ClusterScreen(take=machine, survey=ask, runs=list, clocked=False, now=lambda: clock[0])
         await app.push_screen(screen)
         while "1 of 1 free on 3 machines" not in screen_text(app):
             await pilot.pause()
@@ -355,7 +361,7 @@ async def test_leaving_waits_for_no_host() -> None:
         return HostReport(host=name, problem="late")
 
     async with app.run_test(size=(120, 40)) as pilot:
-        await app.push_screen(ClusterScreen(take=machine, ask=ask, runs=list, clocked=False))
+        await app.push_screen(ClusterScreen(take=machine, survey=ask, runs=list, clocked=False))
         while not reached.is_set():
             await pilot.pause()
     assert not left.is_set()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 
 from gputrain_tui.console.validate_recipe import remarks_by_field, validate_recipe
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import draw_preflight
 from gputrain_tui.history.runs import list_runs

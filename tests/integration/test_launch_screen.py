@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 from textual.events import Key
 from textual.widgets import Input
 from waiting import LIMIT_S
 
 from gputrain_tui.console.screens.confirm import Confirm
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.form import Form, form_lines
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
@@ -164,10 +164,10 @@ async def test_keys_typed_ahead_go_into_the_value() -> None:
         for character in ("enter", "1", "2", "enter", "slash", "l", "r", "enter"):
             app.post_message(Key(character, character if len(character) == 1 else None))
         deadline = time.monotonic() + LIMIT_S
-        while (screen.form.wanted != "lr" or screen.has_class("-editing")) and time.monotonic() < deadline:
+        while (screen.form.search != "lr" or screen.has_class("-editing")) and time.monotonic() < deadline:
             await settle(pilot)
         assert screen.draft.changes == {"train.max_updates": "12"}
-        assert screen.form.wanted == "lr"
+        assert screen.form.search == "lr"
         assert app.screen is screen
 
 
@@ -193,11 +193,11 @@ async def test_a_search_goes_to_the_field_that_is_meant_and_escape_restores(quer
         assert screen.form.field.key == key
         assert any(row.lstrip().startswith("find ") or " find " in row for row in screen_text(app).splitlines())
         await pilot.press("escape")
-        assert (screen.form.wanted, screen.form.field.key) == ("", "train.seed")
+        assert (screen.form.search, screen.form.field.key) == ("", "train.seed")
         await pilot.press("slash")
         screen.query_one("#editor", Input).value = query
         await pilot.press("enter")
-        assert (screen.form.wanted, screen.form.field.key) == (query, key)
+        assert (screen.form.search, screen.form.field.key) == (query, key)
 
 
 @in_loop

@@ -24,7 +24,7 @@ from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.record_tail import last_steps
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at
@@ -420,7 +420,7 @@ async def test_a_run_that_was_resumed_twice_begins_with_the_curves_of_both_it_we
         await settle(pilot)
         chart = app.screen.query_one("#loss", BandChart)
         assert [each.until for each in chart.earlier] == [301, 201]
-        assert chart.whole == (1, 360)
+        assert chart.default_span == (1, 360)
         await press(pilot, "l", "l")
         text = rows(app)
         assert any("resumed at 301" in row for row in text)
@@ -428,13 +428,13 @@ async def test_a_run_that_was_resumed_twice_begins_with_the_curves_of_both_it_we
         ink = [x for row in text[3:-3] for x, cell in enumerate(row) if 0x2800 < ord(cell) < 0x2900]
         assert min(ink) < 20, "its curve begins at the oldest run's first step"
         await press(pilot, "x")
-        assert chart.whole == (301, 360)
+        assert chart.default_span == (301, 360)
 
 
 @played
 async def test_earlier_runs_of_the_recipe_lie_below_one_after_the_other(tmp_path: Path) -> None:
     earlier = synthetic.run(paths.runs_folder(), steps=200, status="stopped")
-    app = console(synthetic.run(paths.runs_folder(), steps=300))
+    app = console(synthetic.run(paths.runs_folder(), steps=300), runs=list_runs)
     async with app.run_test(size=(160, 45)) as pilot:
         await settle(pilot)
         chart = app.screen.query_one("#loss", BandChart)

@@ -151,7 +151,7 @@ async def open_several_hosts(pilot: Pilot[Any], folder: Path) -> None:
     runs = run_on_gpu1(folder)
     screen = ClusterScreen(
         take=lambda: machine(gpu(0, busy=True), gpu(1, hot=True)),
-        ask=ANSWERS.__getitem__,
+        survey=ANSWERS.__getitem__,
         runs=lambda: runs,
         clocked=False,
         now=lambda: 100.0,

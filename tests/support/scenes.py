@@ -209,7 +209,7 @@ async def cluster_recipe(pilot: Pilot[Any]) -> None:
     assert isinstance(pilot.app, GputrainApp)
     pilot.app.session.recipe = build(TWO_NODES, name="two_nodes.toml")
     screen = ClusterScreen(
-        take=lambda: machine(note=NO_DRIVER), ask=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
+        take=lambda: machine(note=NO_DRIVER), survey=ANSWERS.__getitem__, runs=list, clocked=False, now=lambda: 100.0
     )
     await open_screen(pilot, screen)
 

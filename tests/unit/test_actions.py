@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from row_texts import row_text
 from textual.screen import Screen
 
 from gputrain_tui.console import screens
@@ -24,7 +25,7 @@ from gputrain_tui.console.actions import (
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
 from gputrain_tui.console.screens.help import WITH_LOG, help_text
-from gputrain_tui.console.widgets.drawing import row_cells, row_text
+from gputrain_tui.console.widgets.drawing import row_cells
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import draw_keys
 from gputrain_tui.console.widgets.log_view import LogView

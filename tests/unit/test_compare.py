@@ -3,8 +3,8 @@ from __future__ import annotations
 from math import isnan
 
 import pytest
+from row_texts import row_text
 
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
 from gputrain_tui.history.compare import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
 from gputrain_tui.recipe.build import build

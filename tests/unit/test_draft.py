@@ -102,6 +102,15 @@ def test_an_empty_value_means_the_default() -> None:
     assert not field(one, "train.lr").written
 
 
+def test_an_empty_value_of_a_node_removes_only_that_key() -> None:
+    one = draft(TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "n0"\nworkdir = "/w"'))
+    one.set("cluster.nodes[0].cpu_ranks", "3")
+    one.set("cluster.nodes[0].workdir", "")
+    assert one.nodes() == [{"host": "n0", "cpu_ranks": 3}]
+    assert one.undo() == "cluster.nodes[0].workdir"
+    assert one.nodes() == [{"host": "n0", "workdir": "/w", "cpu_ranks": 3}]
+
+
 @pytest.mark.parametrize(
     "text", [TEXT, '[train]\ntask = "lm"\n', '{"train": {"task": "lm"}, "cluster": {"nodes": [{"gpus": 2}]}}']
 )

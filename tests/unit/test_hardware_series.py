@@ -3,8 +3,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from row_texts import row_text
 
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.hardware_lines import draw_hardware
 from gputrain_tui.history import hardware_series
 from gputrain_tui.history.hardware_series import HardwareSeries, TimeSeries

@@ -5,8 +5,8 @@ import re
 
 import pytest
 from manual_clock import ManualClock
+from row_texts import row_text
 
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, ending, failure_block, finding_lines
 from gputrain_tui.headless.number_text import number, ranks_text

@@ -60,7 +60,6 @@ def recipe(*nodes: str, train: str = LM, cluster: str = "") -> Recipe:
 def host_answer(node: int, *, environment: Any = None, facts: Any = (), **more: Any) -> HostAnswer:
     """What a host in order answers, but for what is given."""
     known = {
-        "name": f"h{node + 1}",
         "machine": str(node),
         "inventory": MACHINE,
         "limits": ResourceLimits(processes=None, files=4096, memory_bytes=None),
@@ -373,8 +372,24 @@ inventory = {"host": "\\x1b]0;x\\x07", "time": 0.0, "cpus": {}, "memory": memory
 for line in sys.stdin.buffer:
     if b'"ask": "facts"' in line[-100000:]:
         limits = {"processes": None, "files": None, "memory_bytes": None}
-        answer({"name": "x", "machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])})
+        answer({"machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])})
 """
+
+
+def test_hosts_are_queried_again_once_the_save_folder_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho >> {tmp_path}/started\nexit 1\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("GPUTRAIN_SSH", str(tmp_path / "ssh"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    local = LocalFacts(python=sys.executable)
+    starts = []
+    for folder in ("/a", "/a", "/b"):
+        wanted = recipe(train=LM.replace("\n[task]", f'\nsave_dir = "{folder}"\n[task]'))
+        collect_hosts(wanted, plan(wanted, {}, local=local), local, env={}, max_age_s=600)
+        starts.append(len((tmp_path / "started").read_text().splitlines()))
+    assert starts == [2, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -382,7 +397,7 @@ for line in sys.stdin.buffer:
     [
         {"probe_port": 10**9},
         {"probe_port": 7, "addresses": ["$(reboot)"]},
-        {"probe_port": 7, "name": "x" * 5000},
+        {"probe_port": 7, "problem": "x" * 5000},
         {"probe_port": 10**400},
         {"probe_port": 7, "folders": [{"path": 7}]},
     ],

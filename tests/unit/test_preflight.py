@@ -86,7 +86,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             "port 22 needs root",
         ),
         (
-            PreflightFacts(port=Port(number=2222, state="free", address="10.9.9.9", ours=False)),
+            PreflightFacts(port=Port(number=2222, state="free", address="10.9.9.9", is_own=False)),
             recipe(cluster='init_method = "tcp://10.9.9.9:2222"'),
             "warning",
             "cluster.init_method",
@@ -344,10 +344,10 @@ def test_a_busy_port_is_known_and_an_address_that_is_not_ours() -> None:
         assert (port.state, f"(pid {os.getpid()})" in port.holder) == ("busy", True)
     away = facts_of(recipe(cluster='init_method = "tcp://192.0.2.7:23456"')).port
     assert away is not None
-    assert (away.ours, away.address) == (False, "192.0.2.7")
+    assert (away.is_own, away.address) == (False, "192.0.2.7")
     here = facts_of(recipe(cluster='init_method = "tcp://127.0.0.1:23456"')).port
     assert here is not None
-    assert here.ours
+    assert here.is_own
 
 
 def test_another_machines_port_is_not_judged_here() -> None:

@@ -1,4 +1,4 @@
-"""Interface of the app for its screens, which so need not import it."""
+"""Interface of the app that screens use, so that they need not import the app."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ if TYPE_CHECKING:
 
 
 class AppProtocol(Protocol):
-    """The app, as its screens see it."""
+    """Attributes and methods of the app that screens use."""
 
     session: LaunchSession
     """State shared for the next launch."""
     live: LiveRun | None
     """The run that was opened last."""
     warm: WarmPool | None
-    """Processes that have torch loaded; None: without them."""
+    """Pool of processes that have torch loaded; None: no warm pool."""
     supervisors: list[subprocess.Popen[bytes]]
-    """Of the runs launched here; asked now and then whether they have ended, so that none stays a zombie."""
+    """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
     quiet_s: float
     """Seconds between the last two keys."""
+
+    def list_runs(self) -> list[Run]:
+        """Return all runs, newest first; if their folder cannot be read, report the error and return none."""
 
     def report(self, text: str, *, alarm: bool = False) -> None:
         """Show a notification."""
 
-    def copy(self, text: str, what: str) -> None:
-        """Copy text to the clipboard, and report what it was."""
+    def copy(self, text: str, label: str) -> None:
+        """Copy text to the clipboard, and name it by ``label`` in a notification."""
 
     async def action_go(self, name: str) -> None:
         """Go to one of the four screens."""
@@ -43,16 +46,16 @@ class AppProtocol(Protocol):
         """Launch the demo."""
 
     async def open_run(self, run: Run) -> None:
-        """Show a run from its beginning on."""
+        """Open the run screen on a run."""
 
     def run_worker(self, work: WorkType[Any], *, group: str, exclusive: bool = False) -> object:
-        """Run a coroutine beside the app; an exclusive one ends the others of its group."""
+        """Run a coroutine as a Textual worker; an exclusive one cancels the others of its group."""
 
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
-        """Act once the person has confirmed it."""
+        """Open a yes-or-no dialog, and call ``act`` on yes."""
 
     def compare_with_last(self, run: Run) -> None:
-        """Compare a run with the one before it of the same recipe."""
+        """Open the compare screen on a run and the one before it of the same recipe."""
 
 
 def app_of(screen: Screen[Any]) -> AppProtocol:

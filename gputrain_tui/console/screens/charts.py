@@ -1,4 +1,4 @@
-"""Base of the screens on a run: the clock, the chart keys, and stopping the run."""
+"""Base of the run and the rank screen: repaint clock, chart keys, curves of earlier runs, stopping the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.live import POLL_BUDGET_S
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
-from gputrain_tui.console.screens.start_and_stop import ask_to_stop
+from gputrain_tui.console.screens.start_and_stop import confirm_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
 from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
@@ -23,7 +23,6 @@ from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.history.parent import ancestors_of
-from gputrain_tui.history.runs import list_runs
 from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:
@@ -40,14 +39,14 @@ CHARTS: dict[BandMetric, tuple[str, str, str]] = {
     "sync_exposed_ms": ("sync wait ms", "", "no gradient synchronisation was measured yet"),
     "step_ms": ("step ms", "", "no step was measured yet"),
 }
-"""Title and unit of each metric's chart, and its text where nothing was measured."""
+"""Title, unit and text before the first measurement of each metric's chart."""
 
 
 class ChartScreen(ConsoleScreen):
-    """A screen on a run, with charts."""
+    """Screen of a run with charts."""
 
     EVERY_TICK: ClassVar[str]
-    """Id of the panel that is repainted at every tick, each other one in its turn."""
+    """Id of the panel that is repainted at every tick; the others are repainted every ``CHART_INTERVAL_S``."""
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__()
@@ -58,11 +57,11 @@ class ChartScreen(ConsoleScreen):
         self.view = ChartView()
         """Range, axis and cursor of all charts."""
         self._ancestors: list[CurveReader] = []
-        """The run that this one has resumed, the one that that has resumed, and so on."""
-        self._begins: list[int] = []
-        """First steps of these and of the run itself, as they were drawn."""
-        self._below: CurveReader | None = None
-        """The earlier run that lies below the curves."""
+        """Curves of the run that this one resumed, of the run that that one resumed, and so on."""
+        self._drawn_first_steps: list[int] = []
+        """First step of the run and of each ancestor when the curves were drawn last."""
+        self._underlay: CurveReader | None = None
+        """Curves of the run that the underlay key chose."""
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
 
@@ -72,7 +71,7 @@ class ChartScreen(ConsoleScreen):
 
     @property
     def panel_size(self) -> Size:
-        """Cells and lines of all panels together."""
+        """Cells and lines of the area that holds the panels."""
         return Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
 
     def on_resize(self, event: Resize) -> None:
@@ -80,7 +79,7 @@ class ChartScreen(ConsoleScreen):
         self.place_panels()
 
     def tick(self) -> None:
-        """Repaint what changed."""
+        """Read the records of earlier runs, and repaint the changed panels that are due."""
         self._read_earlier()
         now = time.monotonic()
         for turn, panel in enumerate(self.query_one("#panels").children):
@@ -91,18 +90,18 @@ class ChartScreen(ConsoleScreen):
             self.after_events()
 
     def after_events(self) -> None:
-        """Do what follows the repaint of the header: the footer offers what is next once the run has ended."""
+        """Update the footer when the run ends: it offers other actions then."""
         if self.live.over != self._over:
             self._over = self.live.over
             self.query_one(KeyBar).redraw()
 
     def repaint(self) -> None:
-        """Bring everything up to date at once."""
+        """Repaint all changed panels at once."""
         self._painted_at.clear()
         self.tick()
 
     def _is_due(self, name: str | None, turn: int, now: float) -> bool:
-        """Return whether a panel is due; the first time staggers them."""
+        """Return whether a panel is due, and if so note the time; the first times are staggered by ``turn``."""
         before = self._painted_at.get(name)
         if before is not None and now - before < CHART_INTERVAL_S:
             return False
@@ -114,7 +113,7 @@ class ChartScreen(ConsoleScreen):
         title, unit, empty = CHARTS[metric]
         return BandChart(self.live, metric, title, unit, view=self.view, empty=empty, spiky=metric != "loss", id=id)
 
-    def _point_at(self, rank: int | None) -> None:
+    def _highlight_rank(self, rank: int | None) -> None:
         """Highlight a rank in every panel, or none."""
         for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
@@ -123,13 +122,13 @@ class ChartScreen(ConsoleScreen):
     # Earlier runs
 
     def on_screen_resume(self) -> None:
-        """Read the run that this one has resumed, once."""
+        """Find the ancestors of the run (the run that it resumed, and so on), once."""
         if not self._ancestors and not self.is_archive:
             self._find_ancestors()
 
     @property
     def is_archive(self) -> bool:
-        """Whether the run is an archive's, whose paths are another machine's."""
+        """Whether the run's directory came from an archive: its paths belong to another machine."""
         return self.live.run.status.archived is not None
 
     @work(group="ancestors", exclusive=True)
@@ -139,53 +138,54 @@ class ChartScreen(ConsoleScreen):
 
     def on_unmount(self) -> None:
         """Close the records of earlier runs."""
-        for reader in (*self._ancestors, self._below):
+        for reader in (*self._ancestors, self._underlay):
             if reader is not None:
                 reader.close()
 
     def _read_earlier(self) -> None:
         """Read the records of earlier runs within the budget of a tick."""
         deadline = time.perf_counter() + POLL_BUDGET_S
-        for reader in (*self._ancestors, self._below):
+        for reader in (*self._ancestors, self._underlay):
             if reader is not None:
                 reader.poll(deadline)
-        if self._ancestors and self._first_steps() != self._begins:
+        if self._ancestors and self._first_steps() != self._drawn_first_steps:
             self._show_earlier()
 
     def _first_steps(self) -> list[int]:
         return [series.first_step for series in (self.live.series, *(each.history.series for each in self._ancestors))]
 
     def _show_earlier(self) -> None:
-        """Put earlier runs below all charts."""
+        """Draw the curves of earlier runs below those of the run in all charts."""
         earlier = []
-        self._begins = self._first_steps()
-        for reader, until in zip(self._ancestors, self._begins, strict=False):
-            if until > 0:  # else the run that went on from it has no step yet
+        self._drawn_first_steps = self._first_steps()
+        for reader, until in zip(self._ancestors, self._drawn_first_steps, strict=False):
+            if until > 0:  # 0: the run that resumed it has no step yet
                 earlier.append(EarlierCurve(name=f"resumed at {until:,}", series=reader.history.series, until=until))
-        if self._below is not None:
-            earlier.append(EarlierCurve(name=self._below.run.id, series=self._below.history.series))
+        if self._underlay is not None:
+            earlier.append(EarlierCurve(name=self._underlay.run.id, series=self._underlay.history.series))
         for chart in self.query(BandChart):
             chart.earlier = earlier
             chart.redraw()
 
     def action_underlay(self) -> None:
-        """Lay the next earlier run of the same recipe below the curves, and after the last one none."""
-        now = self.live.run
-        found = [run for run in list_runs() if run.status.recipe == now.status.recipe and run.id != now.id]
-        before = None if self._below is None else self._below.run.id
-        ids = [run.id for run in found]
-        index = ids.index(before) + 1 if before in ids else 0
-        if self._below is not None:
-            self._below.close()
-        self._below = CurveReader(found[index]) if index < len(found) else None
+        """Draw the next earlier run of the same recipe below the curves; after the last one, none."""
+        run = self.live.run
+        runs = app_of(self).list_runs()
+        found = [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
+        current = None if self._underlay is None else self._underlay.run.id
+        ids = [each.id for each in found]
+        index = ids.index(current) + 1 if current in ids else 0
+        if self._underlay is not None:
+            self._underlay.close()
+        self._underlay = CurveReader(found[index]) if index < len(found) else None
         if not found:
-            app_of(self).report(f"there is no other run of {now.status.recipe}")
+            app_of(self).report(f"there is no other run of {run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
 
-    def _chart(self) -> BandChart | None:
-        """Return the chart by which the cursor moves: the one with the focus, or the first that is shown."""
+    def _cursor_chart(self) -> BandChart | None:
+        """Return the chart whose columns the cursor moves by: the focused one, or the first visible one."""
         charts = [chart for chart in self.query(BandChart) if chart.display and chart.size]
         return next((chart for chart in charts if chart.has_focus), charts[0] if charts else None)
 
@@ -195,20 +195,20 @@ class ChartScreen(ConsoleScreen):
 
     def action_cursor(self, columns: int) -> None:
         """Move the cursor of the charts."""
-        chart = self._chart()
+        chart = self._cursor_chart()
         if chart is not None:
-            self.view.move(chart.whole, chart.columns // 2, columns)
+            self.view.move(chart.default_span, chart.columns // 2, columns)
             self._redraw_charts()
 
     def action_range(self, closer: int) -> None:
         """Show fewer steps around the cursor, or more."""
-        chart = self._chart()
+        chart = self._cursor_chart()
         if chart is not None:
-            self.view.zoom(chart.whole, closer=bool(closer))
+            self.view.zoom(chart.default_span, closer=bool(closer))
             self._redraw_charts()
 
     def action_axis(self) -> None:
-        """Draw over the next axis on which the run was measured."""
+        """Draw over the next horizontal axis (steps, time, samples, tokens) that the run has values for."""
         self.view.next_axis(self.live.series.axis)
         self._redraw_charts()
 
@@ -221,19 +221,19 @@ class ChartScreen(ConsoleScreen):
         self._redraw_charts()
 
     def view_back(self) -> bool:
-        """Remove the cursor, or else the range; return False where there is neither."""
+        """Remove the cursor, or else the range; return False if there is neither."""
         if not self.view.back():
             return False
         self._redraw_charts()
         return True
 
     def action_scale(self) -> None:
-        """Change between a linear and a logarithmic axis."""
+        """Switch the vertical axis between linear and logarithmic."""
         for chart in self.query(BandChart):
             chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOW_STEPS[self._window])
 
     def action_window(self) -> None:
-        """Show the whole run, or its last steps."""
+        """Show the next of ``WINDOW_STEPS``: the whole run, or its last steps."""
         self.view.span = None
         self._window = (self._window + 1) % len(WINDOW_STEPS)
         for chart in self.query(BandChart):
@@ -242,14 +242,14 @@ class ChartScreen(ConsoleScreen):
             late.show(last=WINDOW_STEPS[self._window])
 
     def action_smooth(self) -> None:
-        """Smooth the curves more, and from the most back to not at all."""
+        """Smooth the curves by the next of ``SMOOTHING_STEPS``."""
         self._smoothing = (self._smoothing + 1) % len(SMOOTHING_STEPS)
         for chart in self.query(BandChart):
             chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_STEPS[self._smoothing])
 
     def action_stop_run(self) -> None:
-        """Stop the run, after a question."""
+        """Stop the run after a dialog."""
         if self.live.over:
             app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
         else:
-            ask_to_stop(app_of(self), self.live.run)
+            confirm_stop(app_of(self), self.live.run)

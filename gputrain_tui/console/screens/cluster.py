@@ -1,4 +1,4 @@
-"""Cluster screen: GPUs and their users on this machine and the hosts of the recipe or hostfile.
+"""Cluster screen: GPUs and their users, on this machine and on the hosts of the recipe or hostfile.
 
 This machine is sampled every two seconds. Every other host is surveyed over ssh in its own thread, so that one that
 does not answer delays none.
@@ -49,7 +49,7 @@ from trainer.contract.errors import RequestError
 LOCAL_INTERVAL_S = 2.0
 """Seconds between two inventories of this machine."""
 REMOTE_INTERVAL_S = 4.0
-"""Seconds between two surveys of another host."""
+"""Seconds between two surveys of a remote host."""
 FAILED_HOST_INTERVAL_S = 20.0
 """Seconds before a failed survey is repeated."""
 
@@ -57,26 +57,25 @@ FAILED_HOST_INTERVAL_S = 20.0
 def draw_nodes(
     title: str, nodes: Sequence[Node], hosts: Sequence[Host], facts: LocalFacts, width: int, height: int
 ) -> list[Row]:
-    """Return the nodes of the recipe or hostfile, and whether their hosts have the devices."""
+    """Return the nodes of the recipe or hostfile as rows, each with the availability of its devices."""
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     rows: list[Row] = [title_row(width, [(title, "title")], [[(count, "dim")]] if nodes else [])]
     if not nodes:
         rows.append([("No recipe is open; ", "dim"), ("2", "key"), (" chooses one.", "dim")])
     by_name = {host.name: host for host in hosts}
     shown = nodes[: height - 1 - (len(nodes) > height - 1)]
-    wide = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
-    asked = max([20, *(len(wanted_devices(node)) for node in shown)]) + 2
+    host_cells = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
+    device_cells = max([20, *(len(wanted_devices(node)) for node in shown)]) + 2
     for index, node in enumerate(shown):
-        here = is_local(node.host, facts)
-        known, role = availability(node, by_name.get(THIS_MACHINE if here else str(node.host)))
-        place = "this machine: " if here and node.host is not None else ""
+        local = is_local(node.host, facts)
+        text, role = availability(node, by_name.get(THIS_MACHINE if local else str(node.host)))
         rows.append(
             [
                 (f"{index:>4}  ", "dim"),
-                (printable(node.host or "this machine")[: wide - 2].ljust(wide), "bright"),
-                (wanted_devices(node).ljust(asked), "bright"),
-                (place, "dim"),
-                (known, role),
+                (printable(node.host or "this machine")[: host_cells - 2].ljust(host_cells), "bright"),
+                (wanted_devices(node).ljust(device_cells), "bright"),
+                ("this machine: " if local and node.host is not None else "", "dim"),
+                (text, role),
             ]
         )
     if len(shown) < len(nodes):
@@ -85,7 +84,7 @@ def draw_nodes(
 
 
 class NodeList(Canvas):
-    """The nodes of the open recipe, or of the hostfile."""
+    """Panel of the nodes of the open recipe, or of the hostfile."""
 
     title = "hosts of the recipe"
     nodes: Sequence[Node] = ()
@@ -93,7 +92,7 @@ class NodeList(Canvas):
     facts = LocalFacts()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the nodes."""
+        """Return the nodes as rows."""
         return draw_nodes(self.title, self.nodes, self.hosts, self.facts, width, height)
 
 
@@ -108,7 +107,7 @@ class ClusterScreen(Page):
         self,
         *,
         take: Callable[[], Inventory] = take_inventory,
-        ask: Callable[[str], HostReport] | None = None,
+        survey: Callable[[str], HostReport] | None = None,
         runs: Callable[[], list[Run]] = list_runs,
         clocked: bool = True,
         now: Callable[[], float] = time.monotonic,
@@ -117,15 +116,15 @@ class ClusterScreen(Page):
 
         Args:
             take: takes the inventory of this machine.
-            ask: surveys another host; by default over ssh.
+            survey: surveys a remote host; by default over ssh.
             runs: lists the runs.
             clocked: whether it samples on a timer.
             now: monotonic seconds.
         """
         super().__init__()
         self._take = take
-        self._asking = HostSurvey()
-        self._ask = ask or self._asking
+        self._surveys = HostSurvey()
+        self._survey = survey or self._surveys
         self._runs = runs
         self._clocked = clocked
         self._now = now
@@ -133,12 +132,12 @@ class ClusterScreen(Page):
         self._facts: LocalFacts | None = None
         self._plans: list[tuple[str, Plan]] = []
         self._hosts: dict[str, Host] = {}
-        """By name, this machine first."""
-        # Threads of its own: hosts that do not answer must not keep the launch from its thread.
-        self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="ask")
+        """Hosts by name, this machine first."""
+        # An executor of its own: hosts that do not answer must not use up the threads that a launch needs.
+        self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="survey")
 
     def body(self) -> ComposeResult:
-        """Yield the machine with the cursor, all GPUs, the processes on one of them, and the nodes."""
+        """Yield the panels: host under the cursor, GPU table, processes on the GPU under the cursor, nodes."""
         with Vertical(id="machines"):
             yield MachinePanel(id="machine")
             yield GpuTable(id="gpus")
@@ -153,7 +152,7 @@ class ClusterScreen(Page):
 
     def on_unmount(self) -> None:
         """Cancel surveys without waiting for them."""
-        self._asking.close()
+        self._surveys.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def on_screen_resume(self) -> None:
@@ -165,13 +164,13 @@ class ClusterScreen(Page):
             self._sample()
 
     def action_sample(self) -> None:
-        """Sample all hosts now, also those that did not answer."""
+        """Sample all hosts now, also those whose last survey failed."""
         for name, host in self._hosts.items():
-            self._hosts[name] = replace(host, tried=None)
+            self._hosts[name] = replace(host, surveyed_at=None)
         self._sample()
 
-    def _wanted(self) -> tuple[Node, ...]:
-        """Return the nodes of the open recipe, or of the hostfile."""
+    def _recipe_nodes(self) -> tuple[Node, ...]:
+        """Return the nodes of the open recipe; without one, those of the hostfile."""
         recipe = self.session.recipe
         return recipe.cluster.nodes if recipe is not None else tuple(entry.node for entry in self.session.hosts)
 
@@ -182,53 +181,54 @@ class ClusterScreen(Page):
         if self._sampling:
             return
         self._sampling = True
-        named = [*(node.host for node in self._wanted()), *(entry.host for entry in self.session.hosts)]
+        named = [*(node.host for node in self._recipe_nodes()), *(entry.host for entry in self.session.hosts)]
         inventory, facts, self._plans = await asyncio.to_thread(self._read_machine, named)
         self._sampling, self._facts = False, facts
-        here = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
+        local = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
         run_ranks = ranks_by_gpu(inventory, self._plans, lambda host: is_local(host, facts))
         now = self._now()
-        here = replace(here, inventory=inventory, run_ranks=run_ranks, tried=now, seen=now)
-        nodes = (*self._wanted(), *(entry.node for entry in self.session.hosts))
+        local = replace(local, inventory=inventory, run_ranks=run_ranks, surveyed_at=now, inventory_at=now)
+        nodes = (*self._recipe_nodes(), *(entry.node for entry in self.session.hosts))
         away = remote_hosts(nodes, lambda host: is_local(host, facts))
-        self._hosts = {here.name: here, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
-        self._ask_due()
+        self._hosts = {local.name: local, **{name: self._hosts.get(name, Host(name=name)) for name in away}}
+        self._survey_due_hosts()
         self._show()
 
     def _read_machine(self, named: Sequence[str | None]) -> tuple[Inventory, LocalFacts, list[tuple[str, Plan]]]:
-        """Return the inventory of this machine, which of the named hosts it is, and the plans of active runs."""
+        """Return the inventory of this machine, the facts that ``is_local`` needs, and the plans of active runs."""
         runs: list[Run] = []
-        with suppress(RequestError):  # the runs cannot be read: then none of them is shown on a GPU
+        with suppress(RequestError):  # unreadable runs are left out of the GPU table
             runs = self._runs()
         return self._take(), local_facts(named), active_plans(runs)
 
-    # The others
+    # Remote hosts
 
-    def _ask_due(self) -> None:
+    def _survey_due_hosts(self) -> None:
         now = self._now()
         for name, host in list(self._hosts.items()):
-            if not host.here and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
-                self._hosts[name] = replace(host, asking=True)
-                self._ask_one(name)
+            if not host.is_local and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
+                self._hosts[name] = replace(host, surveying=True)
+                self._survey_host(name)
 
     @work(group="hosts")
-    async def _ask_one(self, name: str) -> None:
+    async def _survey_host(self, name: str) -> None:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, partial(self._ask, name))
+        found = await loop.run_in_executor(self._threads, partial(self._survey, name))
         before = self._hosts.get(name)
-        if before is None:  # of a recipe that is no longer open
+        if before is None:  # the host's recipe was closed meanwhile
             return
         now = self._now()
-        after = replace(before, asking=False, tried=now, problem=found.problem)
+        after = replace(before, surveying=False, surveyed_at=now, problem=found.problem)
         if found.inventory is not None:
             run_ranks = ranks_by_gpu(found.inventory, self._plans, lambda host: host == name)
-            after = replace(after, inventory=found.inventory, run_ranks=run_ranks, seen=now)
+            after = replace(after, inventory=found.inventory, run_ranks=run_ranks, inventory_at=now)
         self._hosts[name] = after
         self._show()
 
-    # What is seen
+    # Panels
 
     def _show(self) -> None:
+        """Show the hosts and nodes in the panels."""
         table, nodes = self.query_one(GpuTable), self.query_one(NodeList)
         hosts = list(self._hosts.values())
         table.show(hosts, now=self._now())
@@ -239,39 +239,39 @@ class ClusterScreen(Page):
             nodes.title = f"hosts named in {printable(self.session.hostfile)}"
         else:
             nodes.title = "hosts of the recipe"
-        nodes.nodes, nodes.hosts, nodes.facts = self._wanted(), hosts, self._facts or LocalFacts()
+        nodes.nodes, nodes.hosts, nodes.facts = self._recipe_nodes(), hosts, self._facts or LocalFacts()
         nodes.redraw()
         self._arrange()
 
     def on_resize(self, event: Resize) -> None:
-        """Give every part the lines that it needs."""
+        """Lay out the panels again."""
         self._arrange()
 
     def _arrange(self) -> None:
-        """Set the panels' heights: host and nodes as needed, GPUs the rest."""
+        """Set the heights: host, nodes and processes as many lines as they need, the GPU table the rest."""
         table, processes, nodes = self.query_one(GpuTable), self.query_one(ProcessList), self.query_one(NodeList)
         machine = self.query_one(MachinePanel)
         host, gpu = table.host, table.gpu
         machine.host, processes.gpu = host, gpu
-        processes.of = host.shown if table.several and host is not None else ""
+        processes.of = host.display_name if table.several and host is not None else ""
         spaced = self.size.height >= 30
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
-        left = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
+        room = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
         want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
-        node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
-        # The table shows most of a hostfile.
-        nodes.display = self.session.recipe is not None or not self.session.hosts or left >= want_nodes
+        node_lines = min(want_nodes, max(room - min(want_processes, room // 2), 3))
+        # Without a recipe the nodes are those of the hostfile, whose hosts the GPU table names already.
+        nodes.display = self.session.recipe is not None or not self.session.hosts or room >= want_nodes
         if not nodes.display:
             node_lines = 0
-        process_lines = min(want_processes, left - node_lines - spaced)
+        process_lines = min(want_processes, room - node_lines - spaced)
         machine.styles.height = lines
         nodes.styles.height = node_lines
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
-        # Where there is room, the rest stands right below the GPUs.
-        fits = table.count() and left >= node_lines
+        # If everything fits, the panels below stand directly under the last GPU.
+        fits = table.count() and room >= node_lines
         table.styles.height = table.count() + 2 + spaced if fits else "1fr"
         machine.redraw()
         processes.redraw()
@@ -281,11 +281,11 @@ class ClusterScreen(Page):
         self._arrange()
 
     def action_toggle_gpu(self) -> None:
-        """Choose the GPU with the cursor, or not."""
+        """Choose the GPU under the cursor for the launch, or undo the choice."""
         self.query_one(GpuTable).action_toggle_gpu()
 
     def action_choose_free(self) -> None:
-        """Choose all free GPUs, or none."""
+        """Choose all free GPUs, or none if they are chosen already."""
         self.query_one(GpuTable).choose_free()
 
     @on(GpuTable.Chosen)
@@ -293,7 +293,7 @@ class ClusterScreen(Page):
         await self.action_use_gpus()
 
     async def action_use_gpus(self) -> None:
-        """Put the chosen GPUs, or what the cursor is on, into the launch."""
+        """Open the launch screen with the chosen GPUs; without a choice, with those under the cursor."""
         chosen = self.query_one(GpuTable).chosen_by_host()
         if not chosen:
             self.console.report("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")

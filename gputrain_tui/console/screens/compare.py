@@ -1,4 +1,4 @@
-"""Compare screen: loss, throughput or synchronisation of two to six runs, and how their recipes differ."""
+"""Compare screen: loss, throughput or synchronisation of two to six runs, and the differing keys of their recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.contract.errors import RequestError
 
 
 class Differences(Listing):
-    """Differing keys of the recipes."""
+    """List of the keys in which the recipes differ."""
 
     def __init__(self, runs: int, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -45,7 +45,7 @@ class Differences(Listing):
         return keys, max((width - keys - 1) // self._count - 2, 4)
 
     def head(self, width: int) -> list[Row]:
-        """Return the title and the runs' numbers."""
+        """Return the title, and the numbers of the runs over their columns."""
         found = self.found or ()
         title = title_row(
             width,
@@ -60,7 +60,7 @@ class Differences(Listing):
         return [title, fit_row(row, width)]
 
     def row(self, index: int, width: int) -> Row:
-        """Return a key with the recipes' values."""
+        """Return a key with its value in each recipe."""
         assert self.found is not None
         difference = self.found[index]
         keys, cells = self._widths(width)
@@ -72,7 +72,7 @@ class Differences(Listing):
         return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Return the text for equal recipes, or the problem of reading them."""
+        """Return the error of reading the recipes, or the text for equal ones."""
         if self.problem:
             return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
         return centred_text(width, height, ["reading" if self.found is None else "The recipes say the same."])
@@ -98,7 +98,7 @@ class CompareScreen(Page):
             yield Differences(len(self._runs), id="differences")
 
     def on_mount(self) -> None:
-        """Read the recipes, and begin with the curves."""
+        """Read the recipes in a thread, and the first part of the curves."""
         self.query_one(LossCurves).show(self._runs)
         self.query_one(Differences).focus()
         self._show_differences()
@@ -115,11 +115,11 @@ class CompareScreen(Page):
         table.redraw()
 
     def tick(self) -> None:
-        """Read losses, and redraw."""
+        """Read appended events, and redraw the curves."""
         self.query_one(LossCurves).tick()
 
     def action_axis(self) -> None:
-        """Draw over steps, or over time."""
+        """Switch the horizontal axis between steps and time."""
         curves = self.query_one(LossCurves)
         curves.over_time = not curves.over_time
         curves.redraw()
@@ -131,24 +131,28 @@ class CompareScreen(Page):
         curves.redraw()
 
     def action_scale(self) -> None:
-        """Change between linear and logarithmic."""
+        """Switch the vertical axis between linear and logarithmic."""
         curves = self.query_one(LossCurves)
         curves.scale = "linear" if curves.scale == "log" else "log"
         curves.redraw()
 
     def action_smooth(self) -> None:
-        """Smooth the curves less or more."""
+        """Smooth the curves by the next of ``SMOOTHING_STEPS``."""
         curves = self.query_one(LossCurves)
         curves.smoothing = SMOOTHING_STEPS[(SMOOTHING_STEPS.index(curves.smoothing) + 1) % len(SMOOTHING_STEPS)]
         curves.redraw()
 
     def action_back(self) -> None:
-        """Back to the runs."""
+        """Return to the history screen."""
         self.dismiss()
 
 
 def _recipe_of(run: Run) -> Recipe:
-    """Read a run's recipe; a user's own task may have to be asked for its options."""
+    """Return a run's recipe; for a user's own task this may run a process that prints its options.
+
+    Raises:
+        RequestError: the recipe cannot be read.
+    """
     try:
         return load(start.recipe_of(run))
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Dialog before an action that cannot be undone."""
+"""Confirmation dialog before an action."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from textual.widgets import Button, Static
 from gputrain_tui.console.screens.app_protocol import app_of
 
 LEAST_KEY_GAP_S = 0.1
-"""Seconds between a yes and the key before it: keys that come from a paste are closer."""
+"""Least seconds between a yes and the key before it: the keys of a paste are closer together."""
 
 
 class Confirm(ModalScreen[bool]):
     """Yes-or-no dialog; the focus is on no.
 
-    Yes is taken only after a moment without keys: pasted text that ends a bracketed paste early arrives as keys, and
-    must not both ask and answer.
+    Yes counts only after a moment without keys: pasted text that ends a bracketed paste early arrives as keys, and
+    must not both open the dialog and answer it.
     """
 
     PLACE = "confirm"
@@ -46,15 +46,15 @@ class Confirm(ModalScreen[bool]):
                 yield Button("Leave it (n)", id="no", compact=True)
 
     def on_mount(self) -> None:
-        """Enter alone changes nothing."""
+        """Focus no, so that Enter alone changes nothing."""
         self.query_one("#no").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Take the answer."""
+        """Close the dialog with the button's answer."""
         self.action_answer(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:
-        """Take the answer, unless it is a yes faster than a person types."""
+        """Close the dialog with an answer; a yes that follows another key within ``LEAST_KEY_GAP_S`` does not count."""
         console = app_of(self)
         if yes and console.quiet_s < LEAST_KEY_GAP_S:
             console.report("nothing was done: that answer came too fast to be meant; give it once more")

@@ -1,4 +1,4 @@
-"""Base of the console's screens: text is selected within one panel, copied, and named in a report."""
+"""Base of the console's screens: selecting text within one panel, and copying it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gputrain_tui.console.widgets.canvas import Canvas, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 
 SELECTION_S = 15.0
-"""Seconds after which a selection ends by itself: a panel holds still meanwhile, and one that was selected by a
-careless click must not show old values for long."""
+"""Seconds after which a selection ends by itself: a panel with selected text is not redrawn, and an accidental click
+must not leave it with old values for long."""
 
 
 class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
-    """A screen whose panels hold text that can be copied."""
+    """Screen with panels of text that can be selected and copied."""
 
     _pressed: Canvas | None = None
     """The panel in which the mouse button was pressed, and to which a selection is confined."""
     _selection_timer: Timer | None = None
 
-    # Selecting
+    # Selection
 
     def on_mouse_down(self, event: MouseDown) -> None:
         """Confine a selection to the panel in which it begins."""
@@ -38,11 +38,11 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         self._pressed = widget if isinstance(widget, Canvas) else None
 
     def on_mouse_up(self, event: MouseUp) -> None:
-        """Let go of the panel."""
+        """Lift the confinement to a panel."""
         self._pressed = None
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
-        """Return the widget at a cell, and the place in its text: for a panel without asking what it has drawn."""
+        """Return the widget at a cell, and the offset in its text; a panel computes the offset itself."""
         try:
             widget = self._pressed if self._pressed is not None else self.get_widget_at(x, y)[0]
         except NoWidget:
@@ -55,7 +55,7 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         return widget, widget.text_offset(x - corner.x, y - corner.y)
 
     def watch_selections(self, selections: dict[Widget, Selection]) -> None:
-        """Offer the keys of a selection while there is one, and end it after a while."""
+        """Show the keys of a selection in the footer while there is one; end it after ``SELECTION_S``."""
         if self._selection_timer is not None:
             self._selection_timer.stop()
         self._selection_timer = self.set_timer(SELECTION_S, self.clear_selection) if selections else None
@@ -63,24 +63,24 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
             keys.redraw()
 
     def key_escape(self, event: Key) -> None:
-        """End a selection, and nothing else."""
+        """End a selection; the screen's own Escape does not run then."""
         if self.selections:
             event.stop()
             self.clear_selection()
 
     def on_resize(self, event: Resize) -> None:
-        """Forget a selection: its lines are elsewhere now."""
+        """End a selection: its lines have moved."""
         self.clear_selection()
 
-    # Copying
+    # Copy
 
     def action_copy_text(self) -> None:
-        """Copy the selected text, and let go of it."""
+        """Copy the selected text, and end the selection."""
         super().action_copy_text()
         self.clear_selection()
 
     def action_copy(self) -> None:
-        """Copy the selected text, or what is under the cursor of the focused panel, or what the screen offers."""
+        """Copy the selection; else ``copyable`` of the focused panel; else ``copyable`` of the screen."""
         if self.selections:
             self.action_copy_text()
             return
@@ -89,12 +89,12 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         if found is None:
             app_of(self).report("nothing to copy here; text that is selected with the mouse is copied by ctrl+c")
         else:
-            app_of(self).copy(found.text, found.what)
+            app_of(self).copy(found.text, found.label)
 
     def copyable(self) -> Copyable | None:
-        """Return what the copy key takes where the focused panel has nothing; None: nothing."""
+        """Return the text for the copy key if the focused panel has none; None: nothing to copy."""
         return None
 
-    def keep_view(self) -> Callable[[], None]:
-        """Return what restores the view: the key that changes it next may be the first of two."""
+    def save_view(self) -> Callable[[], None]:
+        """Return a function that restores the present view, for ``gg``: its first ``g`` is a key of its own."""
         return lambda: None

@@ -1,4 +1,4 @@
-"""Help screen: the keys of a screen, and the meaning of its figures."""
+"""Help screen: keys of a screen, and the meaning of its figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOVING = {
         (("↑ ↓ k j", "Move through the list"), ("pgup pgdn", "Move by a page"), ("home end gg G", "Go to its ends")),
     ),
 }
-"""Keys of widgets, which are not actions of the screen."""
+"""Keys of widgets by screen; they are no actions of the screen."""
 FIGURES = (
     ("✓ ▲ ✗", "No finding stands; something to look at; something that costs much, or failed"),
     ("compute", "Share of a step in forward, backward and optimizer: the rest is waiting"),
@@ -47,17 +47,17 @@ FIGURES = (
     ("band", "A chart's bright line is the median of all ranks, the area from their least to their greatest"),
     ("▴ in a chart", "A spike stands out of the top, so that what is usual can be read; log scale shows all"),
 )
-"""What stands on the screens of a run."""
+"""Figures and marks on the screens of a run, with their meaning."""
 WIDTH_CELLS = 94
 """Cells of the widest window, as in the style sheet."""
 FRAME_CELLS = 8
-"""Cells of its border, padding and scroll bar."""
+"""Cells of the window's border, padding and scroll bar."""
 WITH_LOG = ("run", "rank")
-"""Screens with a log, whose keys hold while it has them."""
+"""Screens with a log; its keys work while it has the focus."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """The keys of the screen below."""
+    """Dialog with the keys of the screen below."""
 
     PLACE = "help"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -72,19 +72,19 @@ class HelpScreen(ModalScreen[None]):
         self._place = place
 
     def compose(self) -> ComposeResult:
-        """Yield the list."""
+        """Yield the scrolled list of keys."""
         with VerticalScroll(id="help"):
             yield Static(id="keys")
 
     def on_mount(self) -> None:
-        """Name the screen on the frame."""
+        """Set the frame's titles, and focus it."""
         frame = self.query_one("#help")
         frame.border_title = f"keys of the {self._place} screen" if self._place != "app" else "keys"
         frame.border_subtitle = "↓ what the figures mean   esc closes" if self._place in WITH_LOG else "esc closes"
         frame.focus()
 
     def on_resize(self, event: Resize) -> None:
-        """Wrap what does not fit beside the keys."""
+        """Wrap the descriptions at the new width."""
         self.query_one("#keys", Static).update(help_text(self._place, min(event.size.width, WIDTH_CELLS) - FRAME_CELLS))
 
     def action_scroll(self, lines: int) -> None:
@@ -97,7 +97,7 @@ class HelpScreen(ModalScreen[None]):
         frame.scroll_to(y=0 if side < 0 else frame.max_scroll_y, animate=False)
 
     def action_leave(self) -> None:
-        """Close it."""
+        """Close the help."""
         self.dismiss()
 
 
@@ -107,7 +107,7 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
     found = dict(groups(place))
     if place in WITH_LOG:
         found["Log"] = of_place("log")
-    found["Screens"] = found.pop("Screens")  # what every screen has comes last
+    found["Screens"] = found.pop("Screens")  # the actions of every screen come last
     moving = MOVING.get(place, ())
     listed = [("Moving", moving)] if moving else []
     for heading, actions in found.items():
@@ -122,10 +122,10 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
 
 def _append(text: Text, listed: Sequence[tuple[str, Sequence[tuple[str, str]]]], width: int) -> None:
     """Append headings with their rows, in two columns."""
-    wide = max((len(name) for _, rows in listed for name, _ in rows), default=0)
+    name_cells = max((len(name) for _, rows in listed for name, _ in rows), default=0)
     for heading, rows in listed:
         text.append(f"{chr(10) if text else ''}{heading}\n", "bold")
-        for name, what in rows:
-            first, *rest = textwrap.wrap(what, max(width - wide - 4, 16))
-            text.append(f"  {name.ljust(wide)}  ", "bold")
-            text.append("".join(f"{line}\n" for line in (first, *(" " * (wide + 4) + more for more in rest))))
+        for name, description in rows:
+            first, *rest = textwrap.wrap(description, max(width - name_cells - 4, 16))
+            text.append(f"  {name.ljust(name_cells)}  ", "bold")
+            text.append("".join(f"{line}\n" for line in (first, *(" " * (name_cells + 4) + more for more in rest))))

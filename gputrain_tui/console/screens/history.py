@@ -19,7 +19,7 @@ from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
-from gputrain_tui.console.screens.start_and_stop import ask_to_resume, ask_to_stop, relaunch
+from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
 from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
@@ -36,7 +36,7 @@ LIST_INTERVAL_S = 2.0
 """Seconds between two listings."""
 FILTER_HINT = "state:failed  loss<2  tags:baseline  !recipe:demo"
 LEAST_LINES_WITH_CURVES = 30
-"""Fewest lines of a screen that shows the losses of the run with the cursor."""
+"""Fewest lines of a screen that shows the loss curves of the run under the cursor."""
 
 
 class HistoryScreen(Page):
@@ -57,14 +57,13 @@ class HistoryScreen(Page):
         self._now = now
         self._clocked = clocked
         self._runs: dict[str, Run] = {}
-        self._asking: Literal["filter", "note", "tags"] | None = None
-        """What the line below is open for."""
-
-    _asked_run: Run | None = None
-    """The run whose note or tags are typed."""
+        self._prompt_for: Literal["filter", "note", "tags"] | None = None
+        """Purpose of the open input line; None: it is closed."""
+        self._edited_run: Run | None = None
+        """The run whose note or tags are edited."""
 
     def body(self) -> ComposeResult:
-        """Yield the list, and the card and losses of one run."""
+        """Yield the list of runs, and the details and loss curves of the run under the cursor."""
         with Vertical(id="all-runs"):
             yield RunList(id="runs")
             yield RunCard(id="card")
@@ -89,7 +88,7 @@ class HistoryScreen(Page):
 
     @work(group="history")
     async def _list_runs(self) -> None:
-        runs, entries = await asyncio.to_thread(_listed, self._now())
+        runs, entries = await asyncio.to_thread(_read_runs, self._now())
         self._runs = {run.id: run for run in runs}
         listing = self.query_one(RunList)
         if entries != listing.listed or listing.entries is None:
@@ -104,11 +103,11 @@ class HistoryScreen(Page):
         card = self.query_one(RunCard)
         card.entry = self.query_one(RunList).entry
         card.redraw()
-        self._preview(self.run_here)
+        self._preview(self.run_at_cursor)
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
-        """Open the losses of a run, where they fit."""
+        """Show the loss curves of a run if they fit."""
         curves = self.query_one("#preview", LossCurves)
         curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
         if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
@@ -116,16 +115,16 @@ class HistoryScreen(Page):
             curves.show([run])
 
     def on_resize(self, event: Resize) -> None:
-        """Show the losses where there is room."""
+        """Show or hide the loss curves by the new height."""
         self._show_card()
 
     def tick(self) -> None:
-        """Read losses, and redraw."""
+        """Read appended events, and redraw the curves."""
         self.query_one("#preview", LossCurves).tick()
 
     @property
-    def run_here(self) -> Run | None:
-        """The run with the cursor."""
+    def run_at_cursor(self) -> Run | None:
+        """The run under the cursor."""
         entry = self.query_one(RunList).entry
         return self._runs.get(entry["id"]) if entry is not None else None
 
@@ -135,159 +134,160 @@ class HistoryScreen(Page):
         """Sort by the next column."""
         listing = self.query_one(RunList)
         listing.sort_key = SORT_KEYS[(SORT_KEYS.index(listing.sort_key) + 1) % len(SORT_KEYS)]
-        listing.list_again()
+        listing.update_entries()
         self._show_card()
 
     def action_reverse(self) -> None:
-        """Turn the order around."""
+        """Reverse the order."""
         listing = self.query_one(RunList)
         listing.reverse = not listing.reverse
-        listing.list_again()
+        listing.update_entries()
         self._show_card()
 
     def action_filter(self) -> None:
-        """Type a filter."""
-        self._ask("filter", "filter", self.query_one(RunList).wanted.text, FILTER_HINT)
+        """Open the input line on the filter."""
+        self._open_prompt("filter", "filter", self.query_one(RunList).filter.text, FILTER_HINT)
 
     def action_note(self) -> None:
-        """Type a note for the run."""
-        run, entry = self.run_here, self.query_one(RunList).entry
+        """Open the input line on the run's note."""
+        run, entry = self.run_at_cursor, self.query_one(RunList).entry
         if run is not None and entry is not None:
-            self._ask("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
+            self._open_prompt("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
 
     def action_tags(self) -> None:
-        """Type the run's tags."""
-        run, entry = self.run_here, self.query_one(RunList).entry
+        """Open the input line on the run's tags."""
+        run, entry = self.run_at_cursor, self.query_one(RunList).entry
         if run is not None and entry is not None:
-            self._ask(
+            self._open_prompt(
                 "tags", f"tags of {run.id}", " ".join(entry["tags"]), "words such as baseline lr-sweep; empty: none"
             )
 
-    def _ask(self, what: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
-        self._asking = what
-        self._asked_run = self.run_here
-        self.query_one(PromptLine).ask(label, text, hint)
+    def _open_prompt(self, purpose: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
+        self._prompt_for = purpose
+        self._edited_run = self.run_at_cursor
+        self.query_one(PromptLine).open(label, text, hint)
 
     @on(Input.Changed, "#editor")
     def _typed(self, event: Input.Changed) -> None:
-        if self._asking == "filter":
-            self._take_filter(event.value)
+        if self._prompt_for == "filter":
+            self._set_filter(event.value)
 
     @on(Input.Submitted, "#editor")
     def _submitted(self, event: Input.Submitted) -> None:
         self.action_commit(1)
 
     def action_commit(self, step: int) -> None:
-        """Take what was typed, and leave the line; what is wrong stays in it."""
-        asked, typed = self._asking, self.query_one("#editor", Input).value
+        """Apply the typed text and close the line; if it is invalid, report why and keep the line open."""
+        purpose, typed = self._prompt_for, self.query_one("#editor", Input).value
         try:
-            if asked == "filter":
-                self._take_filter(typed, complain=True)
-            elif asked is not None and self._asked_run is not None:
-                self._write_note(self._asked_run, asked, typed)
+            if purpose == "filter":
+                self._set_filter(typed, complain=True)
+            elif purpose is not None and self._edited_run is not None:
+                self._write_note(self._edited_run, purpose, typed)
         except RequestError as error:
             self.console.report(str(error), alarm=True)
             return
         self._leave_line()
 
     def action_back(self) -> None:
-        """Leave the line without a change; then remove the filter."""
-        if self._asking is None or self._asking == "filter":
-            self._take_filter("")
+        """Close the input line without a change; on the filter's line, or without an open one, remove the filter."""
+        if self._prompt_for is None or self._prompt_for == "filter":
+            self._set_filter("")
         self._leave_line()
 
     def watch_focused(self, focused: Widget | None) -> None:
-        """Close the line when the mouse goes elsewhere: its letters would be commands."""
-        if self._asking is not None and focused is not None and focused.id != "editor":
+        """Close the line when a click moves the focus: letters typed there would be commands."""
+        if self._prompt_for is not None and focused is not None and focused.id != "editor":
             self._leave_line()
 
     def _leave_line(self) -> None:
-        if self._asking is not None:
-            self._asking = None
+        if self._prompt_for is not None:
+            self._prompt_for = None
             self.query_one(PromptLine).close()
             self.query_one(RunList).focus()
 
-    def _take_filter(self, text: str, *, complain: bool = False) -> None:
+    def _set_filter(self, text: str, *, complain: bool = False) -> None:
         listing = self.query_one(RunList)
         try:
-            listing.wanted = run_filter(text)
+            listing.filter = run_filter(text)
         except RequestError:
             if complain:
                 raise
-            return  # a word that is not typed to its end
-        listing.list_again()
+            return  # a word is still being typed
+        listing.update_entries()
         self._show_card()
 
-    def _write_note(self, run: Run, what: Literal["note", "tags"], typed: str) -> None:
+    def _write_note(self, run: Run, kind: Literal["note", "tags"], typed: str) -> None:
         before = read_notes(run.dir)
-        if what == "note":
+        if kind == "note":
             after = msgspec.structs.replace(before, note=checked_note(typed))
         else:
             after = msgspec.structs.replace(before, tags=checked_tags(typed.split()))
         write_notes(run, after)
         self._list_runs()
 
-    # What can be done with a run
+    # Actions on a run
 
     @on(RunList.Chosen)
     async def _chosen(self, event: RunList.Chosen) -> None:
         await self.action_open()
 
     async def action_open(self) -> None:
-        """Watch the run."""
-        run = self.run_here
+        """Open the run screen on the run."""
+        run = self.run_at_cursor
         if run is not None:
             await self.console.open_run(run)
 
     def action_mark(self) -> None:
-        """Mark the run, or not."""
-        if self.run_here is None:
+        """Mark the run for a comparison, or unmark it."""
+        if self.run_at_cursor is None:
             return
         if not self.query_one(RunList).mark():
             self.console.report(f"at most {MAX_RUNS} runs can be compared")
 
     def action_compare(self) -> None:
         """Compare the marked runs."""
-        marked = self.query_one(RunList).marked
+        # A marked run may have become unreadable since.
+        marked = [self._runs[run] for run in self.query_one(RunList).marked if run in self._runs]
         if len(marked) < MIN_RUNS:
             self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 
-        self.app.push_screen(CompareScreen([self._runs[run] for run in marked]))
+        self.app.push_screen(CompareScreen(marked))
 
     def action_resume(self) -> None:
-        """Go on from the run's last checkpoint, as a new run, once the person has confirmed it."""
-        run = self.run_here
+        """Resume from the run's last checkpoint as a new run, after a dialog."""
+        run = self.run_at_cursor
         if run is not None:
-            ask_to_resume(self.console, run)
+            confirm_resume(self.console, run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
-        run = self.run_here
+        run = self.run_at_cursor
         if run is not None:
             await relaunch(self.console, run)
 
     def action_stop_marked(self) -> None:
-        """Stop the run."""
-        run = self.run_here
+        """Stop the run after a dialog."""
+        run = self.run_at_cursor
         if run is None:
             return
         if run.state in ENDED:
             self.console.report(f"{run.id} has ended: {run.state}")
         else:
-            ask_to_stop(self.console, run)
+            confirm_stop(self.console, run)
 
     def action_delete(self) -> None:
-        """Delete the run, once the person has confirmed it."""
-        run = self.run_here
+        """Delete the run after a dialog."""
+        run = self.run_at_cursor
         if run is None:
             return
         if run.state not in (*ENDED, "lost"):
             self.console.report(f"{run.id} is {run.state}; S stops it", alarm=True)
             return
-        what = "Its record, its logs and its checkpoints are gone then."
-        self.console.confirm(f"Delete {run.id}?", what, yes="Delete it", act=partial(self._delete, run))
+        consequence = "Its record, its logs and its checkpoints are gone then."
+        self.console.confirm(f"Delete {run.id}?", consequence, yes="Delete it", act=partial(self._delete, run))
 
     @work(group="delete")
     async def _delete(self, run: Run) -> None:
@@ -300,10 +300,10 @@ class HistoryScreen(Page):
         self._list_runs()
 
 
-def _listed(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
-    """Return the readable runs, and the entries of all."""
+def _read_runs(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
+    """Return the readable runs, and the list entries of all runs, unreadable ones included."""
     try:
         runs, unreadable = list_all()
-    except RequestError:  # the folder cannot be read: reported when something is started
+    except RequestError:  # the folder cannot be read: a launch reports it
         return [], []
     return runs, summarize_runs(runs, unreadable, now=now)

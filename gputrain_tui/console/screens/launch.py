@@ -40,7 +40,7 @@ class LaunchScreen(RecipePage):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("launch")]
 
     _launching = False
-    """Whether a launch is on its way: a second press of the key starts no second run."""
+    """Whether a launch is under way: a second press of the key starts no second run."""
 
     # Editing
 
@@ -49,7 +49,7 @@ class LaunchScreen(RecipePage):
         self.action_edit()
 
     def action_edit(self) -> None:
-        """Change the field with the cursor."""
+        """Edit the field under the cursor in the input line; a switch is flipped at once."""
         field = self.form.field
         if field is None or self.draft is None:
             return
@@ -58,14 +58,14 @@ class LaunchScreen(RecipePage):
             return
         default = value_text(field.option.default)
         hint = f"empty: the default, {default}" if default else "empty: left out"
-        self._ask(field, field.key, field.text if field.written else "", hint)
+        self._open_prompt(field, field.key, field.text if field.written else "", hint)
 
     @on(Input.Changed, "#editor")
     def _typed(self, event: Input.Changed) -> None:
-        if self._asking == "find":
+        if self._prompt_for == "find":
             self.form.find(event.value)
             self._show_detail()
-        elif isinstance(self._asking, Field):
+        elif isinstance(self._prompt_for, Field):
             self._show_detail(event.value)
 
     @on(Input.Submitted, "#editor")
@@ -73,18 +73,18 @@ class LaunchScreen(RecipePage):
         self._commit()
 
     def _commit(self) -> bool:
-        """Take what was typed; return False where it is wrong, and stay in the line."""
-        asked, draft, typed = self._asking, self.draft, self.query_one("#editor", Input).value
-        if draft is None or asked is None:
+        """Apply the typed text and close the line; return False, with the line open, if the text is invalid."""
+        purpose, draft, typed = self._prompt_for, self.draft, self.query_one("#editor", Input).value
+        if draft is None or purpose is None:
             return True
-        if isinstance(asked, Field):
-            if typed and draft.problem(asked, typed):
+        if isinstance(purpose, Field):
+            if typed and draft.problem(purpose, typed):
                 self.app.bell()
-                return False  # what is wrong stands above the input
-            draft.set(asked.key, typed)
+                return False  # the problem stands above the input
+            draft.set(purpose.key, typed)
             self._leave_editor()
             self._changed()
-        elif asked == "save":
+        elif purpose == "save":
             self._leave_editor()
             self.save_under(expand_home(typed))
         else:
@@ -93,15 +93,15 @@ class LaunchScreen(RecipePage):
         return True
 
     def action_commit(self, step: int) -> None:
-        """Complete a path; take what was typed where there is nothing to complete, and go to the next field."""
-        field = self._asking if isinstance(self._asking, Field) else None
-        if (self._asking == "save" or (field is not None and field.is_path)) and self._complete_path():
+        """Complete a path; with nothing to complete, apply the typed text and go to the next field."""
+        field = self._prompt_for if isinstance(self._prompt_for, Field) else None
+        if (self._prompt_for == "save" or (field is not None and field.is_path)) and self._complete_path():
             return
         if self._commit() and field is not None:
             self.form.action_move(step)
 
     def _complete_path(self) -> bool:
-        """Complete a path as far as it goes; return False where that is no further."""
+        """Complete a path as far as it is unambiguous; return False if that adds nothing."""
         editor = self.query_one("#editor", Input)
         path, names = complete_path(editor.value, self.session.folder) if editor.value else ("", [])
         if path == editor.value and (len(names) < 2 or path.rpartition("/")[2] in ("", *names)):
@@ -113,21 +113,21 @@ class LaunchScreen(RecipePage):
         return True
 
     def watch_focused(self, focused: Widget | None) -> None:
-        """Take what was typed when the mouse goes elsewhere: no line stays open whose letters would be commands."""
-        asked, editor = self._asking, self.query_one("#editor", Input)
-        if asked is None or focused is None or focused is editor:
-            return  # None: the terminal has lost the focus
-        if isinstance(asked, Field) and self.draft is not None:
-            problem = self.draft.problem(asked, editor.value) if editor.value else ""
+        """Apply the typed text and close the line when a click moves the focus: letters typed there are commands."""
+        purpose, editor = self._prompt_for, self.query_one("#editor", Input)
+        if purpose is None or focused is None or focused is editor:
+            return  # focused is None: the terminal has lost the focus
+        if isinstance(purpose, Field) and self.draft is not None:
+            problem = self.draft.problem(purpose, editor.value) if editor.value else ""
             if problem:
-                self.console.report(f"{asked.key} stays as it was: {problem}", alarm=True)
+                self.console.report(f"{purpose.key} stays as it was: {problem}", alarm=True)
             else:
-                self.draft.set(asked.key, editor.value)
+                self.draft.set(purpose.key, editor.value)
         self._leave_editor(focus=False)
         self._changed()
 
     def action_cycle(self, step: int) -> None:
-        """Change a switch or a choice."""
+        """Set a switch or a choice to its next or previous value."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not self.form.has_focus:
             return
@@ -139,7 +139,7 @@ class LaunchScreen(RecipePage):
         self._changed()
 
     def action_reset(self) -> None:
-        """Reset the field to the recipe's value, or to the default."""
+        """Reset the field to the value in the recipe's file, or else to the default."""
         field, draft = self.form.field, self.draft
         if field is not None and draft is not None and self.form.has_focus:
             draft.reset(field.key)
@@ -155,10 +155,10 @@ class LaunchScreen(RecipePage):
         self.form.go_to(key)
 
     def action_find(self) -> None:
-        """Ask which fields to show."""
+        """Open the input line on the search of fields."""
         if self.draft is not None:
-            self._before_find = self.form.wanted, self.form.field.key if self.form.field is not None else ""
-            self._ask("find", "find", self.form.wanted, "a field's name, or words in its help; Esc restores")
+            self._before_find = self.form.search, self.form.field.key if self.form.field is not None else ""
+            self._open_prompt("find", "find", self.form.search, "a field's name, or words in its help; Esc restores")
 
     def action_add_node(self) -> None:
         """Add a node."""
@@ -169,7 +169,7 @@ class LaunchScreen(RecipePage):
             self.form.go_to(f"cluster.nodes[{index}].host")
 
     def action_remove_node(self) -> None:
-        """Remove the node with the cursor."""
+        """Remove the node under the cursor."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not field.group.startswith("Node "):
             self.console.report("the cursor is on no node")
@@ -179,25 +179,25 @@ class LaunchScreen(RecipePage):
             self.console.report("a run needs one node")
 
     async def action_back(self) -> None:
-        """Leave the editor; then the search; then the form."""
-        if self._asking is not None:
-            searching = self._asking == "find"
+        """Close the input line; else end the search; else focus the list of recipes."""
+        if self._prompt_for is not None:
+            searching = self._prompt_for == "find"
             self._leave_editor()
             if searching:
-                wanted, key = self._before_find
-                self.form.find(wanted)
+                search, key = self._before_find
+                self.form.find(search)
                 self.form.go_to(key)
             self._show_fields()
-        elif self.form.wanted:
+        elif self.form.search:
             self.form.find("")
             self._show_fields()
         else:
             self.query_one(RecipeList).focus()
 
-    # Saving, copying, launching
+    # Save, copy, launch
 
     def action_save(self) -> None:
-        """Save the recipe where it came from."""
+        """Save the recipe to its file."""
         if self._path is None or self.draft is None:
             return
         if self._path.is_relative_to(paths.runs_folder()):
@@ -208,15 +208,15 @@ class LaunchScreen(RecipePage):
             self.save_under(self._path)
 
     def action_save_as(self) -> None:
-        """Ask for a name to save the recipe under."""
+        """Open the input line on a file to save the recipe in."""
         if self._path is None or self.draft is None:
             return
         folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
         name = self._display_name(folder / f"{self._path.stem}-2.toml")
-        self._ask("save", "save as", name, "file to save the recipe in")
+        self._open_prompt("save", "save as", name, "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
-        """Save the recipe in a file, which becomes the open one."""
+        """Save the recipe in a file, and go on editing that file."""
         draft, found, before = self.draft, self._found, self._path
         if draft is None or before is None:
             return
@@ -224,7 +224,7 @@ class LaunchScreen(RecipePage):
             problem = found.problem if found is not None and found.problem else "it is being looked at"
             self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
             if found is not None:
-                self._go_to_fault(found)
+                self._go_to_problem(found)
             return
         path = path if path.is_absolute() else self.session.folder / path
         if path != before and path.exists():
@@ -248,7 +248,7 @@ class LaunchScreen(RecipePage):
         self._changed()
 
     def action_copy_commands(self) -> None:
-        """Copy the commands with the terminal's own clipboard (OSC 52)."""
+        """Copy the command of every node."""
         plan = self.query_one(PlanView).plan
         if plan is None:
             self.console.report("there is no plan to copy yet")
@@ -257,7 +257,7 @@ class LaunchScreen(RecipePage):
         self.console.copy(shell_commands(plan) + "\n", f"the command{several} of {len(plan.nodes)} node{several}")
 
     def copyable(self) -> Copyable | None:
-        """Return the command of the node under the cursor; without one, those of all nodes."""
+        """Return the command of the node under the cursor; if it is on none, the commands of all nodes."""
         plan, field = self.query_one(PlanView).plan, self.form.field
         if plan is None:
             return None
@@ -269,7 +269,7 @@ class LaunchScreen(RecipePage):
         return Copyable(shell_commands(only) + "\n", f"the command of node {index}")
 
     def action_write_commands(self) -> None:
-        """Write the commands into a file."""
+        """Write the command of every node to a file in the working folder."""
         plan, draft = self.query_one(PlanView).plan, self.draft
         if plan is None or draft is None or self._path is None:
             self.console.report("there is no plan to write yet")
@@ -284,13 +284,13 @@ class LaunchScreen(RecipePage):
 
     @work(group="launch")
     async def action_launch(self) -> None:
-        """Validate again, since a port or GPU that was free may be taken; launch, detached, and show the run."""
+        """Validate again, since a port or GPU may be taken meanwhile; launch, detached, and show the run."""
         draft = self.draft
         if draft is None:
             self.console.report("choose a recipe first")
             return
-        if self._launching or (self._asking is not None and not self._commit()):
-            return  # a value that is being typed counts, if it is right
+        if self._launching or (self._prompt_for is not None and not self._commit()):
+            return  # an open input line is applied first; an invalid value stops the launch
         self._launching = True
         found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
         self._launching = False
@@ -299,4 +299,4 @@ class LaunchScreen(RecipePage):
         else:
             refused = errors(found.results)
             self.console.report(refused[0].line if refused else found.problem, alarm=True)
-            self._go_to_fault(found)
+            self._go_to_problem(found)

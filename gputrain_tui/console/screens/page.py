@@ -1,4 +1,4 @@
-"""Base of the screens without a run: tabs above, keys below."""
+"""Base of the screens without a run: tabs on top, keys at the bottom."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gputrain_tui.console.widgets.screen_tabs import ScreenTabs
 
 
 class Page(ConsoleScreen):
-    """A screen of the console."""
+    """Screen with tabs and keys; a subclass yields the body."""
 
     PLACE: ClassVar[str] = ""
-    """Its name in the action table."""
+    """Name of the screen in the action table."""
     TAB: ClassVar[str] = ""
-    """Its tab; by default its own place."""
+    """Name of the highlighted tab; empty: ``PLACE``."""
 
     def compose(self) -> ComposeResult:
         """Yield the tabs, the body and the keys."""

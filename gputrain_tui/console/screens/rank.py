@@ -1,4 +1,4 @@
-"""Rank screen: figures, charts and log of one rank, and on demand its Python stack."""
+"""Rank screen: figures, charts and log of one rank, and on request its Python stack."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ STACK_TIMEOUT_S = 3.0
 
 
 def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
-    """Return the visible panels and their regions: figures in ``facts`` lines, below them the panel asked for last."""
+    """Return the visible panels and their regions.
+
+    Args:
+        width: cells of the whole area.
+        height: lines of the whole area.
+        facts: lines of the figures, which stand on top.
+        below: the panel shown last by its key; it is visible below the figures.
+    """
     if width < 1 or height < 1:
         return {}
     area = Region(0, 0, width, height)
@@ -83,7 +90,7 @@ class RankScreen(ChartScreen):
         self.rank = rank
         self._panel_below = "loss"
         self._request: StackRequest | None = None
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     def compose(self) -> ComposeResult:
         """Yield the panels."""
@@ -99,13 +106,13 @@ class RankScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
-        """Highlight the rank in every panel."""
-        self._point_at(self.rank)
+        """Highlight the rank in every panel, and lay out the panels."""
+        self._highlight_rank(self.rank)
         self.place_panels()
 
     def tick(self) -> None:
-        """Repaint what changed."""
-        self._show_answer()
+        """Show a stack that has arrived, and repaint the changed panels."""
+        self._show_arrived_stack()
         super().tick()
 
     def place_panels(self) -> None:
@@ -116,10 +123,10 @@ class RankScreen(ChartScreen):
             arrange_rank(width, height, facts=facts_height(width, count), below=self._panel_below)
         )
 
-    # What the person does
+    # Actions
 
     def action_show(self, name: str) -> None:
-        """Show a panel where only one fits, and give it the keys."""
+        """Show a panel and focus it; in a narrow terminal, a second time shows the loss instead."""
         widget = next(iter(self.query(f"#{name}")), None)
         if widget is None:
             return
@@ -130,7 +137,7 @@ class RankScreen(ChartScreen):
 
     @property
     def _text(self) -> StackView | LogView:
-        """The panel of text that is shown, of both the stack once it was asked for."""
+        """The visible text panel: the stack if it was requested last, else the log."""
         stack = self.query_one(StackView)
         return stack if stack.display and self._panel_below == "stack" else self.query_one(LogView)
 
@@ -142,8 +149,8 @@ class RankScreen(ChartScreen):
         """Go to the first or the last line of the stack or the log."""
         self._text.action_edge(side)
 
-    def keep_view(self) -> Callable[[], None]:
-        """Return what restores the choice of panels."""
+    def save_view(self) -> Callable[[], None]:
+        """Return a function that restores the choice of panels."""
         below = self._panel_below
 
         def restore() -> None:
@@ -153,7 +160,7 @@ class RankScreen(ChartScreen):
         return restore
 
     def copyable(self) -> Copyable | None:
-        """Return the stack, or else how the rank failed, or the line of its log."""
+        """Return the stack, else the rank's failure, else the line of the log under its cursor."""
         failure = self.live.state.rank(self.rank).failure
         stack = self.query_one(StackView).copyable()
         if stack is None and failure is not None:
@@ -161,11 +168,11 @@ class RankScreen(ChartScreen):
         return stack or self.query_one(LogView).copyable()
 
     def action_back(self) -> None:
-        """Remove cursor and range of the charts, then return to the run."""
+        """Remove the charts' cursor, else their range, else return to the run screen."""
         if not self.view_back():
             self.dismiss()
 
-    def _turn(self, step: int) -> None:
+    def _step_rank(self, step: int) -> None:
         ranks = sorted(self.live.state.ranks)
         if not ranks:
             return
@@ -174,28 +181,28 @@ class RankScreen(ChartScreen):
         self._request = None
         self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
-        self._point_at(self.rank)
+        self._highlight_rank(self.rank)
         self.place_panels()
 
     def action_next_rank(self) -> None:
         """Go to the next rank."""
-        self._turn(1)
+        self._step_rank(1)
 
     def action_previous_rank(self) -> None:
-        """Go to the rank before."""
-        self._turn(-1)
+        """Go to the previous rank."""
+        self._step_rank(-1)
 
     def action_next_flagged(self) -> None:
         """Go to the next rank that failed or that a finding is about."""
         flagged = sorted(self.live.state.flagged - {self.rank})
         if flagged:
             ranks = sorted(self.live.state.ranks)
-            self._turn(
+            self._step_rank(
                 ranks.index(next((rank for rank in flagged if rank > self.rank), flagged[0])) - ranks.index(self.rank)
             )
 
     def action_stack(self) -> None:
-        """Request the rank's stack."""
+        """Request the Python stack of the rank's process."""
         self._panel_below = "stack"
         self.place_panels()
         view = self.query_one(StackView)
@@ -205,15 +212,15 @@ class RankScreen(ChartScreen):
             self._request = None
             view.show([], str(error))
             return
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
         view.show([], f"asked rank {self.rank}")
 
-    def _show_answer(self) -> None:
-        """Show the stack once it has arrived."""
+    def _show_arrived_stack(self) -> None:
+        """Show the stack once it is in the log, or after ``STACK_TIMEOUT_S`` that no answer came."""
         if self._request is None:
             return
         lines = self._request.answer()
-        waited = time.monotonic() - self._asked_at
+        waited = time.monotonic() - self._requested_at
         if lines:
             at = time.strftime("%H:%M:%S")
             view = self.query_one(StackView)

@@ -1,4 +1,4 @@
-"""The open recipe: a list, a form, and the results of validating it in a thread."""
+"""Base of the launch screen: list of recipes, form of the open one, and its validation in a thread."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ DEBOUNCE_S = 0.15
 """Seconds without a change before the recipe is validated again."""
 
 TALL_LINES = 32
-"""Lines of a screen that has a blank one before the preflight."""
+"""Fewest lines of a screen with a blank line before the preflight."""
 LEAST_FORM_LINES = 6
-"""Lines that the form keeps when the preflight has much to say."""
+"""Fewest lines of the form, however many the preflight needs."""
 LEAST_PLAN_LINES = 4
-"""Lines that the plan keeps then: title, columns, the first node, and how much is below."""
+"""Fewest lines of the plan then: title, column names, first node, number of hidden lines."""
 
 UNTRIED_FIELDS = ("task", "host")
-"""Fields whose half-typed values are not tried: a task is imported by a process, a host is asked over the network."""
+"""Fields not validated while being typed: a task is imported in a process, a host is contacted by ssh."""
 
 
 class RecipePage(Page):
-    """Shows a recipe, its plan and its preflight; a subclass edits it."""
+    """Screen of a recipe with its plan and preflight; a subclass edits the recipe."""
 
     def __init__(
         self, *, debounce_s: float = DEBOUNCE_S, validate: Callable[..., ValidatedRecipe] = validate_recipe
@@ -58,16 +58,16 @@ class RecipePage(Page):
         self._found: ValidatedRecipe | None = None
         self._fields: list[Field] = []
         self._remarks: dict[str, FieldMessage] = {}
-        """By key: what stands beside a field."""
-        self._asking: Field | str | None = None
-        """Purpose of the input: a field, ``find`` or ``save``."""
+        """Messages beside the fields, by key."""
+        self._prompt_for: Field | str | None = None
+        """Purpose of the open input line: a field, ``find`` or ``save``; None: it is closed."""
         self._before_find = ("", "")
-        """Words and key of the form before something was searched for."""
+        """Search text of the form, and key of the field under the cursor, before the search line was opened."""
 
-    # What there is
+    # Widgets and the open recipe
 
     def body(self) -> ComposeResult:
-        """Yield recipes, form, what a field means, the input, the plan, and whether it could start."""
+        """Yield the list of recipes, the form, help of a field, the input line, the plan and the preflight."""
         with Horizontal(id="workspace"):
             yield RecipeList(id="recipes")
             with Vertical(id="sheet"):
@@ -80,32 +80,32 @@ class RecipePage(Page):
 
     @property
     def form(self) -> Form:
-        """The fields."""
+        """The form."""
         return self.query_one(Form)
 
     @property
     def _drafts(self) -> dict[Path, Draft]:
-        """The drafts by file: changes stay while another recipe is open."""
+        """Drafts by file; changes are kept while another recipe is open."""
         return self.session.drafts
 
     @property
     def draft(self) -> Draft | None:
-        """The recipe in the form."""
+        """Draft of the recipe in the form."""
         return self._drafts.get(self._path) if self._path is not None else None
 
     def on_mount(self) -> None:
-        """Begin with the list."""
+        """Focus the list of recipes."""
         self.query_one("#recipes").focus()
 
     def on_screen_resume(self) -> None:
-        """List recipes, and take file and GPUs from the launch session."""
-        self._launch_is_near()
+        """List the recipes; open the file and enter the GPUs that another screen put into the launch session."""
+        self._open_warm_pool()
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
-        wanted, self.session.source = self.session.source, None
-        if wanted is not None:
-            self.open_recipe(Path(wanted))
+        source, self.session.source = self.session.source, None
+        if source is not None:
+            self.open_recipe(Path(source))
         elif self._path is None and files:
             self.open_recipe(files[0].path, focus=False)
         else:
@@ -124,12 +124,12 @@ class RecipePage(Page):
         facts = local_facts([*hosts, *gpus])
         index = 0
         if list(gpus) == [THIS_MACHINE]:
-            here = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
-            if here is None:
+            local_index = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
+            if local_index is None:
                 self.console.report(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
                 return
-            draft.set_gpus(here, gpus[THIS_MACHINE])
-            index = here
+            draft.set_gpus(local_index, gpus[THIS_MACHINE])
+            index = local_index
         else:
             named = next(
                 (host for host in hosts if host and is_local(host, facts) and not is_loopback(address_of(host))), None
@@ -154,7 +154,7 @@ class RecipePage(Page):
         self._found = None
         self._leave_editor()
         form = self.form
-        form.wanted = ""
+        form.search = ""
         form.cursor = 0
         self.query_one(RecipeList).point_at(path)
         self._changed()
@@ -166,38 +166,38 @@ class RecipePage(Page):
             self._take_gpus(gpus)
 
     def _display_name(self, path: Path) -> str:
-        """Return a path relative to the folder where it is below it."""
+        """Return a path as text, relative to the working folder if it lies below."""
         try:
             return str(path.relative_to(self.session.folder))
         except ValueError:
             return str(path)
 
     def on_resize(self, event: Resize) -> None:
-        """Give the plan and the preflight their shares."""
+        """Divide the lines again at the new size."""
         self.set_class(self.size.width < 100, "-narrow")
         self.set_class(self.size.height >= TALL_LINES, "-tall")
         self.call_after_refresh(self._share_lines)
 
     def _share_lines(self) -> None:
-        """Give the preflight the lines that it needs: the plan shrinks first, then the form."""
+        """Set the heights: the preflight gets the lines it needs, first from the plan, then from the form."""
         summary, plan = self.query_one(PreflightSummary), self.query_one(PlanView)
         room = self.query_one("#sheet").size.height - self.query_one("#under").size.height
         room -= self.size.height >= TALL_LINES
-        wanted = max(self.size.height // 3 - 2, 6)
+        plan_lines = max(self.size.height // 3 - 2, 6)
         lines = min(summary.lines(summary.size.width), max(room - LEAST_FORM_LINES - LEAST_PLAN_LINES, 1))
         summary.styles.height = lines
-        plan.styles.height = min(wanted, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
+        plan.styles.height = min(plan_lines, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
 
-    def _launch_is_near(self) -> None:
+    def _open_warm_pool(self) -> None:
         """Start a process that loads torch ahead of the launch."""
         if self.console.warm is not None:
             self.console.warm.open()
 
-    # What changes
+    # Changes
 
     def _changed(self) -> None:
         """Show the draft and validate it."""
-        self._launch_is_near()
+        self._open_warm_pool()
         self._show_fields()
         self._validate_soon()
 
@@ -206,14 +206,14 @@ class RecipePage(Page):
         if draft is None or self._path is None:
             return
         self._fields = draft.fields()
-        self._remarks = {} if found is None else self._found_beside(draft, found)
+        self._remarks = {} if found is None else self._validation_messages(draft, found)
         for field in self._fields:
             if field.changed and (problem := draft.problem(field, field.text)):
                 self._remarks[field.key] = FieldMessage(problem)
         form = self.form
         form.title_text = draft.name
         changes = len(draft.changes)
-        remarks = [f"/{form.wanted}"] if form.wanted else []
+        remarks = [f"/{form.search}"] if form.search else []
         if changes:
             remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
         form.remarks = [[(remark, "accent")] for remark in remarks]
@@ -224,8 +224,8 @@ class RecipePage(Page):
         listing.edited = [path for path, other in self._drafts.items() if other.changes]
         listing.redraw()
 
-    def _found_beside(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
-        """Return the remarks of a validation by key, without fields that were changed since."""
+    def _validation_messages(self, draft: Draft, found: ValidatedRecipe) -> dict[str, FieldMessage]:
+        """Return the messages of a validation by key, without those of fields changed since."""
         remarks = remarks_by_field(self._fields, found.results)
         concerned = find_field(self._fields, found.key)
         if found.problem and concerned is not None:
@@ -236,15 +236,15 @@ class RecipePage(Page):
     def _show_detail(self, typed: str | None = None) -> None:
         field, draft = self.form.field, self.draft
         remark = None if field is None else self._remarks.get(field.key)
-        if typed is not None and isinstance(self._asking, Field) and draft is not None:
-            field = self._asking
+        if typed is not None and isinstance(self._prompt_for, Field) and draft is not None:
+            field = self._prompt_for
             remark = FieldMessage(problem) if typed and (problem := draft.problem(field, typed)) else None
             if typed and remark is None and field.name not in UNTRIED_FIELDS:
                 self._try_typed_soon(field, typed)
         self.query_one(FieldDetail).show(field, remark)
 
     def _try_typed_soon(self, field: Field, typed: str) -> None:
-        """Validate the recipe with the typed text; not where other hosts would be asked at every key."""
+        """Validate the recipe with the typed text, unless it names hosts: they would be contacted at every key."""
         draft = self.draft
         if draft is not None and not any(node.get("host") for node in draft.nodes()):
             self._try_typed(draft, field, typed)
@@ -256,7 +256,7 @@ class RecipePage(Page):
     async def _validated(
         self, draft: Draft, settings: list[str], *, hosts_max_age_s: float = HOSTS_MAX_AGE_S
     ) -> ValidatedRecipe:
-        """Validate a draft with some changes, in a thread; the answers of other hosts may be so old."""
+        """Validate a draft with ``settings`` in a thread; facts of other hosts may be ``hosts_max_age_s`` old."""
         return await asyncio.to_thread(
             self._validate,
             draft.text,
@@ -268,14 +268,14 @@ class RecipePage(Page):
 
     @work(exclusive=True, group="draft")
     async def _validate_draft(self) -> None:
-        """Validate the draft once it was not changed during ``debounce_s``, and show the result."""
+        """Validate the draft after ``debounce_s`` without a change, and show the result."""
         await asyncio.sleep(self._debounce_s)
         draft = self.draft
         if draft is None:
             return
         found = await self._validated(draft, draft.settings)
         if draft is not self.draft or list(found.settings) != draft.settings:
-            return  # it is no longer shown
+            return  # another recipe is open, or this one was changed meanwhile
         self._found = found
         if found.schema is not None:
             draft.add_task_schema(found.task, found.schema)
@@ -290,13 +290,13 @@ class RecipePage(Page):
         """Validate the recipe with the typed text, and show the result if the text is still the same."""
         await asyncio.sleep(self._debounce_s)
         found = await self._validated(draft, draft.settings_with(field.key, typed))
-        if self._asking is field and self.query_one("#editor", Input).value == typed:
+        if self._prompt_for is field and self.query_one("#editor", Input).value == typed:
             remark = remarks_by_field([field], found.results).get(field.key)
             if found.problem and find_field([field], found.key) is not None:
                 remark = FieldMessage(strip_location(found.problem))
             self.query_one(FieldDetail).show(field, remark)
 
-    # The cursor
+    # Cursor
 
     @on(Form.Moved, "#form")
     def _pointed(self, event: Form.Moved) -> None:
@@ -314,8 +314,8 @@ class RecipePage(Page):
         if file is not None and file.path != self._path and self.query_one(RecipeList).has_focus:
             self.open_recipe(file.path, focus=False)
 
-    def _go_to_fault(self, found: ValidatedRecipe) -> None:
-        """Put the cursor on the field of the worst result."""
+    def _go_to_problem(self, found: ValidatedRecipe) -> None:
+        """Put the cursor on the field of the validation's problem, or else of its first error."""
         keys = [found.key, *(result.key for result in errors(found.results))]
         field = next(filter(None, (find_field(self._fields, key) for key in keys if key)), None)
         if field is not None:
@@ -324,19 +324,19 @@ class RecipePage(Page):
             self.form.focus()
             self.form.go_to(field.key)
 
-    # The line below the form
+    # Input line
 
-    def _ask(self, what: Field | str, label: str, text: str, hint: str) -> None:
-        self._asking = what
+    def _open_prompt(self, purpose: Field | str, label: str, text: str, hint: str) -> None:
+        self._prompt_for = purpose
         self.add_class("-editing")
-        self.query_one(PromptLine).ask(label, text, hint)
-        if isinstance(what, Field):
+        self.query_one(PromptLine).open(label, text, hint)
+        if isinstance(purpose, Field):
             self._show_detail(text)
 
     def _leave_editor(self, *, focus: bool = True) -> None:
-        """Close the line; the form gets the focus, unless it has gone elsewhere."""
-        if self._asking is not None:
-            self._asking = None
+        """Close the line; ``focus``: give the focus to the form."""
+        if self._prompt_for is not None:
+            self._prompt_for = None
             self.remove_class("-editing")
             self.query_one(PromptLine).close()
             if focus:

@@ -16,7 +16,7 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts import ChartScreen
-from gputrain_tui.console.screens.start_and_stop import ask_to_resume, relaunch
+from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.hardware_lines import HardwareLines
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from gputrain_tui.console.widgets.filter_line import FilterLine
 
 WIDE_CELLS = 160
-"""Least cells of a terminal in which the table may leave room beside it."""
+"""Fewest cells of the panels' area in which the findings may stand beside the table."""
 CURSOR_DELAY_S = 0.04
-"""Seconds before the charts follow the cursor: a key held down moves it without them."""
+"""Seconds before the charts highlight the rank under the cursor; a key held down thus redraws only the table."""
 
 
 class RunScreen(ChartScreen):
@@ -50,23 +50,24 @@ class RunScreen(ChartScreen):
     def __init__(self, live: LiveRun) -> None:
         super().__init__(live)
         self.selected_rank: int | None = None
-        """The selected rank."""
+        """The rank that all panels highlight; None: none."""
         self.choice = PanelChoice(ranks=live.state.world_size)
-        """The person's choice of panels."""
+        """Panels that the user chose."""
         self._right_panel: PanelName | None = None
-        """Findings or log, whichever was asked for; None: findings where there are any."""
-        self._pointed_out = False
-        self._flagged: int | None = None
-        """The rank of the worst finding, which was brought into view."""
-        self._before: object = None
+        """Findings or log, whichever was chosen last; None: findings if there are any, else the log."""
+        self._cause_selected = False
+        self._revealed_rank: int | None = None
+        """Rank of the worst finding, when it was brought into view."""
+        self._drawn_version: object = None
+        """Version of the run at the last repaint of the header."""
         self._settled_version: object = None
-        """Version of the run at the last tick, and at the last redraw after events ceased."""
+        """Version of the run at the last redraw of the table after events ceased."""
         self._following = False
-        """Whether the charts have yet to follow the cursor."""
+        """Whether a timer will make the charts highlight the rank under the cursor."""
         self._arranged: tuple[Size, PanelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the panels, in no order: ``arrange`` places them."""
+        """Yield the panels, which ``arrange`` places."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
@@ -74,7 +75,7 @@ class RunScreen(ChartScreen):
             yield RankGrid(live, id="ranks")
             yield RendezvousView(live, id="rendezvous")
             yield self.band_chart("loss", id="loss")
-            # A rank alone has no other to wait for.
+            # With one rank there is no synchronisation.
             yield self.band_chart("step_ms" if live.state.world_size == 1 else "sync_exposed_ms", id="sync")
             yield StepBars(live, id="bars")
             yield LatenessMap(live, id="late")
@@ -83,7 +84,7 @@ class RunScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
-        """Focus the table."""
+        """Lay out the panels, and focus the table."""
         self.place_panels()
         self.query_one(RankGrid).focus()
         self.call_after_refresh(self._mount_log)
@@ -97,52 +98,52 @@ class RunScreen(ChartScreen):
             self._arranged = None
             self.place_panels()
 
-    # The clock
+    # Clock
 
     def tick(self) -> None:
-        """Repaint what changed."""
+        """Lay out the panels again if needed, and repaint the changed ones."""
         self.place_panels()
         super().tick()
 
     def after_events(self) -> None:
-        """Select the failed rank once, and sort the table again when events have ceased."""
+        """Select the failed rank once, reveal the rank of a new worst finding, and sort again after the last events."""
         super().after_events()
         cause = self.live.state.root_cause
-        if cause is not None and cause.rank is not None and not self._pointed_out:
-            self._pointed_out = True
+        if cause is not None and cause.rank is not None and not self._cause_selected:
+            self._cause_selected = True
             if self.selected_rank is None:
                 self.select(cause.rank)
-        self._point_out_finding()
+        self._reveal_worst_finding()
         version = self.live.version
-        if version == self._before and version != self._settled_version:
+        if version == self._drawn_version and version != self._settled_version:
             self._settled_version = version
             self.query_one(RankGrid).redraw()
-        self._before = version
+        self._drawn_version = version
 
-    def _point_out_finding(self) -> None:
+    def _reveal_worst_finding(self) -> None:
         """Bring the rank of the worst finding into view, once for each."""
         flagged = [finding for finding in self.live.state.findings.values() if finding.rank is not None]
         worst = min(flagged, key=by_urgency, default=None)
         rank = worst.rank if worst is not None else None
-        if rank != self._flagged:
-            self._flagged = rank
+        if rank != self._revealed_rank:
+            self._revealed_rank = rank
             if rank is not None:
                 self.query_one(RankGrid).bring_into_view(rank)
 
     def repaint(self) -> None:
-        """Bring everything up to date at once."""
+        """Repaint all changed panels at once."""
         self._follow()
         super().repaint()
 
-    # Where things stand
+    # Layout
 
     def _choice_for(self, size: Size) -> PanelChoice:
-        """Return the panels to show, by the person's choice and the state of the run."""
+        """Return the panels to show, by the user's choice and the state of the run."""
         state = self.live.state
         card = self.query_one(RootCauseCard)
         root_cause = card.root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
-        # Of a failure alone the card says all.
+        # The root cause card shows a failure in full, so the findings are not needed for that alone.
         has_findings = bool(state.past_findings) or (bool(state.failures) and root_cause is None)
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return replace(
@@ -160,7 +161,7 @@ class RunScreen(ChartScreen):
         return whole_width(len(views), {view.host for view in views if view.host})
 
     def place_panels(self) -> None:
-        """Lay out again where size or choice changed."""
+        """Lay out the panels again if their size or choice changed."""
         size = self.panel_size
         choice = self._choice_for(size)
         if (size, choice) != self._arranged:
@@ -180,10 +181,10 @@ class RunScreen(ChartScreen):
     def _panel(self, name: str) -> Widget | None:
         return next(iter(self.query(f"#{name}")), None)
 
-    # What the person does
+    # Actions
 
     def action_show(self, name: str) -> None:
-        """Show a panel; if it is visible focus it, then zoom it."""
+        """Show a panel and focus it; zoom it if it is focused already, or visible without a focus of its own."""
         assert name in get_args(PanelName)
         panel: PanelName = name  # type: ignore[assignment]
         widget = self._panel(name)
@@ -211,24 +212,24 @@ class RunScreen(ChartScreen):
 
     def action_next_panel(self) -> None:
         """Show the next hidden panel; while zoomed, zoom the next one."""
-        there: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
-        begin = there.index(self.choice.panel) + 1 if self.choice.panel in there else 0
-        order = there[begin:] + there[:begin]
+        names: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
+        begin = names.index(self.choice.panel) + 1 if self.choice.panel in names else 0
+        order = names[begin:] + names[:begin]
         hidden = [name for name in order if not self.query_one(f"#{name}").display]
         name = (order if self.choice.zoomed else hidden or order)[0]
         self._choose(panel=name)
         self._focus(self.query_one(f"#{name}"))
 
     def action_zoom(self) -> None:
-        """Zoom the focused or last panel, or undo it."""
+        """Zoom the focused panel, or the one chosen last; if a panel is zoomed, show all again."""
         focused = self.focused
         name = focused.id if focused is not None and not self.choice.zoomed else None
         panel: PanelName = name if name in ("findings", "log") else self.choice.panel  # type: ignore[assignment]
         self._choose(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
-    def keep_view(self) -> Callable[[], None]:
-        """Return what restores the choice of panels."""
+    def save_view(self) -> Callable[[], None]:
+        """Return a function that restores the choice of panels."""
         choice, right = self.choice, self._right_panel
 
         def restore() -> None:
@@ -238,14 +239,14 @@ class RunScreen(ChartScreen):
         return restore
 
     def copyable(self) -> Copyable | None:
-        """Return the failure, or else the finding under the cursor of the findings."""
+        """Return the failure, or else the finding under the cursor of its panel."""
         root_cause = self.query_one(RootCauseCard).root_cause()
         if root_cause is not None:
             return Copyable(failure_text(root_cause), "the failure")
         return self.query_one(Findings).copyable()
 
     def action_back(self) -> None:
-        """Undo one thing: cursor, range of steps, zoom, filter, selection."""
+        """Undo the first that applies: charts' cursor, range, zoom, focus of a panel, filter, selected rank."""
         if self.view_back():
             return
         grid = self.query_one(RankGrid)
@@ -265,11 +266,11 @@ class RunScreen(ChartScreen):
         """Select a rank in every panel, or none."""
         self.selected_rank = rank
         self.query_one(RankGrid).show_rank(rank)
-        self._point_at(rank)
+        self._highlight_rank(rank)
 
     @on(RankGrid.Picked)
     def _picked(self, message: RankGrid.Picked) -> None:
-        """Let the charts follow after a delay."""
+        """Highlight the rank in the charts after ``CURSOR_DELAY_S``."""
         self.selected_rank = message.rank
         if not self._following:
             self._following = True
@@ -289,24 +290,24 @@ class RunScreen(ChartScreen):
         self.open_rank(message.rank)
 
     def action_open_rank(self) -> None:
-        """Open the selected rank, or the first one."""
+        """Open the rank screen on the selected rank, or on the first one."""
         ranks = sorted(self.live.state.ranks)
         if self.selected_rank is not None or ranks:
             self.open_rank(self.selected_rank if self.selected_rank is not None else ranks[0])
 
     def open_rank(self, rank: int) -> None:
-        """Show everything of one rank."""
+        """Open the rank screen."""
         from gputrain_tui.console.screens.rank import RankScreen
 
         self.select(rank)
         self.app.push_screen(RankScreen(self.live, rank))
 
-    # What is next after a run
+    # Actions after the end
 
     def action_resume(self) -> None:
-        """Go on from the run's last checkpoint, after a question."""
+        """Resume from the run's last checkpoint as a new run, after a dialog."""
         if self._ended():
-            ask_to_resume(app_of(self), self.live.run)
+            confirm_resume(app_of(self), self.live.run)
 
     async def action_relaunch(self) -> None:
         """Open the run's recipe on the launch screen."""
@@ -317,7 +318,7 @@ class RunScreen(ChartScreen):
         app_of(self).compare_with_last(self.live.run)
 
     def _ended(self) -> bool:
-        """Return whether the run has ended; report it where it has not."""
+        """Return whether the run has ended; if not, notify that it goes on."""
         if not self.live.over:
             app_of(self).report(f"{self.live.id} is {self.live.status}; S stops it")
         return self.live.over
@@ -327,11 +328,11 @@ class RunScreen(ChartScreen):
         self.query_one(RankGrid).sort_next()
 
     def action_reverse(self) -> None:
-        """Turn the order of the table around."""
+        """Reverse the order of the table."""
         self.query_one(RankGrid).reverse_sort()
 
     async def action_filter(self) -> None:
-        """Ask which ranks to show."""
+        """Open the input line of the rank filter."""
         from gputrain_tui.console.widgets.filter_line import FilterLine
 
         line: FilterLine | None = next(iter(self.query(FilterLine)), None)
@@ -339,4 +340,4 @@ class RunScreen(ChartScreen):
             grid = self.query_one(RankGrid)
             line = FilterLine(grid)
             await self.mount(line, before=self.query_one(KeyBar))
-        line.ask()
+        line.open()

@@ -1,4 +1,4 @@
-"""Starts, resumes and stops runs for the app and its screens, by the functions of the commands."""
+"""Starting, resuming and stopping runs from the app and its screens, by the functions that the commands use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 async def launch(console: AppProtocol, prepared: Prepared) -> None:
     """Start a prepared run, detached, and show it.
 
-    It is started here and not by a worker: the signal of a parent's death comes when the thread that
-    started the process ends.
+    The supervisor is started in the app's own thread: the parent death signal (``PR_SET_PDEATHSIG``) fires when the
+    thread that started the process ends, and a worker thread ends soon.
     """
     from gputrain_tui.lifecycle import start
 
@@ -65,14 +65,14 @@ def _prepared_demo() -> Prepared:
     return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
 
 
-def ask_to_resume(console: AppProtocol, run: Run) -> None:
-    """Go on from a run's newest checkpoint as a new run, once the person has confirmed it."""
+def confirm_resume(console: AppProtocol, run: Run) -> None:
+    """Resume from a run's newest checkpoint as a new run, after a dialog."""
     steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
     where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
     ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-    what = f"{run.status.recipe} goes on from {where}, with {ranks}, as a new run."
+    consequence = f"{run.status.recipe} goes on from {where}, with {ranks}, as a new run."
     resume = partial(console.run_worker, partial(_resume, console, run), group="launch", exclusive=True)
-    console.confirm(f"Resume {run.id}?", what, yes="Resume it", act=resume)
+    console.confirm(f"Resume {run.id}?", consequence, yes="Resume it", act=resume)
 
 
 async def _resume(console: AppProtocol, run: Run) -> None:
@@ -103,12 +103,12 @@ async def relaunch(console: AppProtocol, run: Run) -> None:
         await console.action_go("launch")
 
 
-def ask_to_stop(console: AppProtocol, run: Run) -> None:
-    """Stop a run everywhere, once the person has confirmed it."""
+def confirm_stop(console: AppProtocol, run: Run) -> None:
+    """Stop a run on every machine, after a dialog."""
     ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-    what = f"Its {ranks} end on every machine. Checkpoints are kept."
+    consequence = f"Its {ranks} end on every machine. Checkpoints are kept."
     stop = partial(console.run_worker, partial(_stop, console, run), group="stop")
-    console.confirm(f"Stop {run.id}?", what, yes="Stop it", act=stop)
+    console.confirm(f"Stop {run.id}?", consequence, yes="Stop it", act=stop)
 
 
 async def _stop(console: AppProtocol, run: Run) -> None:
@@ -116,8 +116,8 @@ async def _stop(console: AppProtocol, run: Run) -> None:
 
     console.report(f"stopping {run.id}")
     try:
-        report, left = await asyncio.to_thread(stop_by_name, run.id)
+        report, remaining = await asyncio.to_thread(stop_by_name, run.id)
     except RequestError as error:
         console.report(str(error), alarm=True)
     else:
-        console.report(report, alarm=bool(left))
+        console.report(report, alarm=bool(remaining))

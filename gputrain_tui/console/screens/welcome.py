@@ -1,4 +1,4 @@
-"""Welcome screen of a first start."""
+"""Welcome screen, shown while there are no runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STEPS = (
 
 
 class WelcomeScreen(Page):
-    """The welcome screen, shown while there are no runs."""
+    """The welcome screen."""
 
     PLACE = "welcome"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("welcome")]
 
     def body(self) -> ComposeResult:
-        """Yield the text."""
+        """Yield the title and the first steps."""
         with Container(id="welcome"):
             yield Static(Text("gputrain", style="bold"), id="title")
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")
@@ -39,8 +39,8 @@ class WelcomeScreen(Page):
 
 def _steps() -> Text:
     text = Text()
-    for key, what in STEPS:
+    for key, description in STEPS:
         text.append(f" {key} ", "bold reverse" if key == "d" else "bold")
-        text.append(f"  {what}\n")
+        text.append(f"  {description}\n")
     text.rstrip()
     return text

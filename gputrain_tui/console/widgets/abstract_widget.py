@@ -1,4 +1,4 @@
-"""Abstract methods for widgets: an incomplete subclass fails at construction, not at painting."""
+"""Metaclass for abstract methods in widgets: an incomplete subclass fails at construction, not when it is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chart of a metric of the run that is shown: its curve, earlier ones below it, a cursor and ranges."""
+"""Chart of a metric of the followed run: median and band, curves of earlier runs, a cursor and ranges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ChartDragged(Message):
-    """The mouse has chosen a step of a chart, or with another one a range."""
+    """The mouse was clicked at ``step`` of a chart, or dragged from there to ``until``."""
 
     def __init__(self, step: int, until: int | None = None) -> None:
         super().__init__()
@@ -36,16 +36,16 @@ class ChartDragged(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierCurve:
-    """A run whose curves lie below those of the run that is shown."""
+    """Curves of an earlier run, drawn below those of the followed run."""
 
     name: str
     series: Series
     until: int | None = None
-    """Step before which it counts; None: all of it. A run that was resumed has its parent's steps before its own."""
+    """Step before which the curves are drawn, the one at which the run was resumed; None: all of them."""
 
 
 class BandChart(Panel):
-    """The chart of one metric of the run."""
+    """Chart of one metric of the run."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class BandChart(Panel):
         self.view = view or ChartView()
         """Range, axis and cursor, shared by the charts of a screen."""
         self.earlier: Sequence[EarlierCurve] = ()
-        """Runs below the curve."""
+        """Earlier runs, drawn below the curve."""
         self.chart_scale: Scale = "linear"
         self.last: int | None = None
         """Steps to show; None: the whole run."""
@@ -78,20 +78,20 @@ class BandChart(Panel):
         """Step at which the mouse button was pressed."""
 
     def show(self, *, scale: Scale | None = None, last: int | None = None, smoothing: int | None = None) -> None:
-        """Choose how the curve is shown; ``last`` is always taken, None being the whole run."""
+        """Set the options of the chart; None leaves one as it is, except ``last``, where None is the whole run."""
         self.chart_scale = scale or self.chart_scale
         self.last = last
         self.smoothing = self.smoothing if smoothing is None else smoothing
         self.redraw()
 
     def seen_version(self) -> object:
-        """Change also with validations and what lies below."""
+        """Return a value that changes with the curves, the validations and the earlier runs."""
         validations = len(self.live.state.validations) if self.metric == "loss" else 0
         return self.live.series.version, validations, [each.series.version for each in self.earlier]
 
     @property
-    def whole(self) -> tuple[int, int]:
-        """First and last step that are shown without a range of the view: a parent's steps come before the first."""
+    def default_span(self) -> tuple[int, int]:
+        """First and last step to show without a range; the steps of runs that were resumed are included."""
         first, last = self.live.series.span(self.last)
         if self.last is None and self.view.axis == "step":
             first = min(
@@ -101,12 +101,12 @@ class BandChart(Panel):
 
     @property
     def columns(self) -> int:
-        """Columns of the curve."""
+        """Columns of the curve, two per cell."""
         return chart_columns(self.size.width)
 
     def x_axis(self) -> XAxis:
         """Return the horizontal axis as it is drawn."""
-        first, last = self.view.span or self.whole
+        first, last = self.view.span or self.default_span
         axis = self.live.series.axis
         name = self.view.axis if axis.has(self.view.axis) else "step"
         return XAxis(name=name, first_step=first, last_step=last, at=partial(axis.at, name))
@@ -131,7 +131,7 @@ class BandChart(Panel):
         cells = columns // 2
         marks = [(x.column(each.step, cells), each.loss) for each in self._validations(x)]
         cursor = self.view.cursor
-        here = None if cursor is None else x.column(cursor, columns)
+        cursor_column = None if cursor is None else x.column(cursor, columns)
         curve = Curve(
             title=self.title_text,
             unit=self.unit,
@@ -149,8 +149,10 @@ class BandChart(Panel):
             x=x,
             under=under,
             marks=[(cell, value) for cell, value in marks if 0 <= cell < cells],
-            cursor=None if here is None or not 0 <= here < columns else here // 2,
-            readout=None if here is None else self._readout(here, window, rank_line, under, x, columns, width),
+            cursor=None if cursor_column is None or not 0 <= cursor_column < columns else cursor_column // 2,
+            readout=None
+            if cursor_column is None
+            else self._readout(cursor_column, window, rank_line, under, x, columns, width),
             lr=self._learning_rates(x, cells),
             joints=[x.column(each.until, cells) for each in self.earlier if each.until and x.name == "step"],
         )
@@ -162,7 +164,7 @@ class BandChart(Panel):
         return on_axis(series.smoothed_window(self.metric, fine, span=span, over=self.smoothing), x, columns)
 
     def _below(self, earlier: EarlierCurve, x: XAxis, columns: int) -> list[float]:
-        """Return the curve of an earlier run in the columns of this one."""
+        """Return the medians of an earlier run in the columns of this chart; NaN in columns without a value."""
         series = earlier.series
         if x.name == "step":
             window = self._window(series, x, columns)
@@ -172,8 +174,8 @@ class BandChart(Panel):
             return [value if column < end else nan for column, value in enumerate(window.median)]
         first, last = series.span()
         if earlier.until is not None or not last:
-            return [nan] * columns  # a parent's time, samples and tokens lie before this run's, at no known distance
-        # Its steps lie elsewhere on this axis: what is before the end of the axis is drawn.
+            return [nan] * columns  # a resumed run's time, samples and tokens precede this run's by an unknown distance
+        # The other run took other times (samples, tokens) for its steps: resample it within the ends of this axis.
         count = FINE * columns
         window = series.smoothed_window(self.metric, count, span=(first, last), over=self.smoothing)
         places = [
@@ -184,14 +186,14 @@ class BandChart(Panel):
         return resampled(points, columns, x.end, first=x.begin)
 
     def _validations(self, x: XAxis) -> list[Validation]:
-        """Return the validations within the steps shown, of the training's own weights."""
+        """Return the validations of the training's own weights (no average) within the range of the axis."""
         if self.metric != "loss":
             return []
         found = (each for each in self.live.state.validations if each.split == "valid" and each.weights_step is None)
         return [each for each in found if x.first_step <= each.step <= x.last_step and isfinite(each.loss)]
 
     def _learning_rates(self, x: XAxis, cells: int) -> list[float]:
-        """Return the learning rate per cell, where it changes."""
+        """Return the learning rate per cell; empty if it is constant."""
         if self.metric != "loss":
             return []
         rates = [self.live.series.axis.lr_at(x.step_at(cell, cells)) for cell in range(cells)]
@@ -199,10 +201,16 @@ class BandChart(Panel):
         return rates if len(known) > 1 else []
 
     def _readout(
-        self, here: int, window: Window, rank_line: Sequence[float], under: Sequence[Sequence[float]], x: XAxis,
-        columns: int, width: int,
-    ) -> Row:  # fmt: skip
-        """Return the values at the cursor."""
+        self,
+        cursor_column: int,
+        window: Window,
+        rank_line: Sequence[float],
+        under: Sequence[Sequence[float]],
+        x: XAxis,
+        columns: int,
+        width: int,
+    ) -> Row:
+        """Return the values at the cursor, as the title line."""
         cursor = self.view.cursor
         assert cursor is not None
         row: Row = [(self.title_text, "title"), (f"  step {cursor:,}", "accent")]
@@ -210,15 +218,15 @@ class BandChart(Panel):
             position = x.at(cursor)
             text = duration(position) if x.name == "time" else f"{format_short(position, 8).strip()} {x.name}"
             row.append((f"  {text}", "dim"))
-        if 0 <= here < columns:
-            low, middle, high = window.low[here], window.median[here], window.high[here]
+        if 0 <= cursor_column < columns:
+            low, middle, high = window.low[cursor_column], window.median[cursor_column], window.high[cursor_column]
             row += [("  ", "base"), (format_value(middle), "bright")]
             if self.live.series.world_size > 1:
                 row.append((f" in {format_value(low)}–{format_value(high)}", "dim"))
-            if self.selected_rank is not None and here < len(rank_line):
-                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[here]), "accent")]
+            if self.selected_rank is not None and cursor_column < len(rank_line):
+                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[cursor_column]), "accent")]
             for each, line in zip(self.earlier, under, strict=True):
-                row += [(f"  {each.name} ", "dim"), (format_value(line[here]), "under")]
+                row += [(f"  {each.name} ", "dim"), (format_value(line[cursor_column]), "under")]
         validations = self._validations(x)
         if validations:
             nearest = min(validations, key=lambda each: abs(each.step - cursor))
@@ -228,14 +236,14 @@ class BandChart(Panel):
             row.append((f"  lr {rate:.3g}", "dim"))
         return fit_row(row, width)
 
-    # The mouse
+    # Mouse
 
     def is_text_at(self, y: int) -> bool:
-        """Return whether it is the title: below it the mouse chooses steps."""
+        """Return whether a line is the title, whose text can be selected; below it the mouse chooses steps."""
         return y == 0
 
     def _step_under(self, event: MouseEvent) -> int | None:
-        """Return the step under the pointer; None outside of the plot."""
+        """Return the step under the pointer; None outside the plot."""
         x, cells = self.x_axis(), self.columns // 2
         cell = event.x - LABEL_CELLS - 2
         return x.step_at(cell, cells) if 0 <= cell < cells and x.last_step and event.y > 0 else None
@@ -245,19 +253,19 @@ class BandChart(Panel):
         self._pressed = self._step_under(event) if event.button == 1 else None
 
     def on_mouse_up(self, event: MouseUp) -> None:
-        """Put the cursor there, or show the range that was dragged over."""
-        began, self._pressed = self._pressed, None
-        here = self._step_under(event)
-        if began is not None and here is not None:
-            self.post_message(ChartDragged(began) if here == began else ChartDragged(began, here))
+        """Report the step that was clicked, or the range that was dragged over."""
+        pressed, self._pressed = self._pressed, None
+        released = self._step_under(event)
+        if pressed is not None and released is not None:
+            self.post_message(ChartDragged(pressed) if released == pressed else ChartDragged(pressed, released))
 
     def _newest(self) -> float:
-        """Return the newest value: of the loss the same mean as in the header, else the median over the ranks."""
+        """Return the newest value: the mean over the ranks for the loss, as in the header; else their median."""
         loss = self.live.state.figures.loss if self.metric == "loss" else None
         return self.live.series.latest[self.metric].median if loss is None else loss
 
     def _newest_of(self, rank: int) -> float:
-        """Return a rank's newest value: of the loss the same as in its line of the table."""
+        """Return a rank's newest value; for the loss the one in its line of the table."""
         view = self.live.state.ranks.get(rank)
         loss = view.loss if view is not None and self.metric == "loss" else None
         return self.live.series.rank_value(self.metric, rank) if loss is None else loss

@@ -1,4 +1,4 @@
-"""Base of the widgets that draw rows of (text, role), and a list with a cursor."""
+"""Base of the widgets that draw rows of (text, role), and of lists with a cursor."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gputrain_tui.console.ramp import ON_GROUND, PHASE_COLOURS, Ramp, pair, ramp_for
+from gputrain_tui.console.ramp import PHASE_COLOURS, TEXT_ON_CURSOR, Ramp, pair, ramp_for
 from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.drawing import Row, row_cells, scroll_thumb
 
 ON_CURSOR = {"dim": "bright", "quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
-"""Roles that are brighter on the cursor's ground, where dim ones could not be read."""
+"""Brighter roles for text on the cursor's background, where dim text could not be read."""
 WHEEL_LINES = 3
 """Lines per turn of the mouse wheel."""
 WITHOUT_COLOURS = {"cursor": Style(reverse=True), "cursor-unfocused": Style(underline=True)}
-"""Grounds of the cursor where there are no colours."""
+"""Styles of the cursor's line on terminals without colours."""
 CURVES = tuple(f"curve-{number}" for number in range(6))
 
 
 def role_classes(*roles: str) -> set[str]:
-    """Return the component classes of roles, whose colours ``Canvas`` declares."""
+    """Return the component classes of roles; their colours are in the widgets' ``DEFAULT_CSS``."""
     return {f"canvas--{role}" for role in roles}
 
 
-def on_ground(row: Row, ground: str) -> Row:
-    """Return a row on the ground of a cursor."""
+def with_background(row: Row, ground: str) -> Row:
+    """Return a row in the roles of a cursor's background: ``cursor`` or ``cursor-unfocused``."""
     return [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
 
 
 @dataclass(frozen=True)
 class Copyable:
-    """What the copy key takes from a panel or a screen."""
+    """Text that the copy key copies from a panel or a screen."""
 
     text: str
-    what: str
-    """Names it in the report: ``a line of the log``."""
+    label: str
+    """Name of the text in the notification, such as ``a line of the log``."""
 
 
 class Canvas(Widget, metaclass=AbstractWidgetMeta):
     """Widget that draws rows of (text, role) for its size on ``redraw``, and repaints the lines that differ.
 
-    Its text can be selected with the mouse; meanwhile it holds still, so that what is copied is what was selected.
+    Its text can be selected with the mouse; until the selection ends it is not redrawn, so that the copied text is
+    the selected one.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
@@ -101,7 +102,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         """Return at most ``height`` rows."""
 
     def wheel(self, lines: int) -> None:
-        """Scroll by lines."""
+        """Scroll by lines; by default nothing scrolls."""
 
     @property
     def ramp(self) -> Ramp:
@@ -113,7 +114,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         if self.text_selection is not None:
             return
         if self.size != self._drawn_size:
-            self._drawn_size = None  # hidden: what was drawn before is out of date when it is shown again
+            self._drawn_size = None  # resized or hidden: the next ``line`` draws all rows again
             self.refresh()
         elif changed := self._draw():
             width = self.size.width
@@ -135,13 +136,13 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
         """Scroll back with the wheel."""
-        self._turn(event, -WHEEL_LINES)
+        self._wheel_event(event, -WHEEL_LINES)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
         """Scroll on with the wheel."""
-        self._turn(event, WHEEL_LINES)
+        self._wheel_event(event, WHEEL_LINES)
 
-    def _turn(self, event: MouseEvent, lines: int) -> None:
+    def _wheel_event(self, event: MouseEvent, lines: int) -> None:
         event.stop()
         self.wheel(lines)
 
@@ -160,33 +161,33 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
             self._draw()
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width, self.rich_style)
 
-    # Selecting and copying
+    # Selection and copy
 
     async def on_event(self, event: Event) -> None:
-        """Take no click for one that ends a selection."""
+        """Ignore the click that Textual reports at the end of a selection."""
         if not isinstance(event, Click) or self.text_selection is None:
             await super().on_event(event)
 
     def on_click(self, event: Click) -> Awaitable[None] | None:
-        """Keep Textual from selecting everything on the second click, which opens what is under the pointer."""
+        """Prevent Textual's select-all on a double click, which opens the row under the pointer."""
         event.prevent_default()
         return None
 
     def is_text_at(self, y: int) -> bool:
-        """Return whether a selection may begin in a line; by default in all."""
+        """Return whether a selection may begin in the line at ``y``; by default in every line."""
         return True
 
     def text_line(self, y: int) -> int:
-        """Return the number of the text's line that is drawn at ``y``; by default what is drawn is all of it."""
+        """Return the number of the text's line that is drawn at ``y``; by default ``y``, where nothing scrolls."""
         return y
 
     def text_offset(self, x: int, y: int) -> Offset:
-        """Return the place in the text that is nearest to a cell."""
+        """Return the offset in the text that is nearest to a cell."""
         y = min(max(y, 0), max(self.size.height - 1, 0))
         return Offset(min(max(x, 0), max(self.size.width - 1, 0)), self.text_line(y))
 
     def text_strip(self, line: int) -> Strip:
-        """Return a line of the text, whole."""
+        """Return a whole line of the text, which may be longer than the widget is wide."""
         return self.line(line)
 
     def text_lines(self) -> Iterable[int]:
@@ -194,7 +195,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return range(self.size.height)
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """Return the selected text and what follows it."""
+        """Return the selected text, and a line break as its ending."""
         texts = []
         for number in self.text_lines():
             if (span := selection.get_span(number)) is not None:
@@ -203,7 +204,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return "\n".join(texts), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:
-        """Show the selection, or what was not drawn while there was one."""
+        """Repaint with the selection; after its end draw the changes that came meanwhile."""
         if selection is None:
             self.redraw()
         self.refresh()
@@ -214,18 +215,18 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         style = self.screen.get_component_rich_style("screen--selection")
         if self.app.no_color:
             ground = Style(reverse=True)
-        else:  # a theme without a colour for selected text has a transparent one, which comes as that of the ground
+        else:  # a theme without a colour for selected text gives the background's colour: keep the text's own then
             color = style.color if style.color != style.bgcolor else None
             ground = Style(color=color, bgcolor=style.bgcolor)
         selected = Strip(Segment.apply_style(strip.crop(begin, end), post_style=ground))
         return Strip.join([strip.crop(0, begin), selected, strip.crop(end, width)])
 
     def copyable(self) -> Copyable | None:
-        """Return what the copy key takes while the panel has the focus; None: what the screen offers."""
+        """Return the text for the copy key while the panel has the focus; None: use the screen's."""
         return None
 
     def _draw(self) -> list[int]:
-        """Draw all rows and return the lines that differ from before."""
+        """Draw all rows; return the lines that changed."""
         width, height = self.size
         before, self._rows = self._rows, self.draw(width, height)
         if len(before) != len(self._rows):
@@ -246,7 +247,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return [Segment(text, styles.get(role) or self.role(role)) for text, role in row]
 
     def role(self, role: str) -> Style:
-        """Return the colours of a role, such as ``dim``, ``dim@cursor`` on a ground, or ``heat:3:7`` of the ramp."""
+        """Return the style of a role: ``dim``, ``dim@cursor`` on a background, ``heat:3:7`` of the colour ramp."""
         style = self._styles.get(role)
         if style is None:
             name, _, ground = role.partition("@")
@@ -254,7 +255,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
             if ground:
                 style += Style(bgcolor=self.get_component_rich_style(f"canvas--{ground}").bgcolor)
                 if self.ramp.plain_cursor:
-                    style += ON_GROUND
+                    style += TEXT_ON_CURSOR
                 if self.app.no_color:
                     style += WITHOUT_COLOURS[ground]
             self._styles[role] = style
@@ -341,11 +342,11 @@ class Listing(Canvas, can_focus=True):
 
     @abstractmethod
     def count(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
 
     @abstractmethod
     def head(self, width: int) -> list[Row]:
-        """Return the lines above."""
+        """Return the lines above the rows, which do not scroll."""
 
     @abstractmethod
     def row(self, index: int, width: int) -> Row:
@@ -365,7 +366,7 @@ class Listing(Canvas, can_focus=True):
         """Return the head and the rows around the cursor."""
         count = self.count()
         head = self.head(width)[:height]
-        if count > height - len(head):  # the bar at the right takes two cells of every row
+        if count > height - len(head):  # the scroll bar takes two cells of every row
             head = self.head(width - 2)[:height]
         self.head_rows = len(head)
         room = height - len(head)
@@ -383,14 +384,14 @@ class Listing(Canvas, can_focus=True):
             if overflows:
                 row = [*row, (" " * max(width - 1 - row_cells(row), 0), "base"), ("┃" if y in thumb else " ", "dim")]
             if index == self.cursor:
-                row = on_ground(row, "cursor" if self.has_focus else "cursor-unfocused")
+                row = with_background(row, "cursor" if self.has_focus else "cursor-unfocused")
             rows.append(row)
         return head + rows
 
-    # Moving
+    # Cursor
 
     def go(self, index: int, *, step: int = 1) -> None:
-        """Put the cursor on a row, or on the next that may have it in the direction of ``step``."""
+        """Put the cursor on a row, or on the next selectable one in the direction of ``step``."""
         count = self.count()
         index = min(max(index, 0), count - 1)
         while 0 <= index < count and not self.selectable(index):
@@ -425,11 +426,11 @@ class Listing(Canvas, can_focus=True):
             self.post_message(self.Chosen(self, self.cursor))
 
     def wheel(self, lines: int) -> None:
-        """Move by lines."""
+        """Move the cursor by lines."""
         self.action_move(lines)
 
     def on_click(self, event: Click) -> None:
-        """Move the cursor to the clicked row; a click on the cursor chooses it."""
+        """Move the cursor to the clicked row; a click on the cursor's row chooses it."""
         index = event.y - self.head_rows + self._top
         if event.y < self.head_rows or not 0 <= index < self.count() or not self.selectable(index):
             return

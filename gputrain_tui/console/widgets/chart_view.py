@@ -1,4 +1,4 @@
-"""What the charts of a run show of it: range of steps, axis and cursor, which they share. Pure."""
+"""Range of steps, horizontal axis and cursor that the charts of a screen share. Pure."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from gputrain_tui.history.step_axis import AXES, AxisName, StepAxis
 from gputrain_tui.tables import duration
 
 FINE = 4
-"""Columns of equally many steps per column of another axis, so that few stay empty."""
+"""Columns of equally many steps that are read per column of another axis, so that few of its columns stay empty."""
 ZOOM_RATIO = 2
-"""Steps shown before and after one step of zooming."""
+"""Ratio of the numbers of steps before and after zooming once."""
 LEAST_STEPS = 8
-"""Fewest steps that are shown."""
+"""Fewest steps to show."""
 
 
 @dataclass
 class ChartView:
-    """View of all charts of a screen."""
+    """Range, axis and cursor of all charts of a screen."""
 
     axis: AxisName = "step"
     span: tuple[int, int] | None = None
-    """First and last step; None: the whole run, or its last steps."""
+    """First and last step to show; None: the whole run, or its last steps."""
     cursor: int | None = None
-    """Step whose values are read; None without a cursor."""
+    """Step whose values the charts show in their titles; None: no cursor."""
 
     def next_axis(self, series: StepAxis) -> None:
-        """Go to the next axis on which the run was measured."""
+        """Change to the next axis that the run has values for."""
         order = AXES[AXES.index(self.axis) + 1 :] + AXES
         self.axis = next(name for name in order if series.has(name))
 
-    def move(self, whole: tuple[int, int], columns: int, shift: int) -> None:
-        """Move the cursor by columns of equally many steps; the first time it stands on the newest step.
+    def move(self, default_span: tuple[int, int], columns: int, shift: int) -> None:
+        """Move the cursor by columns of equally many steps; without a cursor, put one on the newest step.
 
         Args:
-            whole: First and last step that are shown without a span.
+            default_span: First and last step to show without a span.
             columns: Columns of a chart.
             shift: How many of them, negative to the left.
         """
-        first, last = self.span or whole
+        first, last = self.span or default_span
         if last < first or not last:
             return
         if self.cursor is None:
@@ -51,25 +51,25 @@ class ChartView:
         step = max(round((last - first + 1) / max(columns, 1)), 1)
         self.cursor = min(max(self.cursor + shift * step, first), last)
 
-    def zoom(self, whole: tuple[int, int], *, closer: bool) -> None:
-        """Show half as many steps around the cursor, or around the newest ones; or twice as many."""
-        first, last = self.span or whole
+    def zoom(self, default_span: tuple[int, int], *, closer: bool) -> None:
+        """Show half as many steps, around the cursor or else the newest ones; if not ``closer``, twice as many."""
+        first, last = self.span or default_span
         count = last - first + 1
         count = max(count // ZOOM_RATIO, LEAST_STEPS) if closer else count * ZOOM_RATIO
-        if count >= whole[1] - whole[0] + 1:
+        if count >= default_span[1] - default_span[0] + 1:
             self.span = None
             return
         middle = self.cursor if self.cursor is not None else last if closer else (first + last) // 2
-        begin = min(max(middle - count // 2, whole[0]), whole[1] - count + 1)
+        begin = min(max(middle - count // 2, default_span[0]), default_span[1] - count + 1)
         self.span = begin, begin + count - 1
 
     def show_range(self, first: int, last: int) -> None:
-        """Show the steps between two, in either order; fewer than can be drawn are widened."""
+        """Show the steps from one to another, in either order, and at least ``LEAST_STEPS``."""
         first, last = min(first, last), max(first, last)
         self.span = first, max(last, first + LEAST_STEPS - 1)
 
     def back(self) -> bool:
-        """Remove the cursor, or else the range; return False where there is neither."""
+        """Remove the cursor, or else the range; return False if there is neither."""
         if self.cursor is not None:
             self.cursor = None
         elif self.span is not None:
@@ -100,7 +100,7 @@ class XAxis:
         return self.at(self.last_step) if self.name != "step" else float(self.last_step + 1)
 
     def column(self, step: float, columns: int) -> int:
-        """Return the column of a step, which may lie outside."""
+        """Return the column of a step; below 0 or from ``columns`` on if it lies outside."""
         length = self.end - self.begin
         if length <= 0:
             return 0
@@ -110,7 +110,7 @@ class XAxis:
         return int(place / length * columns) if place >= 0 else -1
 
     def step_at(self, column: int, columns: int) -> int:
-        """Return the first step of a column, or the last one before it where the column has none."""
+        """Return the first step at or after the beginning of a column, at most the last step."""
         low, high = self.first_step, self.last_step
         while low < high:
             middle = (low + high) // 2
@@ -121,7 +121,7 @@ class XAxis:
         return low
 
     def labels(self, width: int, label_cells: int) -> Row:
-        """Return the labels below a chart: round positions, and the newest at the right."""
+        """Return the labels below a chart: round positions, and the newest position at the right."""
         cells = width - label_cells - 2
         line = [" "] * width
         begin, length = self.begin, self.end - self.begin
@@ -152,7 +152,7 @@ class XAxis:
 
 
 def on_axis(window: Window, x: XAxis, columns: int) -> Window:
-    """Return a band of equally many steps per column in columns of equal length on another axis."""
+    """Return a band whose columns have equally many steps, resampled to columns of equal length on another axis."""
     if x.name == "step":
         return window
     count = len(window.median)
@@ -180,17 +180,17 @@ def on_axis(window: Window, x: XAxis, columns: int) -> Window:
 
 
 def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]:
-    """Return one rank's line as ``on_axis`` returns a band."""
+    """Return one rank's line, resampled like a band by ``on_axis``."""
     window = Window(first_step=x.first_step, last_step=x.last_step, low=[*values], median=[*values], high=[*values])
     return on_axis(window, x, columns).median
 
 
 def _fill(values: list[float]) -> None:
-    """Fill what lies between two values: a long step has more columns than one."""
+    """Interpolate the NaNs between two values: a long step spans several columns."""
     before = -1
-    for here, value in enumerate(values):
+    for current, value in enumerate(values):
         if value != value:
             continue
-        if 0 <= before < here - 1:
-            interpolate(values, before, here, value)
-        before = here
+        if 0 <= before < current - 1:
+            interpolate(values, before, current, value)
+        before = current

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf, isfinite, log10, nan
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gputrain_tui.console.widgets.chart_view import XAxis
 from gputrain_tui.console.widgets.drawing import (
@@ -23,9 +23,6 @@ from gputrain_tui.console.widgets.drawing import (
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.series import Window
 
-if TYPE_CHECKING:
-    pass
-
 Scale = Literal["linear", "log"]
 
 BRAILLE = 0x2800
@@ -33,21 +30,21 @@ BRAILLE = 0x2800
 BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
-"""Limits of a drawn number, so that differences and quotients stay finite."""
+"""Limits of a drawn number's absolute value, so that differences and quotients stay finite."""
 LOSS_UNIT = "nats"
-"""Unit of the chart whose values are written as losses."""
+"""Unit of a chart of losses, whose values are formatted by ``loss_text``."""
 MEAN_FROM_CELLS = 70
-"""Fewest cells of a chart whose title says that the newest loss is a mean."""
+"""Fewest cells of a chart whose title has the word ``mean`` after the newest loss."""
 LR_FROM_LINES = 10
-"""Fewest lines of a chart with a strip of the learning rate."""
+"""Fewest lines of a chart that has a strip of the learning rate."""
 LABEL_CELLS = 6
 """Cells of a y label."""
 USUAL_SHARE = 0.95
-"""Share of the columns shown in full where spikes may be cropped."""
+"""Share of the columns that fit below the top if spikes are cropped."""
 SPIKE_RATIO = 2.5
-"""Ratio of a spike's height to the usual one from which it is cropped: below, both can be read."""
+"""Ratio of the greatest to the usual height from which spikes are cropped; below it, both can be read."""
 NEWEST_COLUMNS = 8
-"""Newest columns that are never cropped: a new level is no spike."""
+"""Newest columns whose medians are never cropped: a new level is no spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +54,9 @@ class Curve:
     title: str
     unit: str = ""
     window: Window
-    """Two columns per cell."""
+    """Median and band, two columns per cell."""
     value: float = nan
-    """The newest median."""
+    """Newest value, shown in the title."""
     ranks: int = 0
     rank: int | None = None
     """The selected rank."""
@@ -67,9 +64,9 @@ class Curve:
     rank_value: float = nan
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
-    """View options, such as ``last 1,000``."""
+    """Options in force, shown in the title, such as ``last 1,000``."""
     empty: str = "no step yet"
-    """Text where nothing was measured."""
+    """Text before the first measurement."""
     spiky: bool = False
     """Whether rare spikes may be cropped."""
     blocks: bool = True
@@ -79,19 +76,19 @@ class Curve:
     under: Sequence[Sequence[float]] = ()
     """Curves of earlier runs, drawn below, in the columns of the window."""
     marks: Sequence[tuple[int, float]] = ()
-    """Cells and values of single points: validations."""
+    """Cell and value of each validation."""
     cursor: int | None = None
     """Cell of the cursor."""
     readout: Row | None = None
-    """Values at the cursor, in the place of the title."""
+    """Values at the cursor, shown instead of the title."""
     joints: Sequence[int] = ()
-    """Cells in which a run goes on from the one before it."""
+    """Cells of the steps at which a run was resumed."""
     lr: Sequence[float] = ()
-    """Learning rate per cell, drawn as a strip below the curve where there is room."""
+    """Learning rate per cell, drawn as a strip below the curve if there are ``LR_FROM_LINES``."""
 
 
 def chart_columns(width: int) -> int:
-    """Return the columns of a curve in a chart of so many cells."""
+    """Return the number of columns of a curve in a chart ``width`` cells wide."""
     return 2 * max(width - LABEL_CELLS - 2, 1)
 
 
@@ -120,7 +117,7 @@ def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
 
 
 def _lr_strip(values: Sequence[float], cells: int) -> Row:
-    """Return the learning rate as bars of eighths of a line, the greatest being the highest."""
+    """Return the learning rate as a line of bars, scaled to its greatest value."""
     most = max(value for value in values if isfinite(value))
     bars = "".join(
         " " if not isfinite(value) else LOWER[max(1, round(8 * value / most)) if most > 0 else 1]
@@ -146,12 +143,12 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
 
 
 def _value_text(curve: Curve, value: float) -> str:
-    """Return a value; a loss as in header and table."""
+    """Return a value as text; a loss as in header and table."""
     return loss_text(value) if curve.unit == LOSS_UNIT and isfinite(value) else format_value(value)
 
 
 def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:
-    """Return the least and greatest number to show; None when there is none."""
+    """Return the least and greatest number to show; None if no value can be drawn."""
     least = 0.0 if scale == "log" else -inf
     values = [value for line in lines for value in line if least < value < inf]
     if not values:
@@ -161,7 +158,7 @@ def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, 
 
 
 def _usual_top(curve: Curve, low: float) -> float:
-    """Return the top of the axis without rare spikes; infinite where there are none."""
+    """Return the top of the axis that crops rare spikes; infinite if there are none."""
     highs = sorted(value for value in curve.window.high if isfinite(value))
     if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST_COLUMNS:
         return inf
@@ -171,7 +168,7 @@ def _usual_top(curve: Curve, low: float) -> float:
 
 
 class Axis:
-    """Vertical axis: maps values to heights from 0 to 1, and chooses ticks."""
+    """Vertical axis: heights from 0 to 1 of values, and ticks."""
 
     def __init__(self, low: float, high: float, height: int, scale: Scale) -> None:
         self.log = scale == "log"
@@ -201,11 +198,11 @@ class Axis:
         self.ticks = [n * step for n in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
 
     def leaves_out(self, value: float) -> bool:
-        """Return whether a value is above the top."""
+        """Return whether a value is above the top of the axis."""
         return not self.log and value > self.high + 1e-9 * abs(self.high)
 
     def at(self, value: float) -> float:
-        """Return the height of a value; NaN when it has none."""
+        """Return the height of a value, 0 to 1; NaN if it cannot be drawn."""
         if self.log:
             value = log10(value) if value > 0 else nan
         elif not isfinite(value):
@@ -249,7 +246,7 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
                 pieces.append(("◆", "good"))
             elif y == 0 and x in spikes:
                 pieces.append(("▴", "median"))
-            elif rank_row[x] and not (median_row[x] and x % 2):  # where the two meet they take turns
+            elif rank_row[x] and not (median_row[x] and x % 2):  # cells of both curves alternate between them
                 on_band = curve.blocks and high - low >= 4
                 pieces.append((chr(BRAILLE + rank_row[x]), "rank-on-band" if on_band else "rank"))
             elif median_row[x]:
@@ -319,5 +316,5 @@ def _dots(low: int, high: int, *, sparse: bool = False) -> str:
 
 
 def steps_row(first: int, last: int, width: int) -> Row:
-    """Return the labels of an axis of steps: round ones, and the newest at the right."""
+    """Return the labels of an axis of steps: round steps, and the newest step at the right."""
     return XAxis(first_step=first, last_step=last, at=float).labels(width, LABEL_CELLS)

@@ -15,26 +15,21 @@ from rich.cells import cell_len, set_cell_size
 from gputrain_tui.tables import printable
 
 Row = list[tuple[str, str]]
-"""Pieces of one line: text, and the role that decides its colour."""
+"""Pieces of one line: text, and the role that gives its colour."""
 
 EMPTY = "–"
-"""What stands where nothing was measured."""
+"""Text in place of a value that was not measured."""
 RULE = "─"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-"""Cells filled from the left by so many eighths."""
+"""Characters of a cell filled from the left, by eighths."""
 _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u2319\u2500-\u25fc\u2713-\u2717\u23ce\u2800-\u28ff]*").fullmatch
-"""Matches what surely takes one cell a character; for anything else a table is asked, which takes longer."""
+"""Matches texts of one cell per character without a lookup of every character's width, which is slower."""
 LOWER = " ▁▂▃▄▅▆▇█"
-"""Cells filled from below by so many eighths."""
-
-
-def row_text(row: Row) -> str:
-    """Return the text of a row."""
-    return "".join(text for text, _ in row)
+"""Characters of a cell filled from below, by eighths."""
 
 
 def cell_count(text: str) -> int:
-    """Return the cells of a text in any script."""
+    """Return the number of cells of a text in any script."""
     return len(text) if _NARROW(text) else cell_len(text)
 
 
@@ -43,51 +38,53 @@ def without_controls(text: str) -> str:
     return printable(text).replace("\t", " ")
 
 
-def crop(text: str, wide: int) -> str:
-    """Return a text cropped to ``wide`` cells, with an ellipsis where it was cut."""
-    if cell_count(text) <= wide:
+def crop(text: str, width: int) -> str:
+    """Return a text cropped to ``width`` cells, with an ellipsis if it was longer."""
+    if cell_count(text) <= width:
         return text
     return (
-        (set_cell_size(text, wide - 1) if cell_count(text) > len(text) else text[: wide - 1]) + "…" if wide > 0 else ""
+        (set_cell_size(text, width - 1) if cell_count(text) > len(text) else text[: width - 1]) + "…"
+        if width > 0
+        else ""
     )
 
 
-def pad(text: str, wide: int) -> str:
-    """Return a text cropped or padded to ``wide`` cells, left-aligned."""
-    text = crop(text, wide)
-    return text + " " * (wide - cell_count(text))
+def pad(text: str, width: int) -> str:
+    """Return a text cropped or padded to ``width`` cells, left-aligned."""
+    text = crop(text, width)
+    return text + " " * (width - cell_count(text))
 
 
 def row_cells(row: Row) -> int:
-    """Return the cells of a row."""
+    """Return the number of cells of a row."""
     return sum(cell_count(text) for text, _ in row)
 
 
 def fit_row(row: Row, width: int) -> Row:
     """Return a row of exactly ``width`` cells, without control characters."""
     out: Row = []
-    left = width
+    room = width
     for text, role in row:
-        if left <= 0:
+        if room <= 0:
             break
         if _NARROW(text):
-            wide = len(text)
-            if wide > left:
-                text = text[:left]
+            cells = len(text)
+            if cells > room:
+                text = text[:room]
         else:
             text = without_controls(text)
-            wide = cell_count(text)
-            if wide > left:
-                text = set_cell_size(text, left)
+            cells = cell_count(text)
+            if cells > room:
+                text = set_cell_size(text, room)
         out.append((text, role))
-        left -= wide
-    if left > 0:
-        out.append((" " * left, "base"))
+        room -= cells
+    if room > 0:
+        out.append((" " * room, "base"))
     return out
 
 
 def merge(pieces: Iterable[tuple[str, str]]) -> Row:
-    """Return a row in which neighbours of one role are merged."""
+    """Return a row in which adjacent pieces of the same role are merged."""
     out: Row = []
     role_before: str | None = None
     texts: list[str] = []
@@ -103,12 +100,12 @@ def merge(pieces: Iterable[tuple[str, str]]) -> Row:
 
 
 def wrap_text(text: str, width: int) -> list[str]:
-    """Return a text as lines of at most ``width`` cells, broken between words where that is possible."""
+    """Return a text as lines of at most ``width`` characters, broken between words if possible."""
     return textwrap.wrap(text, max(width, 8), break_on_hyphens=False) or [""]
 
 
 def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
-    """Return a panel's title line: title, rule, and the remarks that fit at the right."""
+    """Return a panel's title line: title, rule, and at the right as many remarks as fit."""
     right: Row = []
     for remark in rights:
         more = [*remark, *([("  ", "rule"), *right] if right else [])]
@@ -122,7 +119,7 @@ def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
 
 
 def centred_text(width: int, height: int, lines: Sequence[str]) -> list[Row]:
-    """Return lines of text in the middle of an empty panel."""
+    """Return an empty panel with lines of text in the middle."""
     lines = [line for line in lines if cell_count(line) <= width][:height]
     rows: list[Row] = [[] for _ in range((height - len(lines)) // 2)]
     for line in lines:
@@ -131,19 +128,19 @@ def centred_text(width: int, height: int, lines: Sequence[str]) -> list[Row]:
     return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
-def format_number(value: float | None, digits: int, wide: int) -> str:
-    """Return a number with so many decimals, fewer when it would not fit, right-aligned in ``wide`` cells."""
+def format_number(value: float | None, digits: int, width: int) -> str:
+    """Return a number with ``digits`` decimals, or as many as fit, right-aligned in ``width`` cells."""
     if value is None or not isfinite(value):
-        return EMPTY.rjust(wide)
+        return EMPTY.rjust(width)
     text = f"{value:.{digits}f}"
-    while len(text) > wide and digits:
+    while len(text) > width and digits:
         digits -= 1
         text = f"{value:.{digits}f}"
-    return text.rjust(wide) if len(text) <= wide else format_short(value, wide)
+    return text.rjust(width) if len(text) <= width else format_short(value, width)
 
 
-def format_short(value: float, wide: int = 6) -> str:
-    """Return a number of any size in at most ``wide`` cells, right-aligned."""
+def format_short(value: float, width: int = 6) -> str:
+    """Return a number of any size in at most ``width`` cells, right-aligned."""
     for text in (
         f"{value:g}",
         f"{value:.4g}",
@@ -152,13 +149,13 @@ def format_short(value: float, wide: int = 6) -> str:
         f"{value:.0e}".replace("e+0", "e").replace("e+", "e"),
     ):
         text = text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
-        if len(text) <= wide:
-            return text.rjust(wide)
-    return "…".rjust(wide)
+        if len(text) <= width:
+            return text.rjust(width)
+    return "…".rjust(width)
 
 
 def format_value(value: float | None) -> str:
-    """Return a value in four significant digits, three below 1."""
+    """Return a value with four significant digits; three if it is below 1."""
     if value is None or not isfinite(value):
         return EMPTY
     if value == 0 or 1e-3 <= abs(value) < 1e6:
@@ -168,26 +165,20 @@ def format_value(value: float | None) -> str:
 
 
 def nice_step(span: float, most: int) -> float:
-    """Return the distance of round ticks, 1, 2 or 5 times a power of ten, so that at most ``most`` fit into a span."""
+    """Return the distance of ticks, 1, 2 or 5 times a power of ten, of which at most ``most`` fit into a span."""
     rough = span / max(most, 1)
     power = 10.0 ** floor(log10(rough))
     return next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9)), 10 * power)
 
 
-def nice_floor(value: float) -> float:
-    """Return the greatest of 1, 2, 5, 10, 20 and so on that is not above a positive value."""
-    power = 10.0 ** floor(log10(value) + 1e-12)
-    return next(factor * power for factor in (5, 2, 1) if factor * power <= value * (1 + 1e-9) or factor == 1)
-
-
 def scroll_thumb(top: int, visible: int, total: int) -> range:
-    """Return the lines of the mark on a scroll bar."""
+    """Return the lines of a scroll bar's thumb."""
     size = max(round(visible * visible / max(total, 1)), 1)
     begin = round((visible - size) * top / max(total - visible, 1))
     return range(begin, begin + size)
 
 
 def group_size(ranks: int, most: int) -> int:
-    """Return how many ranks share a place of ``most``; whole nodes of eight where it is more than eight."""
+    """Return the ranks per group, so that there are at most ``most`` groups; above eight a multiple of eight."""
     size = max(-(-ranks // max(most, 1)), 1)
     return size if size <= 8 else -(-size // 8) * 8

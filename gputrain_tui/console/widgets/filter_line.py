@@ -44,8 +44,8 @@ class FilterLine(Horizontal):
         yield Input(compact=True)
         yield Static(HINT, id="hint", markup=False)
 
-    def ask(self) -> None:
-        """Open the line."""
+    def open(self) -> None:
+        """Open the line on the filter in force."""
         self.add_class("-open")
         field = self.query_one(Input)
         field.value = self._grid.filter_text
@@ -65,11 +65,11 @@ class FilterLine(Horizontal):
         self.remove_class("-open")
 
     def on_mount(self) -> None:
-        """Follow the focus."""
+        """Watch the focus, to close the line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:
-        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        """Close the line when a click moves the focus: letters typed there would be commands."""
         if focused is not None and focused.parent is not self:
             self.remove_class("-open")
 

@@ -1,4 +1,4 @@
-"""Panel of findings and failures, standing ones first, with evidence and advice."""
+"""Panel of findings and failures with evidence and advice; those that stand come before cleared ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
-from gputrain_tui.console.widgets.drawing import Row, centred_text as remark, fit_row, format_value, title_row
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS, URGENCY, failure_summary, finding_summary
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
@@ -23,13 +23,13 @@ from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
 
 MESSAGE_INDENT_CELLS = 23
-"""Cells before a message that stands beside time and rank."""
+"""Cells of mark, time and rank before a message on the same line."""
 NARROW_CELLS = 56
-"""Cells below which messages stand on lines of their own, where there are lines for it."""
+"""Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
 DETAIL_INDENT_CELLS = 3
-"""Cells before what stands below time and rank."""
-Whole = Literal["all", "standing", "none"]
-"""Entries whose message is not cut."""
+"""Cells before a line below the first one of an entry."""
+UncutEntries = Literal["all", "standing", "none"]
+"""Entries whose messages are shown in full."""
 NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
 
@@ -38,30 +38,30 @@ class FindingEntry:
     """One line of the list."""
 
     key: tuple[str, int | None, float]
-    """Kind, rank and when it was raised."""
+    """Kind, rank and time, which identify the entry."""
     time: float
     """Unix seconds."""
     severity: str
     cleared: bool
     rank: int | None
-    """Of several the latest."""
+    """The rank; for stragglers of a node the most delayed one; None: the whole run."""
     where: str
     """Host and device."""
     message: str
     ranks: int = 1
-    """Stragglers of one node."""
+    """Number of ranks: more than one for the stragglers of a node."""
     short: str = ""
-    """Rank, what is found and its cause in a few words, for where the message does not fit."""
+    """Rank, problem and cause in a few words, shown where the message does not fit."""
     evidence: Sequence[tuple[str, float]] = ()
     advice: str = ""
     last_line: str = ""
-    """The process's own message."""
+    """Last line of the process's traceback, or its message."""
     members: Sequence[FindingEntry] = ()
     """Findings that were rolled up into this one, by rank."""
 
 
 def finding_entries(state: RunState) -> list[FindingEntry]:
-    """Return findings and failures, each once: what stands by severity, then what was cleared; the newest first."""
+    """Return findings and failures, each once: standing ones by severity, then cleared ones; the newest first."""
     cause = state.root_cause
     others = [failure for failure in state.failures if failure != cause]
     consequences = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
@@ -115,7 +115,7 @@ def _failed(failure: Failure) -> FindingEntry:
 
 
 def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
-    """Return one line for all ranks that noticed the failure of another."""
+    """Return one entry for all ranks that lost their connection when a peer failed."""
     count = len({failure.rank for failure in consequences})
     peer = f"rank {cause.rank}" if cause.rank is not None else "a peer"
     return FindingEntry(
@@ -140,7 +140,7 @@ def draw_findings(
     focused: bool = False,
     watching: bool = True,
 ) -> list[Row]:
-    """Return the list as ``height`` rows of ``width`` cells; the entry under the cursor may be opened."""
+    """Return the list as ``height`` rows of ``width`` cells; ``opened``: with details of the entry under the cursor."""
     raised = [entry for entry in found if not entry.cleared]
     left: Row = [("findings", "title")]
     if found:
@@ -150,8 +150,8 @@ def draw_findings(
     rights: list[Row] = [[("⏎ evidence and advice", "dim")]] if found and focused else []
     rows = [fit_row(title_row(width, left, rights), width)]
     if not found:
-        what = "nothing to report: no rank stands out" if watching else "nothing was found"
-        return rows + remark(width, height - 1, [what])
+        text = "nothing to report: no rank stands out" if watching else "nothing was found"
+        return rows + centred_text(width, height - 1, [text])
     rows += [fit_row(row, width) for _, row in _shown(found, width, height - 1, cursor, opened=opened, focused=focused)]
     return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
@@ -159,39 +159,39 @@ def draw_findings(
 def _shown(
     found: Sequence[FindingEntry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
 ) -> list[tuple[int, Row]]:
-    """Return the lines below the title with their entries' indices, as many as fit."""
+    """Return the lines below the title, as many as fit, each with the index of its entry."""
 
-    def body(whole: Whole, *, details: bool) -> list[tuple[int, Row]]:
+    def body(whole: UncutEntries, *, details: bool) -> list[tuple[int, Row]]:
         lines: list[tuple[int, Row]] = []
         for index, entry in enumerate(found):
-            here = index == cursor
-            wrapped = whole == "all" or (whole == "standing" and not entry.cleared) or (here and details)
-            lines += [(index, row) for row in _line(entry, width, here=here and focused, whole=wrapped)]
-            if here and details:
+            detailed = index == cursor and details
+            wrapped = whole == "all" or (whole == "standing" and not entry.cleared) or detailed
+            lines += [(index, row) for row in _line(entry, width, marked=index == cursor and focused, whole=wrapped)]
+            if detailed:
                 lines += [(index, row) for row in _details(entry, width) or ([NO_MORE] if opened else [])]
         return lines
 
-    # Nobody has to ask for what fits; what was cleared is the first to be cut.
-    wholes: Sequence[Whole] = ("all", "standing", "none")
+    # Show as much as fits without a key: messages of cleared findings are cut first, then all messages.
+    wholes: Sequence[UncutEntries] = ("all", "standing", "none")
     for whole, details in [(whole, details) for whole in wholes for details in ((True,) if opened else (True, False))]:
         lines = body(whole, details=details)
         if len(lines) <= height:
             return lines
-    first = next(i for i, (of, _) in enumerate(lines) if of == cursor)
-    last = max(i for i, (of, _) in enumerate(lines) if of == cursor)
+    first = next(i for i, (index, _) in enumerate(lines) if index == cursor)
+    last = max(i for i, (index, _) in enumerate(lines) if index == cursor)
     top = min(max(0, last - height + 1), first) if last >= height else 0
     return lines[top : top + height]
 
 
-def _line(entry: FindingEntry, width: int, *, here: bool, whole: bool) -> list[Row]:
-    """Return an entry in one line, its message cut where it must be, or ``whole``, in as many as that takes."""
+def _line(entry: FindingEntry, width: int, *, marked: bool, whole: bool) -> list[Row]:
+    """Return an entry in one line, its message cut if it must be; ``whole``: in as many lines as it needs."""
     mark, role = MARKS.get(entry.severity, MARKS["warning"])
     at = time.strftime("%H:%M:%S", time.localtime(entry.time))
     who = f"rank {entry.rank}" if entry.rank is not None else "run"
     who = f"{entry.ranks:,} ranks" if entry.ranks > 1 else who
     text_role = "dim" if entry.cleared else "bright"
     row: Row = [
-        ("▸" if here else " ", "accent"),
+        ("▸" if marked else " ", "accent"),
         (f"{'✓' if entry.cleared else mark} ", "dim" if entry.cleared else role),
         (f"{at}  ", "dim"),
     ]
@@ -215,7 +215,7 @@ def _line(entry: FindingEntry, width: int, *, here: bool, whole: bool) -> list[R
 
 def _details(entry: FindingEntry, width: int) -> list[Row]:
     """Return evidence and advice of a finding."""
-    # A figure and its name stay together: blanks within them do not break.
+    # No-break spaces keep a figure and its name on one line.
     figures = "   ".join(figure.replace(" ", "\xa0") for figure in _figures(entry))
     rows: list[Row] = []
     for label, text, role in (
@@ -234,7 +234,7 @@ def _details(entry: FindingEntry, width: int) -> list[Row]:
 
 
 def finding_text(entry: FindingEntry) -> str:
-    """Return an entry as text to paste: rank, place, time, message, evidence, the process's words, advice, members."""
+    """Return an entry as text to paste: time, severity, rank, place, message, evidence, last line, advice, members."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
     about = entry.message if entry.members else _about(entry)
     lines = [f"{at}  {entry.severity}{', cleared' if entry.cleared else ''}: {about}"]
@@ -253,7 +253,7 @@ def _about(entry: FindingEntry) -> str:
 
 
 def _figures(entry: FindingEntry) -> list[str]:
-    """Return the numbers of the evidence with their names: sizes in binary units, whole numbers as such."""
+    """Return the names and numbers of the evidence: sizes in binary units, whole numbers without decimals."""
     figures = []
     for name, value in entry.evidence:
         words = name.replace("_bytes", "").replace("_", " ")
@@ -273,7 +273,7 @@ def _wrapped(text: str, room: int) -> list[str]:
 
 
 class Findings(Panel, can_focus=True):
-    """The list of findings."""
+    """List of the findings and failures."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         *MOVE_KEYS[:2],
@@ -282,7 +282,7 @@ class Findings(Panel, can_focus=True):
         *bindings("text"),
     ]
     PLACE = "text"
-    """Its name in the action table."""
+    """Name of the panel in the action table."""
 
     @dataclass
     class RankChosen(Message):
@@ -291,11 +291,11 @@ class Findings(Panel, can_focus=True):
         rank: int
 
     _key: tuple[str, int | None, float] | None = None
-    """The entry under the cursor, which stays there when newer ones come."""
+    """Key of the entry under the cursor, which stays on it when newer ones come."""
     _opened = False
 
     def seen_version(self) -> object:
-        """Change with findings and failures only."""
+        """Return a value that changes with the findings, the failures and the end of the run."""
         state = self.live.state
         past = state.past_findings
         return len(past), past[-1].time if past else 0.0, len(state.findings), len(state.failures), self.live.over
@@ -318,7 +318,7 @@ class Findings(Panel, can_focus=True):
         found = finding_entries(self.live.state)
         if found:
             self._opened = False
-            self._take(found, self._index(found) + lines)
+            self._put_cursor(found, self._index(found) + lines)
 
     def action_edge(self, side: int) -> None:
         """Move the cursor to the first or the last finding."""
@@ -333,7 +333,7 @@ class Findings(Panel, can_focus=True):
         return Copyable(finding_text(entry), "the finding")
 
     def action_open(self) -> None:
-        """Open or close the finding under the cursor, and point at its rank."""
+        """Open or close the finding under the cursor; opening selects its rank."""
         found = finding_entries(self.live.state)
         if not found:
             return
@@ -344,24 +344,24 @@ class Findings(Panel, can_focus=True):
             self.post_message(self.RankChosen(entry.rank))
 
     def on_click(self, event: events.Click) -> None:
-        """Take the finding under the pointer; a second click opens it."""
+        """Put the cursor on the clicked finding; a click on the cursor's one opens or closes it."""
         _, y = event.get_content_offset_capture(self)
         found = finding_entries(self.live.state)
         cursor = self._index(found)
         shown = _shown(
             found, self.size.width, self.size.height - 1, cursor, opened=self._opened, focused=self.has_focus
         )
-        of = shown[y - 1][0] if 1 <= y <= len(shown) else cursor
-        if of == cursor:
+        clicked = shown[y - 1][0] if 1 <= y <= len(shown) else cursor
+        if clicked == cursor:
             self.action_open()
         else:
             self._opened = False
-            self._take(found, of)
+            self._put_cursor(found, clicked)
 
     def _index(self, found: Sequence[FindingEntry]) -> int:
-        """Return the index of the entry under the cursor; at first the most urgent one."""
+        """Return the index of the entry under the cursor; at first 0, the most urgent one."""
         return next((i for i, entry in enumerate(found) if entry.key == self._key), 0)
 
-    def _take(self, found: Sequence[FindingEntry], index: int) -> None:
+    def _put_cursor(self, found: Sequence[FindingEntry], index: int) -> None:
         self._key = found[min(max(index, 0), len(found) - 1)].key
         self.redraw()

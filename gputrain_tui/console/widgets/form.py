@@ -1,4 +1,4 @@
-"""A recipe as a form: a line per field under headings, with remarks."""
+"""Form of a recipe: a line per field with its message, under headings."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gputrain_tui.recipe.values import value_text
 from gputrain_tui.tables import printable
 
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
-"""What stands before a field; a note leaves that to whether the field was changed."""
+"""Mark and role of a message's status; a field with a note has the mark of a change, if any."""
 
 NAME_CELLS = (18, 26)
-"""Least and greatest width of the names."""
+"""Least and greatest width of the column of names."""
 
 
 @dataclass(frozen=True)
 class FieldHeading:
-    """A line over the fields of one group."""
+    """Heading over the fields of one group."""
 
     text: str
 
 
-def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading | Field]:
-    """Return the lines of a form: the fields that hold a text in name or help, each group under its heading."""
-    words = wanted.lower().split()
+def form_lines(fields: Sequence[Field], search: str = "") -> list[FieldHeading | Field]:
+    """Return the lines of a form: fields with all the words in key or help, each group under its heading."""
+    words = search.lower().split()
     lines: list[FieldHeading | Field] = []
     group = None
     for field in fields:
@@ -41,29 +41,29 @@ def form_lines(fields: Sequence[Field], wanted: str = "") -> list[FieldHeading |
     return lines
 
 
-def best_match(fields: Sequence[Field], wanted: str) -> Field | None:
-    """Return the field that is meant by some words: by its exact name, else the begin of one, else all of its text."""
-    wanted = wanted.lower().strip()
-    words = wanted.split()
+def best_match(fields: Sequence[Field], search: str) -> Field | None:
+    """Return the best match of a search: by exact name or key, else beginning of the name, else key, else help."""
+    search = search.lower().strip()
+    words = search.split()
 
     def distance(field: Field) -> int:
-        if wanted in (field.name, field.key):
+        if search in (field.name, field.key):
             return 0
-        if field.name.startswith(wanted):
+        if field.name.startswith(search):
             return 1
         return 2 if all(word in field.key for word in words) else 3
 
-    found = [line for line in form_lines(fields, wanted) if isinstance(line, Field)]
+    found = [line for line in form_lines(fields, search) if isinstance(line, Field)]
     return min(found, key=distance, default=None)
 
 
 def remark_role(remark: FieldMessage) -> str:
-    """Return the colour of a remark."""
+    """Return the role of a message's text."""
     return "base" if remark.status == "note" else remark.status
 
 
 def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
-    """Return the line of one field: name, value, and its help or what was found about it."""
+    """Return the line of one field: name, value, and its message or else its help."""
     names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
     values = min(max(width // 4, 14), 40)
     text = printable(field.text) or EMPTY
@@ -73,9 +73,9 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
     mark = ("•", "accent") if field.changed else (" ", "base")
     if remark is not None and remark.status in MARKS:
         role, mark = remark.status, MARKS[remark.status]
-    remark_text, left = printable(remark.text) if remark else field.option.help, width - names - values - 2
-    if len(remark_text) > left:
-        remark_text = remark_text[: max(left - 1, 0)] + "…"
+    remark_text, room = printable(remark.text) if remark else field.option.help, width - names - values - 2
+    if len(remark_text) > room:
+        remark_text = remark_text[: max(room - 1, 0)] + "…"
     return fit_row(
         [
             mark,
@@ -89,21 +89,21 @@ def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
 
 
 class Form(Listing):
-    """The fields of the open recipe."""
+    """List of the fields of the open recipe."""
 
     title_text = ""
     remarks: Sequence[Row] = ()
-    wanted = ""
-    """Only fields that hold these words are shown."""
+    search = ""
+    """Words to search for; only fields that have them are shown."""
     _fields: Sequence[Field] = ()
     _lines: Sequence[FieldHeading | Field] = ()
     _remarks: Mapping[str, FieldMessage] = MappingProxyType({})
 
     def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
-        """Show fields and remarks by key; the cursor stays on its field."""
+        """Show fields, and their messages by key; the cursor stays on its field."""
         before = self.field
         self._fields, self._remarks = fields, remarks
-        self._lines = form_lines(fields, self.wanted)
+        self._lines = form_lines(fields, self.search)
         keys = [line.key if isinstance(line, Field) else "" for line in self._lines]
         if before is not None and before.key in keys:
             self.cursor = keys.index(before.key)
@@ -113,13 +113,13 @@ class Form(Listing):
                 self.cursor += 1
         self.redraw()
 
-    def find(self, wanted: str) -> None:
-        """Show only the fields that hold some words, and go to the one that is meant."""
-        self.wanted = wanted
+    def find(self, search: str) -> None:
+        """Show only the fields with some words, and put the cursor on the best match."""
+        self.search = search
         self.show(self._fields, self._remarks)
-        meant = best_match(self._fields, wanted) if wanted else None
-        if meant is not None:
-            self.go_to(meant.key)
+        match = best_match(self._fields, search) if search else None
+        if match is not None:
+            self.go_to(match.key)
 
     def go_to(self, key: str) -> None:
         """Put the cursor on a field."""
@@ -130,7 +130,7 @@ class Form(Listing):
 
     @property
     def field(self) -> Field | None:
-        """The field with the cursor."""
+        """The field under the cursor; None on an empty form."""
         line = self._lines[self.cursor] if self.cursor < len(self._lines) else None
         return line if isinstance(line, Field) else None
 
@@ -139,7 +139,7 @@ class Form(Listing):
         return len(self._lines)
 
     def selectable(self, index: int) -> bool:
-        """Whether it is a field."""
+        """Return whether a line is a field."""
         return isinstance(self._lines[index], Field)
 
     def head(self, width: int) -> list[Row]:
@@ -147,7 +147,7 @@ class Form(Listing):
         return [title_row(width, [(printable(self.title_text), "title")], self.remarks)]
 
     def row(self, index: int, width: int) -> Row:
-        """Return the line of a field or a heading."""
+        """Return the row of a field or a heading."""
         line = self._lines[index]
         if isinstance(line, FieldHeading):
             return fit_row([("  ", "base"), (line.text, "accent")], width)
@@ -155,24 +155,24 @@ class Form(Listing):
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of a form without fields."""
-        if self.wanted:
-            return centred_text(width, height, [f"no field holds {self.wanted!r}"])
+        if self.search:
+            return centred_text(width, height, [f"no field holds {self.search!r}"])
         return centred_text(width, height, ["Choose a recipe at the left, or press d for the demo."])
 
 
 class FieldDetail(Canvas):
-    """Help of the field with the cursor: meaning, allowed values, default."""
+    """Details of the field under the cursor: key, allowed values, default, message, help."""
 
     field: Field | None = None
     remark: FieldMessage | None = None
 
     def show(self, field: Field | None, remark: FieldMessage | None) -> None:
-        """Show a field and what was found about it."""
+        """Show a field with its message."""
         self.field, self.remark = field, remark
         self.redraw()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the field in three lines."""
+        """Return the details, as many lines as fit."""
         field = self.field
         if field is None:
             return [title_row(width, [])]

@@ -5,22 +5,22 @@ from __future__ import annotations
 from gputrain_tui.console.widgets.drawing import EMPTY, Row
 
 NEARLY_FULL_SHARE = 0.9
-"""Share from which a bar is drawn as nearly full."""
+"""Share from which a bar is shown as a warning."""
 GIB = 1 << 30
-"""Bytes."""
+"""Bytes of a GiB."""
 
 
-def bar(share: float | None, wide: int) -> Row:
-    """Return a bar in steps of half a cell."""
+def bar(share: float | None, width: int) -> Row:
+    """Return a horizontal bar of ``width`` cells, filled by a share of 0 to 1 in steps of half a cell."""
     if share is None:
-        return [(EMPTY.center(wide), "dim")]
-    full, half = divmod(round(min(max(share, 0.0), 1.0) * wide * 2), 2)
+        return [(EMPTY.center(width), "dim")]
+    full, half = divmod(round(min(max(share, 0.0), 1.0) * width * 2), 2)
     text = "━" * full + "╸" * half
-    return [(text, "warning" if share >= NEARLY_FULL_SHARE else "bar"), ("─" * (wide - len(text)), "rule")]
+    return [(text, "warning" if share >= NEARLY_FULL_SHARE else "bar"), ("─" * (width - len(text)), "rule")]
 
 
 def format_gib(value: int | None, digits: int = 1) -> str:
-    """Return bytes in GiB."""
+    """Return a number of bytes in GiB, without the unit."""
     return EMPTY if value is None else f"{value / GIB:.{digits}f}"
 
 

@@ -1,4 +1,4 @@
-"""The processes on a GPU."""
+"""Panel of the processes on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gputrain_tui.tables import printable
 
 
 def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[Row]:
-    """Return the processes on a GPU as rows."""
+    """Return the processes on a GPU as rows; ``of``: name of its host for the title."""
     found = gpu.processes
     left: Row = [(f"processes on GPU {gpu.index}{f' of {printable(of)}' if of else ''}", "title")]
     rows: list[Row] = [title_row(width, left, [[(printable(gpu.uuid), "dim")]])]
@@ -34,11 +34,11 @@ def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[R
 
 
 class ProcessList(Canvas):
-    """The processes on the GPU with the cursor."""
+    """Panel of the processes on the GPU under the cursor."""
 
     gpu: Gpu | None = None
     of = ""
-    """The GPU's host, where there are several."""
+    """Name of the GPU's host; empty if there is only one host."""
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the processes of the GPU."""

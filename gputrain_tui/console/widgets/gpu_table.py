@@ -1,4 +1,4 @@
-"""Table of the GPUs of all hosts: load, users, and the choice for the next launch."""
+"""Table of the GPUs of all hosts, with load, users and the choice for the next launch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
 HOT_CELSIUS = 85
-"""Temperature shown as a warning: GPUs begin to throttle a little above."""
+"""Temperature in °C from which it is shown as a warning: GPUs begin to throttle a little above."""
 STALE_S = 30.0
-"""Seconds from which an inventory counts as stale."""
+"""Age of an inventory, seconds, from which it is shown as a warning."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class GpuColumn:
     """One column of the table."""
 
     title: str
-    wide: int
+    width: int
     keep: int
-    """When there is little room, columns with a greater number go first."""
+    """Order of importance: a narrow table drops the columns with the greatest numbers."""
     cell: Callable[[Gpu], Row]
     right: bool = True
 
@@ -68,8 +68,8 @@ COLUMNS = (
     GpuColumn("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
 )
 STATE_CELLS = 26
-"""Fewest cells for throttle reasons and users."""
-WHY_SLOW = {
+"""Fewest cells of the last column: throttle reasons and users."""
+THROTTLE_TEXTS = {
     "application_clocks": "clocks set",
     "power_cap": "power",
     "hardware_slowdown": "hardware",
@@ -79,15 +79,15 @@ WHY_SLOW = {
     "power_brake": "power brake",
     "display_clocks": "display",
 }
-"""Reasons for a clock below its maximum, in a word."""
+"""Short texts of NVML's throttle reasons."""
 MARK_CELLS = 8
-"""Cells of mark and index before the columns."""
+"""Cells of the mark and the GPU's index, before the columns."""
 
 
 def columns_for(width: int) -> list[GpuColumn]:
-    """Return the columns that fit, the most important ones."""
+    """Return the most important columns, as many as fit."""
     kept = list(COLUMNS)
-    while kept and MARK_CELLS + sum(column.wide + 2 for column in kept) + STATE_CELLS > width:
+    while kept and MARK_CELLS + sum(column.width + 2 for column in kept) + STATE_CELLS > width:
         kept.remove(max(kept, key=lambda column: column.keep))
     return kept
 
@@ -98,8 +98,8 @@ def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, owner: GpuRank | None) -> Ro
     mark = ("◉", "accent") if chosen else ("○", "good") if free else (" ", "dim")
     row: Row = [(" ", "base"), mark, (f"{gpu.index:>4}", "bright"), ("  ", "base")]
     for column in columns_for(width):
-        cell = fit_row(column.cell(gpu), column.wide) if not column.right else column.cell(gpu)
-        pad = " " * max(column.wide - row_cells(cell), 0)
+        cell = fit_row(column.cell(gpu), column.width) if not column.right else column.cell(gpu)
+        pad = " " * max(column.width - row_cells(cell), 0)
         row += [(pad, "base"), *cell, ("  ", "base")]
     return fit_row([*row, *_state(gpu, free, owner)], width)
 
@@ -107,7 +107,7 @@ def draw_gpu(gpu: Gpu, width: int, *, chosen: bool, owner: GpuRank | None) -> Ro
 def _state(gpu: Gpu, free: bool, owner: GpuRank | None) -> Row:
     row: Row = []
     if gpu.throttle_reasons:
-        why = dict.fromkeys(WHY_SLOW.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
+        why = dict.fromkeys(THROTTLE_TEXTS.get(reason, reason.replace("_", " ")) for reason in gpu.throttle_reasons)
         row.append((f"slowed: {', '.join(why)}  ", "warning"))
     if owner is not None:
         row += [(f"rank {owner.rank}", "accent"), (f" of {owner.run}", "dim")]
@@ -119,20 +119,19 @@ def _state(gpu: Gpu, free: bool, owner: GpuRank | None) -> Row:
 
 
 def age(host: Host, now: float) -> tuple[str, str]:
-    """Return the age of a host's inventory, with its role."""
-    if host.seen is None:
-        return ("asking" if host.asking or host.tried is None else "", "dim")
-    old = max(now - host.seen, 0.0)
+    """Return the age of a host's inventory as text, and its role."""
+    if host.inventory_at is None:
+        return ("asking" if host.surveying or host.surveyed_at is None else "", "dim")
+    old = max(now - host.inventory_at, 0.0)
     return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= STALE_S else "dim")
 
 
 def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:
-    """Return the line of a machine above its GPUs, ``chosen`` of which are chosen."""
-    row: Row = [(f" {printable(host.shown)[:name_cells]:<{name_cells}}  ", "title")]
+    """Return the line of a host above its GPUs; ``chosen``: number of its GPUs chosen for the launch."""
+    row: Row = [(f" {printable(host.display_name)[:name_cells]:<{name_cells}}  ", "title")]
     when, role = age(host, now)
     inventory = host.inventory
     if inventory is None:
-        # The line gives the reason; a host without an inventory has no age.
         return fit_row([*row, (host.problem or "being asked", "dim")], width)
     pieces: list[Row] = []
     if host.gpus:
@@ -173,7 +172,7 @@ def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: floa
 
 
 def _links(host: Host) -> list[str]:
-    """Return the fastest network of a machine, and its driver."""
+    """Return the fastest network of a host and the version of its driver, as texts."""
     assert host.inventory is not None
     up = [network for network in host.inventory.networks if network.up and network.addresses]
     fast = max(up, key=lambda network: network.speed_mbits or 0, default=None)
@@ -187,54 +186,54 @@ def _links(host: Host) -> list[str]:
 
 
 class GpuTable(Listing):
-    """The GPUs of every machine, below a line for the machine where there are several."""
+    """List of the GPUs of every host; with several hosts, below a line for each."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "toggle_gpu", "Select", show=False)]
 
     hosts: Sequence[Host] = ()
     now = 0.0
-    """On the clock of the hosts' times."""
+    """Present time, monotonic seconds."""
     chosen: Set[tuple[str, int]] = frozenset()
-    """Host and index."""
+    """Host and index of each GPU chosen for the launch."""
     _lines: Sequence[tuple[Host, Gpu | None]] = ()
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one machine."""
+        """Whether there is more than one host."""
         return len(self.hosts) > 1
 
     @property
     def host(self) -> Host | None:
-        """The machine with the cursor."""
-        return self._at()[0]
+        """The host under the cursor."""
+        return self._at_cursor()[0]
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU with the cursor; None on a machine's own line."""
-        return self._at()[1]
+        """The GPU under the cursor; None on the line of a host."""
+        return self._at_cursor()[1]
 
-    def _at(self) -> tuple[Host | None, Gpu | None]:
+    def _at_cursor(self) -> tuple[Host | None, Gpu | None]:
         if self._lines:
             return self._lines[min(self.cursor, len(self._lines) - 1)]
         return (self.hosts[0] if self.hosts else None), None
 
     def show(self, hosts: Sequence[Host], *, now: float) -> None:
-        """Show new inventories; the cursor stays on its GPU."""
-        host, gpu = self._at()
+        """Show hosts; the cursor stays on its GPU."""
+        host, gpu = self._at_cursor()
         before = (host.name if host is not None else "", gpu.index if gpu is not None else None)
         self.hosts, self.now = hosts, now
-        self._lines = [(found, one) for found in hosts for one in (*((None,) if self.several else ()), *found.gpus)]
-        self.chosen &= {(found.name, one.index) for found in hosts for one in found.gpus}
-        places = [(found.name, one.index if one is not None else None) for found, one in self._lines]
-        if before in places:
-            self.cursor = places.index(before)
+        self._lines = [(host, gpu) for host in hosts for gpu in (*((None,) if self.several else ()), *host.gpus)]
+        self.chosen &= {(host.name, gpu.index) for host in hosts for gpu in host.gpus}
+        keys = [(host.name, gpu.index if gpu is not None else None) for host, gpu in self._lines]
+        if before in keys:
+            self.cursor = keys.index(before)
         self.redraw()
 
     def chosen_by_host(self) -> dict[str, tuple[int, ...]]:
-        """Return the chosen GPUs by host; without a choice those under the cursor."""
+        """Return indices of the chosen GPUs by host; without a choice, the GPU or host's free GPUs under the cursor."""
         chosen = self.chosen
         if not chosen:
-            host, gpu = self._at()
+            host, gpu = self._at_cursor()
             if host is not None:
                 chosen = {(host.name, index) for index in ((gpu.index,) if gpu is not None else host.free)}
         by_host = {
@@ -243,20 +242,20 @@ class GpuTable(Listing):
         return {name: indices for name, indices in by_host.items() if indices}
 
     def action_toggle_gpu(self) -> None:
-        """Choose the GPU with the cursor for the next launch, or not; on a machine's line its free ones."""
-        host, gpu = self._at()
+        """Choose the GPU under the cursor for the launch, or undo the choice; on a host's line all its free ones."""
+        host, gpu = self._at_cursor()
         if host is None:
             return
         if gpu is not None:
             self.chosen ^= {(host.name, gpu.index)}
         else:
             free = {(host.name, index) for index in host.free}
-            mine = {entry for entry in self.chosen if entry[0] == host.name}
-            self.chosen = self.chosen - mine if mine == free else (self.chosen - mine) | free
+            before = {entry for entry in self.chosen if entry[0] == host.name}
+            self.chosen = self.chosen - before if before == free else (self.chosen - before) | free
         self.redraw()
 
     def choose_free(self) -> None:
-        """Choose all free GPUs, or none when they are chosen already."""
+        """Choose all free GPUs, or none if they are chosen already."""
         free = {(host.name, index) for host in self.hosts for index in host.free}
         self.chosen = set() if self.chosen == free else free
         self.redraw()
@@ -284,14 +283,14 @@ class GpuTable(Listing):
             return [title]
         names = " " * 3 + "GPU  "
         for column in columns_for(width):
-            names += (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide)) + "  "
+            names += (column.title.rjust(column.width) if column.right else column.title.ljust(column.width)) + "  "
         return [title, fit_row([(names + "used by", "dim")], width)]
 
     def row(self, index: int, width: int) -> Row:
-        """Return the line of one GPU, or of a machine."""
+        """Return the line of a GPU or of a host."""
         host, gpu = self._lines[index]
         if gpu is None:
-            longest = max(len(other.shown) for other in self.hosts)
+            longest = max(len(each.display_name) for each in self.hosts)
             chosen = sum(name == host.name for name, _ in self.chosen)
             cells = min(longest, max(width // 4, 12))
             return draw_host(host, width, name_cells=cells, chosen=chosen, now=self.now)

@@ -1,4 +1,4 @@
-"""Panel of what each host and GPU did over the run: a line for each of use, memory, temperature and power."""
+"""Panel of hosts and GPUs over the run: a line for each of use, memory, temperature and power."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gputrain_tui.history.hardware_series import HardwareSeries, SeriesKey, Time
 from gputrain_tui.tables import duration, printable
 
 NAME_CELLS, VALUE_CELLS = 30, 22
-"""Cells of a line before its curve: what it is of, and its newest and greatest value."""
+"""Cells of a line before its curve: host, GPU and quantity; newest and greatest value."""
 SHARED_SCALE = 1.25
-"""Greatest value's distance from the top, where a quantity has no limit of its own."""
+"""Ratio of a curve's top to its greatest value, if the quantity has no limit."""
 
 
 def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: int | None = None) -> list[Row]:
-    """Return the lines; those of the node ``first`` stand above the others."""
+    """Return the lines, those of the node ``first`` on top."""
     all_series = list(hardware.series(first=first))
     left: Row = [("hardware", "title"), (f"  {len(hardware.hosts)} hosts" if len(hardware.hosts) > 1 else "", "dim")]
     if not all_series:
@@ -59,14 +59,14 @@ def _bar(value: float, top: float) -> str:
 
 
 class HardwareLines(Panel):
-    """Use, memory, temperature and power of hosts and GPUs."""
+    """Panel of use, memory, temperature and power of hosts and GPUs."""
 
     def seen_version(self) -> object:
-        """Change with samples."""
+        """Return the version of the samples."""
         return self.live.hardware.version
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the lines, those of the selected rank's host first."""
+        """Return the lines, those of the selected rank's node on top."""
         rank = self.selected_rank
         view = None if rank is None else self.live.state.ranks.get(rank)
         return draw_hardware(self.live.hardware, width, height, first=None if view is None else view.node)

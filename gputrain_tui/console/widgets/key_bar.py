@@ -1,4 +1,4 @@
-"""Footer: the keys of a screen from the action table, which can be clicked."""
+"""Footer: the keys of a screen, from the action table; a click runs the action."""
 
 from __future__ import annotations
 
@@ -12,91 +12,91 @@ from gputrain_tui.console.widgets.canvas import Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row, row_cells
 
 LAST_SURE_RANK = 20
-"""Last footer rank that is always shown, shortened where it does not fit."""
+"""Last footer rank of the actions that are shortened rather than left out."""
 FIRST_PINNED_RANK = 90
-"""First footer rank of the actions at the right, which are always shown."""
+"""First footer rank of the actions at the right, for which room is always kept."""
 SELECTED: Row = [
     (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Let go", "label"),
 ]  # fmt: skip
-"""What stands in the footer while text is selected."""
+"""The footer while text is selected."""
 
 
 def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[int, int, Action]]]:
-    """Return the line, and the cells of each action: first, after the last, action."""
-    spots: list[tuple[int, int, Action]] = []
+    """Return the line, and per action its cells: the first one, the one after the last, the action."""
+    targets: list[tuple[int, int, Action]] = []
     right = [action for action in actions if action.footer >= FIRST_PINNED_RANK]
     rest = [action for action in actions if action.footer < FIRST_PINNED_RANK]
-    room = width - 1 - sum(_wide(action) for action in right)
+    room = width - 1 - sum(_action_cells(action) for action in right)
     sure = [action for action in rest if action.footer <= LAST_SURE_RANK]
-    folds = next((level for level in (0, 1) if _taken(sure, level) <= room), 2)
+    folds = next((level for level in (0, 1) if _needed_cells(sure, level) <= room), 2)
     row: Row = [(" ", "base")]
     done = set()
     for action in rest:
         if 0 < action.folds <= folds:
-            like = _like(action, rest)
-            if action.group not in done and row_cells(row) + _wide_fold(like) <= room:
+            members = _same_group(action, rest)
+            if action.group not in done and row_cells(row) + _folded_cells(members) <= room:
                 done.add(action.group)
-                _put_fold(row, like, spots)
-        elif row_cells(row) + _wide(action) <= room:
-            _put(row, action, spots)
-    gap = width - row_cells(row) - sum(_wide(action) for action in right)
+                _append_folded(row, members, targets)
+        elif row_cells(row) + _action_cells(action) <= room:
+            _append_action(row, action, targets)
+    gap = width - row_cells(row) - sum(_action_cells(action) for action in right)
     if gap > 0:
         row.append((" " * gap, "base"))
     for action in right:
-        if row_cells(row) + _wide(action) <= width:
-            _put(row, action, spots)
-    return row, spots
+        if row_cells(row) + _action_cells(action) <= width:
+            _append_action(row, action, targets)
+    return row, targets
 
 
-def _like(action: Action, actions: Sequence[Action]) -> list[Action]:
+def _same_group(action: Action, actions: Sequence[Action]) -> list[Action]:
     return [other for other in actions if other.folds and other.group == action.group]
 
 
-def _taken(actions: Sequence[Action], folds: int) -> int:
-    """Return the cells that actions take while so much of them is shortened."""
+def _needed_cells(actions: Sequence[Action], folds: int) -> int:
+    """Return the cells that actions take if those that fold at a level up to ``folds`` are shortened."""
     plain = [action for action in actions if not 0 < action.folds <= folds]
-    groups = {action.group: _like(action, actions) for action in actions if action not in plain}
-    return sum(map(_wide, plain)) + sum(map(_wide_fold, groups.values()))
+    groups = {action.group: _same_group(action, actions) for action in actions if action not in plain}
+    return sum(map(_action_cells, plain)) + sum(map(_folded_cells, groups.values()))
 
 
-def _fold_keys(like: Sequence[Action]) -> list[Action | str]:
-    """Return the keys of a group as they are written: digits that follow each other as a range."""
-    if len(like) > 2 and "".join(action.key_text for action in like) in "123456789":
-        return [like[0], "–", like[-1]]
+def _fold_keys(members: Sequence[Action]) -> list[Action | str]:
+    """Return the keys of a shortened group: consecutive digits as a range, others with blanks between them."""
+    if len(members) > 2 and "".join(action.key_text for action in members) in "123456789":
+        return [members[0], "–", members[-1]]
     spaced: list[Action | str] = []
-    for action in like:
+    for action in members:
         spaced += [*([" "] if spaced else []), action]
     return spaced
 
 
-def _wide_fold(like: Sequence[Action]) -> int:
-    keys = sum(len(key) if isinstance(key, str) else len(key.key_text) for key in _fold_keys(like))
-    return keys + len(like[0].group) + 3
+def _folded_cells(members: Sequence[Action]) -> int:
+    keys = sum(len(key) if isinstance(key, str) else len(key.key_text) for key in _fold_keys(members))
+    return keys + len(members[0].group) + 3
 
 
-def _put_fold(row: Row, like: Sequence[Action], spots: list[tuple[int, int, Action]]) -> None:
-    for key in _fold_keys(like):
+def _append_folded(row: Row, members: Sequence[Action], targets: list[tuple[int, int, Action]]) -> None:
+    for key in _fold_keys(members):
         if isinstance(key, str):
             row.append((key, "label"))
         else:
             begin = row_cells(row)
             row.append((key.key_text, "key"))
-            spots.append((begin, row_cells(row), key))
-    row += [(f" {like[0].group}", "label"), ("  ", "base")]
+            targets.append((begin, row_cells(row), key))
+    row += [(f" {members[0].group}", "label"), ("  ", "base")]
 
 
-def _wide(action: Action) -> int:
+def _action_cells(action: Action) -> int:
     return len(action.key_text) + len(action.label) + 3
 
 
-def _put(row: Row, action: Action, spots: list[tuple[int, int, Action]]) -> None:
+def _append_action(row: Row, action: Action, targets: list[tuple[int, int, Action]]) -> None:
     begin = row_cells(row)
     row += [(action.key_text, "key"), (f" {action.label}", "label"), ("  ", "base")]
-    spots.append((begin, row_cells(row) - 1, action))
+    targets.append((begin, row_cells(row) - 1, action))
 
 
 class KeyBar(Canvas):
-    """The footer of a screen."""
+    """Footer of a screen."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("label")
 
@@ -117,26 +117,26 @@ class KeyBar(Canvas):
         super().__init__()
         self.place = place
         self.over = over
-        self._spots: list[tuple[int, int, Action]] = []
+        self._click_targets: list[tuple[int, int, Action]] = []
 
     def on_mount(self) -> None:
-        """Follow the focus."""
+        """Redraw when the focus moves: a focused widget may have keys of its own."""
         self.watch(self.screen, "focused", self.redraw, init=False)
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the line of keys."""
         if self.screen.selections:
-            self._spots = []
+            self._click_targets = []
             return [SELECTED]
         focused = getattr(self.screen.focused, "PLACE", None)
         over = self.over()
         actions = footer(self.place, over=over) if focused is None else footer_of_focus(self.place, focused, over=over)
-        row, self._spots = draw_keys(actions, width)
+        row, self._click_targets = draw_keys(actions, width)
         return [row]
 
     async def on_click(self, event: events.Click) -> None:
-        """Run the clicked action."""
-        for begin, end, action in self._spots:
+        """Run the clicked action, on the focused widget if it is one of its own, else on the screen."""
+        for begin, end, action in self._click_targets:
             if begin <= event.x < end:
                 event.stop()
                 focused = self.screen.focused

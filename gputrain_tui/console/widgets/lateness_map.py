@@ -1,4 +1,4 @@
-"""Heat map of the ranks' lateness over the steps, two ranks per line."""
+"""Heat map of the ranks' lateness over the steps, two ranks or groups of ranks per line."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SHAPES = "·:-=+*%#"
 """Symbols of the heat levels, for terminals without colours."""
 LATE = METRICS.index("late_ms")
 LEVEL_SHARES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.25, 0.5)
-"""Shares of a step where the levels above the first begin: the same in every run, however long one rank stalls.
+"""Lateness, as a share of the step time, where each level above the first begins: the same in every run.
 
-From a tenth of a step on the colours are warm: that much of all ranks' time is lost then.
+From a tenth on the colours are warm: all ranks lose that share of their time, since they wait for the latest one.
 """
 MEDIAN_COLUMNS = 64
-"""Columns of the step time of which the median is taken."""
+"""Columns of step times over which the median is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,30 +41,30 @@ class Heat:
     """Data and options of the map."""
 
     columns: Sequence[Sequence[float]]
-    """Lateness in ms per column and group of ranks; an empty column or NaN where nothing was measured."""
+    """Lateness in ms, [column][group of ranks]; an empty column or NaN where nothing was measured."""
     ranks: int
     group: int
-    """Ranks that share a half line; the latest of them counts."""
+    """Ranks per group; the map shows the latest rank of each."""
     first_step: int
     last_step: int
     step_ms: float = nan
-    """Median duration of the steps, by which lateness is judged."""
+    """Median step time, ms, by which the levels are scaled."""
     slowest: tuple[int, float] | None = None
-    """The rank that the others wait for most, and how long, ms."""
+    """The rank that the others wait for most, and its lateness in ms."""
     selected: int | None = None
     failed: Collection[int] = ()
-    """Ranks that failed by themselves."""
+    """Ranks that failed themselves, not those that lost a peer or were stopped."""
     flagged: Collection[int] = ()
-    """Ranks about which a finding stands."""
+    """Ranks with a standing finding or a failure."""
 
 
 def map_rows(height: int) -> int:
-    """Return the lines of the map itself in a panel of so many."""
+    """Return the lines of the map without title and axis in a panel of ``height`` lines."""
     return height - (2 if height > 5 else 1)
 
 
 def heat_lines(ranks: int, height: int) -> int:
-    """Return how many of so many lines a map of these ranks can use."""
+    """Return the lines, at most ``height``, that a map of ``ranks`` ranks can use."""
     rows = map_rows(height)
     if rows < 1:
         return max(height, 0)
@@ -75,23 +75,23 @@ def heat_lines(ranks: int, height: int) -> int:
 
 
 def _stretch(groups: int, group: int, rows: int) -> int:
-    """Return how many half lines a group has: a rank by itself may have several."""
+    """Return the half lines per group: more than one only if a group is a single rank."""
     return max(2 * rows // max(groups, 1), 1) if group == 1 else 1
 
 
 def thresholds(step_ms: float) -> list[float]:
-    """Return the lower limits of the levels above the first, ms, with two digits."""
+    """Return the lower limits of the levels above the first, ms, rounded to two digits."""
     return [float(f"{share * step_ms:.1e}") for share in LEVEL_SHARES]
 
 
 def usual_step_ms(series: Series, last: int | None = None) -> float:
-    """Return the median duration of the steps that are shown, ms; NaN where none was measured."""
+    """Return the median step time over the last ``last`` steps, None being all, ms; NaN if none was measured."""
     steps = [value for value in series.window("step_ms", MEDIAN_COLUMNS, last=last).median if isfinite(value)]
     return median(steps) if steps else nan
 
 
 def heat_columns(series: Series, width: int, group: int, *, last: int | None = None) -> list[list[float]]:
-    """Return mean lateness per column and group, of the latest rank in each group."""
+    """Return the mean lateness, ms, [column][group], of the latest rank in each group, up to the newest column."""
     first, end = series.span(last)
     scale = width / (end - first + 1)
     sums: list[list[float]] = [[] for _ in range(width)]
@@ -122,7 +122,7 @@ def heat_columns(series: Series, width: int, group: int, *, last: int | None = N
 
 
 def _latest(late: array[float], group: int) -> list[float]:
-    """Return the greatest lateness in each group; NaN where no rank has one."""
+    """Return the greatest lateness in each group; NaN if no rank of it has a value."""
     if group == 1:
         return list(late)
     if isfinite(sum(late)):
@@ -158,7 +158,8 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
         begun = [group for group in (upper, lower) if group < groups and group * half_lines // 2 == line]
         row = [_label(heat, begun), ("  ", "base")]
         row += merge(
-            _cell(_at(column, upper, groups), _at(column, lower, groups), symbols) for column in columns[:cells]
+            _cell(_level_at(column, upper, groups), _level_at(column, lower, groups), symbols)
+            for column in columns[:cells]
         )
         rows.append(fit_row(row, width))
     if lines < height - 1:
@@ -166,12 +167,12 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     return rows + [fit_row([], width) for _ in range(height - len(rows))]
 
 
-def _at(column: Sequence[int | None], group: int, groups: int) -> int | None:
+def _level_at(column: Sequence[int | None], group: int, groups: int) -> int | None:
     return column[group] if group < min(groups, len(column)) else None
 
 
 def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
-    """Return the ranks of the groups that begin in a line: the one that failed, is flagged or selected, else all."""
+    """Return the label of the groups that begin in a line: a failed, selected or flagged rank, else the ranks."""
     if not groups:
         return " " * LABEL_CELLS, "axis"
     first, end = groups[0] * heat.group, min((groups[-1] + 1) * heat.group, heat.ranks)
@@ -188,7 +189,7 @@ def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
 
 
 def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:
-    """Return one cell with two levels, one above the other."""
+    """Return one cell: an upper and a lower half in the colours of their levels, or a symbol of the greater level."""
     if symbols:
         levels = [level for level in (upper, lower) if level is not None]
         return (SHAPES[max(levels)], "base") if levels else (" ", "base")
@@ -202,7 +203,7 @@ def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str
 
 
 def _legend(limits: Sequence[float], symbols: bool) -> Row:
-    """Return the levels with the milliseconds where they begin."""
+    """Return the colours of all levels, each with its lower limit in ms."""
     row: Row = [("ms ", "dim"), (SHAPES[0] if symbols else "■", "heat:0")]
     for level, limit in enumerate(limits, 1):
         row += [(f" {limit:g} ", "dim"), (SHAPES[level] if symbols else "■", f"heat:{level}")]
@@ -210,24 +211,24 @@ def _legend(limits: Sequence[float], symbols: bool) -> Row:
 
 
 def _short_legend(limits: Sequence[float], symbols: bool) -> Row:
-    """Return the levels with the milliseconds where the last begins."""
+    """Return the colours of all levels with the lower limit of the last one."""
     cells: Row = [(SHAPES[level] if symbols else "■", f"heat:{level}") for level in range(HEAT_LEVELS)]
     return [("0 ", "dim"), *cells, (f" {limits[-1]:g} ms", "dim")]
 
 
 class LatenessMap(Panel):
-    """Lateness of every rank over the run."""
+    """Panel of the lateness of every rank over the run."""
 
     last: int | None = None
     """Steps to show; None: the whole run."""
 
     def show(self, *, last: int | None) -> None:
-        """Choose the steps that are shown, the whole run being None."""
+        """Show the last ``last`` steps; None: the whole run."""
         self.last = last
         self.redraw()
 
     def seen_version(self) -> object:
-        """Change also with failures, which mark their ranks."""
+        """Return a value that changes with the series, the failures, the flagged ranks and the end of the run."""
         state = self.live.state
         return self.live.series.version, len(state.failures), state.flagged, state.ended is not None
 

@@ -1,4 +1,4 @@
-"""A log line as cells: colours decoded, control sequences removed."""
+"""Log lines as cells: SGR colours decoded, other control sequences removed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gputrain_tui.tables import ESCAPES, printable
 
 NO_STYLE = Style.null()
 MARKS = {Level.WARNING: ("▲", "warning"), Level.ERROR: ("✗", "error")}
-"""Mark and role of a line's level."""
+"""Mark and role of a level."""
 
 Pieces = list[tuple[str, Style]]
-"""Text and the colours that the program that wrote it asked for."""
+"""Pieces of a line: text, and the style that its SGR sequences set."""
 
 
 def decoded(raw: bytes) -> Pieces:
@@ -33,7 +33,7 @@ def decoded(raw: bytes) -> Pieces:
         pieces.append((text[start : escape.start()], style))
         start = escape.end()
         if escape[0].startswith("\x1b[") and escape[0].endswith("m"):
-            style = _after(style, escape[0][2:-1])
+            style = _apply_sgr(style, escape[0][2:-1])
     pieces.append((text[start:], style))
     column = 0
     out: Pieces = []
@@ -45,8 +45,8 @@ def decoded(raw: bytes) -> Pieces:
     return out
 
 
-def _after(style: Style, codes: str) -> Style:
-    """Return the colours after a terminal command that sets them."""
+def _apply_sgr(style: Style, codes: str) -> Style:
+    """Return a style changed by the codes of an SGR sequence."""
     numbers = iter([int(code) if code.isdigit() else 0 for code in codes.replace(":", ";").split(";")])
     for number in numbers:
         if number == 0:
@@ -55,13 +55,13 @@ def _after(style: Style, codes: str) -> Style:
             colour = _colour(numbers)
             if colour is not None:
                 style += Style(color=colour) if number == 38 else Style(bgcolor=colour)
-        elif number in SGR_STYLE_MAP and number not in (5, 6, 8):  # nothing blinks, nothing is hidden
+        elif number in SGR_STYLE_MAP and number not in (5, 6, 8):  # except blinking and hidden text
             style += Style.parse(SGR_STYLE_MAP[number])
     return style
 
 
 def _colour(numbers: Iterator[int]) -> Color | None:
-    """Read what follows 38 or 48: ``5;n`` of the palette, or ``2;r;g;b``."""
+    """Return the colour after code 38 or 48: ``5;n`` of the palette, or ``2;r;g;b``; None for other codes."""
     kind = next(numbers, 0)
     if kind == 5:
         return Color.from_ansi(min(next(numbers, 0), 255))
@@ -71,15 +71,15 @@ def _colour(numbers: Iterator[int]) -> Color | None:
     return None
 
 
-def prefix(name: str, wide: int) -> str:
-    """Return a line's source, aligned: ``r3`` a rank, ``n0`` a node agent, ``sup`` the supervisor."""
+def prefix(name: str, width: int) -> str:
+    """Return a line's source, right-aligned: ``r3`` a rank, ``n0`` a node agent, ``sup`` the supervisor."""
     if name.isdecimal():
         short = f"r{name}"
     elif name.startswith("node-"):
         short = f"n{name.removeprefix('node-')}"
     else:
         short = name[:3]
-    return printable(short).rjust(wide) + " "
+    return printable(short).rjust(width) + " "
 
 
 def line_strip(
@@ -94,10 +94,18 @@ def line_strip(
     needle: str = "",
     at_match: bool = False,
 ) -> Strip:
-    """Return a line of the log as exactly ``width`` cells, scrolled sideways by ``shift``; its prefix stays.
+    """Return a line of the log as exactly ``width`` cells.
 
-    Before it stand its ``clock``, its source (``flagged``: coloured) and a mark of its level.
-    ``needle`` is marked wherever it occurs, otherwise in the line that the search has found (``at_match``).
+    Args:
+        line: the line.
+        styles: styles by role.
+        width: cells of the strip.
+        shift: cells by which the text is scrolled sideways; the prefix (time, source, mark of the level) stays.
+        prefix_cells: cells of the source; 0: without it.
+        clock: time of the line as text; empty: without it.
+        flagged: whether the source has the colour of a warning.
+        needle: search text, highlighted wherever it occurs.
+        at_match: whether the search has stopped at this line, where the highlight is stronger.
     """
     level = level_of(line.raw)
     ground = styles["base"]
@@ -112,7 +120,7 @@ def line_strip(
     room = width
     head: list[Segment] = []
     source = prefix(line.name, prefix_cells - 1) if prefix_cells else ""
-    if (clock or source) and level is not Level.ALL:  # in the last cell before the line
+    if (clock or source) and level is not Level.ALL:  # the mark takes the last cell of the prefix
         clock, source = (clock, source[:-1]) if source else (clock[:-1], "")
         mark = MARKS[level]
     else:
@@ -126,7 +134,7 @@ def line_strip(
 
 
 def _marked(pieces: Pieces, needle: str, mark: Style) -> Pieces:
-    """Return the pieces with every occurrence of a text marked, also across a change of colour."""
+    """Return the pieces with every occurrence of a text highlighted, also across pieces."""
     whole = "".join(text for text, _ in pieces).lower()
     needle = needle.lower()
     if len(whole) != sum(len(text) for text, _ in pieces):  # a few letters change their length with their case

@@ -1,4 +1,4 @@
-"""Log panel of all ranks or one: follows the end until it is scrolled."""
+"""Log panel of all ranks or of one, which follows the end until it is scrolled."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
 TICK_BYTES = 1 << 20
-"""Most bytes read per tick, some milliseconds of work."""
+"""Most bytes to read per tick, some milliseconds of work."""
 BACKLOG_BYTES = 4 << 20
-"""Bytes of earlier output that are read at the start."""
+"""Bytes of earlier output to read at the start."""
 CLOCK_FROM_CELLS = 56
-"""Fewest cells of a panel that shows when each line was written."""
+"""Fewest cells of a panel that shows the time of each line."""
 SHIFT_CELLS = 16
-"""Cells that a long line moves sideways at a time."""
+"""Cells by which a key moves long lines sideways."""
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
 LINE_ROLES = ("base", "prefix", "warning", "error", "dim")
 MATCH_ROLES = ("match", "current")
 
 
 class LogView(Canvas, can_focus=True):
-    """The log of a run, or of one rank of it; ``tick`` is called by the screen's clock."""
+    """Log of a run or of one of its ranks; the screen's clock calls ``tick``."""
 
     PLACE = "log"
-    """Its name in the action table: its keys stand in the footer while it has the focus."""
+    """Name of the panel in the action table: its keys stand in the footer while it has the focus."""
     BINDINGS: ClassVar[list[BindingType]] = [
         *bindings("log"),
         Binding("tab,shift+tab", "keep_search", "Find", show=False),
@@ -78,9 +78,14 @@ class LogView(Canvas, can_focus=True):
         lines: int = 50_000,
         id: str | None = None,
     ) -> None:
-        """Show what a run prints, all ranks or one; ``lines`` are kept.
+        """Open the log.
 
-        ``live`` dates the lines and says which ranks are flagged.
+        Args:
+            run: the run's directory.
+            rank: the only rank to show; None: all.
+            live: the followed run, which has the lines' times and the flagged ranks; None: without both.
+            lines: lines to keep, the newest ones.
+            id: id of the widget.
         """
         super().__init__(id=id)
         self._run = run
@@ -92,12 +97,13 @@ class LogView(Canvas, can_focus=True):
         self._shift = 0
         self._needle = ""
         self._match: int | None = None
-        """Number of the line that the search has found."""
+        """Number of the line at which the search stopped."""
         self._missed = False
+        """Whether the search found no line."""
         self._pointed: int | None = None
-        """Number of the line that was clicked."""
+        """Number of the line that was clicked last."""
         self._painted: object = None
-        """Version of what was painted: lines, flagged ranks and times."""
+        """Lines' version, flagged ranks and time of the newest sample at the last repaint."""
         self._flagged: set[str] = set()
         """Names of the logs of flagged ranks."""
         self._follower: Follower | None = None
@@ -105,11 +111,11 @@ class LogView(Canvas, can_focus=True):
         """The newest lines."""
         self._open()
 
-    # What the screen calls
+    # Called by the screen
 
     @property
     def rank(self) -> int | None:
-        """The only rank that is shown; None: all."""
+        """The only rank shown; None: all."""
         return self._rank
 
     @property
@@ -124,7 +130,7 @@ class LogView(Canvas, can_focus=True):
             self._open()
 
     def tick(self) -> None:
-        """Read what was printed; repaint if there was something."""
+        """Read appended output; repaint if lines, their times or the flagged ranks changed."""
         if not self.display:
             return
         if self._follower is not None:
@@ -132,7 +138,7 @@ class LogView(Canvas, can_focus=True):
             parts = [(name, data, offset(name) - len(data)) for name, data in self._follower.poll(TICK_BYTES)]
             for name, data, begin in in_order(parts, self._live.log_times if self._live is not None else {}):
                 self.buffer.feed(name, data, begin=begin)
-                self._missed = False  # what came may match
+                self._missed = False  # a new line may match
         flagged = {str(rank) for rank in self._live.state.flagged} if self._live is not None else set()
         dated = self._live.state.nodes if self._live is not None else {}
         shown = self.buffer.version, flagged, max((sample.time for sample in dated.values()), default=0.0)
@@ -151,21 +157,21 @@ class LogView(Canvas, can_focus=True):
         only = None if self._rank is None else {str(self._rank)}
         self._follower = Follower(self._run.logs, ".log", only=only, torn=True, last_bytes=BACKLOG_BYTES)
 
-    # Where it is scrolled to
+    # Scrolling
 
     @property
     def page(self) -> int:
-        """Lines of the log that fit under the title, and over the search line while that is open."""
+        """Lines of the log that fit between the title and the search line, if that is open."""
         return max(self.size.height - 1 - self.has_class("-searching"), 1)
 
     @property
     def top_row(self) -> int:
-        """Row of the first line on the screen."""
+        """Index of the first line on the screen, among those that the level shows."""
         last = max(self.buffer.rows - self.page, 0)
         return last if self._top is None else min(self.buffer.row(self._top), last)
 
     def scroll_rows(self, rows: int) -> None:
-        """Move by so many lines; scrolling past the end follows it again."""
+        """Scroll by ``rows`` lines; scrolling to the end follows it again."""
         self._go(self.top_row + rows)
 
     def _go(self, row: int) -> None:
@@ -179,7 +185,7 @@ class LogView(Canvas, can_focus=True):
         self.scroll_rows(lines)
 
     def action_scroll_pages(self, pages: int) -> None:
-        """Move by pages, one line less than the screen holds."""
+        """Scroll by pages, each one line less than the panel holds."""
         self.scroll_rows(pages * max(self.page - 1, 1))
 
     def action_oldest(self) -> None:
@@ -208,7 +214,7 @@ class LogView(Canvas, can_focus=True):
         self.scroll_rows(lines)
 
     def on_click(self, event: Click) -> None:
-        """Jump where the bar at the right is clicked; elsewhere point at the line."""
+        """Jump to a clicked place of the scroll bar; elsewhere put the cursor on the clicked line."""
         if event.widget is not self or event.y <= 0:
             return
         if event.x == self.size.width - 1:
@@ -219,7 +225,7 @@ class LogView(Canvas, can_focus=True):
 
     @property
     def cursor(self) -> int | None:
-        """Number of the line that is copied: the clicked or found one while it is in view, else the last in view."""
+        """Number of the line for the copy key: the found or clicked one if it is in view, else the last in view."""
         last = min(self.top_row + self.page, self.buffer.rows) - 1
         for number in (self._match, self._pointed):
             if number is not None and self.top_row <= self.buffer.row(number) <= last:
@@ -227,14 +233,14 @@ class LogView(Canvas, can_focus=True):
         return self.buffer.number(last) if last >= 0 else None
 
     def copyable(self) -> Copyable | None:
-        """Return the line with the cursor, whole and without its colours."""
+        """Return the line under the cursor, whole and without its colours."""
         number = self.cursor
         return None if number is None else Copyable(self._text(number), "a line of the log")
 
     def _text(self, number: int) -> str:
         return "".join(text for text, _ in decoded(self.buffer.line(number).raw))
 
-    # Selecting: lines are known by their numbers, so that a selection stays with them while others come
+    # Selection: by numbers of lines, so that it stays on them while others are appended
 
     def text_line(self, y: int) -> int:
         """Return the number of the line at ``y``; -1 for the title."""
@@ -242,21 +248,21 @@ class LogView(Canvas, can_focus=True):
         return self.buffer.number(row) if 0 < y <= self.page and row < self.buffer.rows else -1
 
     def text_offset(self, x: int, y: int) -> Offset:
-        """Return the nearest place in a line of the log."""
+        """Return the offset in a line of the log that is nearest to a cell."""
         last = min(self.page, self.buffer.rows - self.top_row)
         return super().text_offset(x, min(max(y, 1), last))
 
     def text_strip(self, line: int) -> Strip:
-        """Return a line of the log to its end, which may lie beyond the panel's."""
+        """Return a whole line of the log, which may be longer than the panel is wide."""
         before = len(self._clock(self.buffer.line(line))) + self._prefix_cells()
         return self._line_strip(line, before + cell_count(self._text(line)))
 
     def text_lines(self) -> Iterable[int]:
-        """Return the numbers of the visible lines."""
+        """Return the numbers of all lines that the level shows."""
         return map(self.buffer.number, range(self.buffer.rows))
 
     def selection_updated(self, selection: Selection | None) -> None:
-        """Keep the selected lines in view: the end is no longer followed."""
+        """Repaint; with a selection stop following the end, so that the selected lines stay in view."""
         if selection is not None and self.following and self.buffer.rows:
             self._top = self.buffer.number(self.top_row)
         self.redraw()
@@ -269,13 +275,13 @@ class LogView(Canvas, can_focus=True):
     # Level and search
 
     def action_level(self) -> None:
-        """Show all lines, those from warnings on, or errors only, in turn."""
+        """Show the next level: all lines, warnings and errors, or errors only."""
         self.buffer.set_level(Level((self.buffer.level + 1) % len(Level)))
         self._match = None
         self.redraw()
 
     def action_search(self) -> None:
-        """Ask what to search for."""
+        """Open the search line."""
         self.add_class("-searching")
         field = self.query_one(Input)
         field.value = self._needle
@@ -283,7 +289,7 @@ class LogView(Canvas, can_focus=True):
         self.redraw()
 
     def action_next_match(self) -> None:
-        """Go to the next line that holds the text."""
+        """Go to the next line with the search text."""
         self._search(forward=True)
 
     def action_next_flagged(self) -> None:
@@ -299,11 +305,11 @@ class LogView(Canvas, can_focus=True):
             self.redraw()
 
     def action_previous_match(self) -> None:
-        """Go to the line before that holds the text."""
+        """Go to the previous line with the search text."""
         self._search(forward=False)
 
     def action_clear_search(self) -> None:
-        """Forget the search."""
+        """Clear the search text, and close the search line."""
         searching = self.has_class("-searching")
         self._needle, self._match, self._missed = "", None, False
         self.remove_class("-searching")
@@ -312,13 +318,13 @@ class LogView(Canvas, can_focus=True):
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether an action is enabled: Escape only clears a search."""
+        """Return whether an action is enabled; Escape, for one, only if there is a search to clear."""
         if action == "keep_search":
             return self.has_class("-searching")
         if action == "clear_search":
             return bool(self._needle) or self.has_class("-searching")
         if action == "next_flagged":
-            return self.rank is None  # of one rank's log the screen goes to the next one
+            return self.rank is None  # in one rank's log the key is the screen's: next flagged rank
         return True
 
     @on(Input.Changed)
@@ -333,18 +339,18 @@ class LogView(Canvas, can_focus=True):
         self.action_keep_search()
 
     def action_keep_search(self) -> None:
-        """Go to the first line that holds what was typed."""
+        """Close the search line, and go to the first line with the typed text."""
         self.screen.set_focus(self)
         self.remove_class("-searching")
         self._match = None
         self._search(forward=True)
 
     def on_mount(self) -> None:
-        """Follow the focus."""
+        """Watch the focus, to close the search line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:
-        """Close the line when the mouse goes elsewhere: its letters would be commands."""
+        """Close the search line when a click moves the focus: letters typed there would be commands."""
         if focused is not None and focused.parent is not self and self.has_class("-searching"):
             self.remove_class("-searching")
             self.redraw()
@@ -359,11 +365,11 @@ class LogView(Canvas, can_focus=True):
             self._match = self.buffer.number(row)
             if not self.top_row <= row < self.top_row + self.page:
                 self._go(row - self.page // 2)
-            elif self.following:  # what was found stays in view
+            elif self.following:  # stop following, so that the found line stays in view
                 self._top = self.buffer.number(self.top_row)
         self.redraw()
 
-    # How it is drawn
+    # Drawing
 
     def compose(self) -> ComposeResult:
         """Yield the search line, hidden until it is used."""
@@ -371,15 +377,15 @@ class LogView(Canvas, can_focus=True):
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the title line, and the text of an empty log."""
-        return [self.head(width), *([] if self.buffer.rows else centred_text(width, self.page, self._nothing()))]
+        return [self.head(width), *([] if self.buffer.rows else centred_text(width, self.page, self._empty_texts()))]
 
     def redraw(self) -> None:
-        """Draw again with the next frame."""
+        """Repaint all lines with the next frame."""
         self._drawn_size = None
         self.refresh()
 
     def line(self, y: int) -> Strip:
-        """Return one line of the widget."""
+        """Return one line of the widget: title, line of the log with the scroll bar, or text of an empty log."""
         width = self.size.width
         rows = self.buffer.rows
         row = self.top_row + y - 1
@@ -410,12 +416,12 @@ class LogView(Canvas, can_focus=True):
         )
 
     def _prefix_cells(self) -> int:
-        """Return the cells before a line that name who printed it, where there are several."""
+        """Return the cells of a line's source; 0 if there is only one source."""
         several = self._rank is None and len(self.buffer.names) > 1
         return max(len(prefix(name, 0)) for name in self.buffer.names) if several else 0
 
     def _clock(self, line: LogLine) -> str:
-        """Return when a line was written; blanks where that is not known, nothing where it is known of none."""
+        """Return the time of a line as text: blanks if unknown; empty if no line has one or the panel is too narrow."""
         if self._live is None or not self._live.log_times or self.size.width < CLOCK_FROM_CELLS:
             return ""
         times = self._live.log_times.get(line.name)
@@ -425,7 +431,7 @@ class LogView(Canvas, can_focus=True):
         return time.strftime("%H:%M:%S ", time.localtime(at)) if at is not None else " " * 9
 
     def head(self, width: int) -> Row:
-        """Return the title line: whose log, what is left out, and whether the end is followed."""
+        """Return the title line: ranks, level, search, columns moved sideways, lines below the view."""
         whose = "all ranks" if self._rank is None else f"rank {self._rank}"
         remarks: list[Row] = []
         if self.buffer.level:
@@ -441,7 +447,7 @@ class LogView(Canvas, can_focus=True):
             remarks.append([(f"{below:,} lines below, End follows", "accent")])
         return fit_row(title_row(width, [("log", "title"), (f"  {whose}", "dim")], remarks), width)
 
-    def _nothing(self) -> list[str]:
+    def _empty_texts(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
             return [f"nothing here but lines below the level: {LEVEL_NAMES[self.buffer.level]}", "L changes the level"]
         if self._rank is not None:

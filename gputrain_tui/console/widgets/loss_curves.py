@@ -1,4 +1,4 @@
-"""Curves of one run or several, read from their records: loss, throughput or exposed synchronisation."""
+"""Chart of loss, throughput or exposed synchronisation of one or several runs, read from their records."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gputrain_tui.history.compare import Measure, resampled
 from gputrain_tui.history.runs import Run
 
 LATE_START_SHARE = 0.1
-"""Share of the axis from which runs that all start later do not begin it at 0."""
+"""Share of the axis: if the first steps of all runs lie beyond it (resumed runs), the axis begins there, not at 0."""
 
 
 class LossCurves(Canvas):
-    """The losses of the runs."""
+    """Chart of several runs' curves."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(*CURVES)
 
@@ -33,17 +33,17 @@ class LossCurves(Canvas):
     _reading_on = False
 
     def __init__(self, *, named: bool = True, id: str | None = None) -> None:
-        """Show nothing yet; ``named`` adds a legend with the runs' names."""
+        """Make an empty chart; ``named``: with a legend of the runs' names."""
         super().__init__(id=id)
         self._named = named
 
     @property
     def runs(self) -> list[Run]:
-        """The runs that are shown."""
+        """The runs shown."""
         return [reader.run for reader in self._readers]
 
     def show(self, runs: Sequence[Run]) -> None:
-        """Show runs, and close the records of others."""
+        """Show runs, and close the records of those shown before."""
         self.on_unmount()
         self._readers = [CurveReader(run) for run in runs]
         self.redraw()
@@ -54,12 +54,12 @@ class LossCurves(Canvas):
             reader.close()
 
     def tick(self) -> None:
-        """Read within the budget, and go on soon where there is a backlog."""
+        """Read appended events within the budget and redraw; with a backlog, go on after a short pause."""
         if not self.display:
             return
         deadline = perf_counter() + POLL_BUDGET_S
-        moved = [reader.poll(deadline) for reader in self._readers]
-        if any(moved):
+        changed = [reader.poll(deadline) for reader in self._readers]
+        if any(changed):
             self.redraw()
         if any(reader.behind for reader in self._readers) and not self._reading_on:
             self._reading_on = True

@@ -1,4 +1,4 @@
-"""Panel of a host: cores, load, memory, network and driver, or why it does not answer."""
+"""Panel of a host: cores, load, memory, network and driver; or the error of its survey."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LABEL_CELLS = 9
 
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:
-    """Return cores, memory, network and driver of a host, as many lines as fit; ``name``: empty for this machine."""
+    """Return cores, load, memory, network and driver, as many lines as fit; ``name``: empty for this machine."""
     cpus, memory = inventory.cpus, inventory.memory
     up = f"up {duration(inventory.uptime_s)}" if inventory.uptime_s is not None else ""
     also = "  this machine" if not name else f"  {printable(inventory.host)}" if inventory.host != name else ""
@@ -32,12 +32,17 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
     lines: list[Row] = [
         [("cpu".ljust(LABEL_CELLS), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
     ]
-    wide = min(max(width // 4, 10), 40)
+    bar_cells = min(max(width // 4, 10), 40)
     if inventory.load is not None:
         share = inventory.load[0] / max(cpus.usable, 1)
         text = "  ".join(f"{value:5.2f}" for value in inventory.load)
         lines.append(
-            [("load".ljust(LABEL_CELLS), "dim"), *bar(share, wide), (f"  {text}", "bright"), ("  1, 5, 15 min", "dim")]
+            [
+                ("load".ljust(LABEL_CELLS), "dim"),
+                *bar(share, bar_cells),
+                (f"  {text}", "bright"),
+                ("  1, 5, 15 min", "dim"),
+            ]
         )
     if memory.total_bytes is not None and memory.available_bytes is not None:
         used = memory.total_bytes - memory.available_bytes
@@ -45,7 +50,7 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
         lines.append(
             [
                 ("memory".ljust(LABEL_CELLS), "dim"),
-                *bar(used / memory.total_bytes, wide),
+                *bar(used / memory.total_bytes, bar_cells),
                 (f"  {text}", "bright"),
                 (f"  {format_gib(memory.available_bytes)} available", "dim"),
             ]
@@ -72,9 +77,9 @@ def _networks(networks: Collection[Network]) -> Row:
     return row
 
 
-def draw_silent(host: Host, width: int, height: int) -> list[Row]:
-    """Return the rows of a host without an inventory."""
-    if host.here or not host.problem:
+def draw_without_inventory(host: Host, width: int, height: int) -> list[Row]:
+    """Return the rows of a host without an inventory: the error of its survey, or that one is under way."""
+    if host.is_local or not host.problem:
         return [title_row(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
     rows: list[Row] = [title_row(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
     rows += [
@@ -86,15 +91,15 @@ def draw_silent(host: Host, width: int, height: int) -> list[Row]:
 
 
 class MachinePanel(Canvas):
-    """One host."""
+    """Panel of one host."""
 
     host: Host | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the host, or why there is no inventory."""
+        """Return the host's inventory, or the state of its survey."""
         host = self.host
         if host is None:
             return [title_row(width, [("this machine", "title"), ("  being looked at", "dim")])]
         if host.inventory is None:
-            return draw_silent(host, width, height)
-        return draw_machine(host.inventory, width, height, name="" if host.here else host.name)
+            return draw_without_inventory(host, width, height)
+        return draw_machine(host.inventory, width, height, name="" if host.is_local else host.name)

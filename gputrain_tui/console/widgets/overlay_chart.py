@@ -1,4 +1,4 @@
-"""Chart of several runs' curves, with a legend that works without colours."""
+"""Chart of several runs' curves, numbered at their ends, so that the legend works without colours."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from gputrain_tui.tables import duration, printable
 
 @dataclass(frozen=True, kw_only=True)
 class OverlayLine:
-    """One run's curve."""
+    """Curve and figures of one run."""
 
     name: str
     values: Sequence[float]
-    """One per column, two columns per cell."""
+    """A value per column, two columns per cell; NaN: none."""
     value: float
-    """The newest loss, nats."""
+    """Newest loss, nats."""
     best: float | None = None
-    """The least validation loss, nats."""
+    """Least validation loss, nats."""
     samples_per_s: float | None = None
     """Samples of all ranks per second, over the whole run."""
     sync_share: float | None = None
-    """Share of step time that waited for the gradient synchronisation, 0 to 1."""
+    """Share of the step time spent waiting for the gradient synchronisation, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ class Overlay:
 
     lines: Sequence[OverlayLine]
     last: float
-    """The end of the axis: steps or seconds."""
+    """End of the axis: steps or seconds."""
     over_time: bool
     first: float = 0.0
-    """The beginning of the axis."""
+    """Beginning of the axis."""
     measure: Measure = "loss"
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ TITLES: dict[Measure, tuple[str, str]] = {
     "samples_per_s": ("throughput", "samples/s of all ranks"),
     "sync_exposed_ms": ("sync wait", "ms"),
 }
-"""Title and unit of a chart."""
+"""Title and unit of each measure's chart."""
 WIDE_LEGEND_CELLS = 100
 """Fewest cells of a legend with throughput and synchronisation."""
 
@@ -88,16 +88,17 @@ def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
             if (x, y) in numbers:
                 pieces.append(numbers[x, y])
                 continue
-            # Where curves meet, the first one is seen: its cell would otherwise mix two of them in one colour.
-            of = next((index for index, bits in enumerate(drawn) if bits[y][x]), None)
-            pieces.append((ground, "rule") if of is None else (chr(BRAILLE + drawn[of][y][x]), f"curve-{of}"))
+            # A cell has one colour: where curves meet, only the first one is drawn.
+            curve = next((index for index, cells_of in enumerate(drawn) if cells_of[y][x]), None)
+            bits = 0 if curve is None else drawn[curve][y][x]
+            pieces.append((ground, "rule") if curve is None else (chr(BRAILLE + bits), f"curve-{curve}"))
         rows.append(fit_row(merge(pieces), width))
     rows.append(_ends(overlay, width))
     return rows
 
 
 def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dict[tuple[int, int], tuple[str, str]]:
-    """Return the cells of each curve's number, at its end."""
+    """Return the number of each curve, with its role, by the cell at the curve's right end."""
     numbers: dict[tuple[int, int], tuple[str, str]] = {}
     for index, rows in enumerate(drawn):
         ends = [(x, y) for y, row in enumerate(rows) for x in range(cells) if row[x]]
@@ -111,7 +112,7 @@ def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dic
 
 
 def _ends(overlay: Overlay, width: int) -> Row:
-    """Return the labels of the axis."""
+    """Return the labels of the horizontal axis."""
     cells = width - LABEL_CELLS - 2
     line = [" "] * width
     end = duration(overlay.last) if overlay.over_time else f"step {overlay.last:,.0f}"
@@ -132,9 +133,9 @@ def _ends(overlay: Overlay, width: int) -> Row:
 
 
 def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
-    """Return one line per run: its colour, its number, its name, its newest and its best validation loss."""
-    wide = width >= WIDE_LEGEND_CELLS
-    names = max(width - 7 - 2 * 14 - (36 if wide else 0), 8)
+    """Return a line per run: number, colour, name, newest loss, best validation loss; in wide panels more."""
+    is_wide = width >= WIDE_LEGEND_CELLS
+    names = max(width - 7 - 2 * 14 - (36 if is_wide else 0), 8)
     rows = []
     for index, line in enumerate(lines):
         best = loss_text(line.best)
@@ -146,7 +147,7 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
             (" valid", "dim"),
             (best.rjust(8), "bright"),
         ]
-        if wide:
+        if is_wide:
             rate = EMPTY if line.samples_per_s is None else format_short(line.samples_per_s, 9).strip()
             waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
             row += [("  samples/s", "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]

@@ -1,4 +1,4 @@
-"""Base of the panels on a run: redraws on a tick where the run changed."""
+"""Base of the panels of a run, which a tick redraws if the run changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Panel(Canvas):
-    """Canvas on a run; ``tick`` is called by the screen's clock."""
+    """Canvas of a run; the screen's clock calls ``tick``."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
         "axis", "victim", "under", "band", "median", "median-on-band", "rank", "rank-on-band"
@@ -40,7 +40,7 @@ class Panel(Canvas):
     """
 
     _selected_rank: int | None = None
-    _seen: object = None
+    _drawn_version: object = None
 
     def __init__(self, live: LiveRun, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -62,23 +62,23 @@ class Panel(Canvas):
         return self.live.series.version
 
     def tick(self) -> None:
-        """Redraw if ``seen_version`` changed."""
-        if self.display and self.size and self.seen_version() != self._seen:
+        """Redraw a visible panel if ``seen_version`` changed."""
+        if self.display and self.size and self.seen_version() != self._drawn_version:
             self.redraw()
 
     def strip(self, row: Row, width: int) -> Strip:
-        """Return a row, which panels draw in exactly ``width`` cells: measuring it would take a tenth of a repaint."""
+        """Return a row without measuring it, which takes a tenth of a repaint: panels draw exactly ``width`` cells."""
         return Strip(self.segments(row), width)
 
     def redraw(self) -> None:
-        """Draw again and repaint the lines that differ."""
-        self._seen = self.seen_version()
+        """Draw again, and note the version drawn."""
+        self._drawn_version = self.seen_version()
         super().redraw()
 
 
 class ClockPanel(Panel):
-    """Panel that changes with every event, and with the seconds of a run that goes on."""
+    """Panel that is redrawn with every event, and every second while the run goes on."""
 
     def seen_version(self) -> object:
-        """Change with events and seconds."""
+        """Return a value that changes with every event and every second."""
         return self.live.version, int(self.live.elapsed_s or 0)

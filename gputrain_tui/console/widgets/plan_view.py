@@ -1,4 +1,4 @@
-"""Plan of the open recipe: nodes, ranks, devices, init method, and each node's command."""
+"""Panel of the open recipe's plan: nodes, ranks, devices, init method, and each node's command."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
 PLAN_LINES = 1 << 20
-"""More lines than any plan has: scrolling stops at its end."""
+"""More lines than any plan has, for scrolling to its end."""
 BESIDE_CELLS = 140
-"""Least cells in which commands stand beside the table of the nodes."""
+"""Fewest cells in which the commands stand beside the table of nodes."""
 GAP_CELLS = 3
-"""Cells between the two."""
+"""Cells between the table and the commands."""
 LEAST_LINES = 6
-"""Of a plan, so that the form does not jump with every recipe."""
+"""Fewest lines of a plan beside the commands, so that the form's height does not change with every recipe."""
 
 
 def wrap_command(node: PlannedNode, width: int, *, program: str = "") -> list[str]:
-    """Return a node's command as lines that a shell joins, each option beside its value.
+    """Return a node's command as lines that end in a backslash, each option on the same line as its value.
 
-    ``program`` stands in place of the first word.
+    ``program`` replaces the first word.
     """
     words = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
     pieces = [*words, program or shell_quoted(node.argv[0])]
@@ -49,12 +49,12 @@ def wrap_command(node: PlannedNode, width: int, *, program: str = "") -> list[st
 
 
 def shorten_program(program: str, width: int) -> str:
-    """Return a program's name, without its folders where they leave few cells."""
+    """Return a program's path, or only its name if the path takes more than a third of ``width``."""
     return shell_quoted(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
 
 
 def draw_plan(plan: Plan, width: int) -> list[Row]:
-    """Return a plan as rows: a table of the nodes, then their commands; beside each other in a wide terminal."""
+    """Return a plan as rows: table of nodes, then their commands; side by side from ``BESIDE_CELLS`` on."""
     nodes = _nodes(plan)
     if width < BESIDE_CELLS:
         return [fit_row(row, width) for row in [*nodes, [], *_commands(plan, width)]]
@@ -71,7 +71,7 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
 
 
 def _nodes(plan: Plan) -> list[Row]:
-    """Return the table of the nodes."""
+    """Return the table of nodes."""
     hosts = max(len(printable(node.host)) for node in plan.nodes) + 2
     ranks = max(max(len(rank_range(node.ranks)) for node in plan.nodes), 5) + 2
     rows: list[Row] = [
@@ -104,29 +104,29 @@ def _commands(plan: Plan, width: int) -> list[Row]:
 
 
 class PlanView(Canvas, can_focus=True):
-    """The plan of the open recipe."""
+    """Panel of the open recipe's plan."""
 
     BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
 
     plan: Plan | None = None
     problem = ""
-    """Reason why there is no plan, or why it could not start."""
+    """Error of the recipe or of its plan; empty: none."""
     waiting = False
-    """Whether it is being computed."""
+    """Whether the plan is being computed."""
     _top = 0
 
     def show(self, plan: Plan | None, problem: str) -> None:
-        """Show a plan, or why there is none."""
+        """Show a plan, or the problem if there is none."""
         self.plan, self.problem, self.waiting = plan, problem, False
         self._fit()
         self.redraw()
 
     def on_resize(self) -> None:
-        """Take no more lines than the plan has."""
+        """Set the greatest height again at the new width."""
         self._fit()
 
     def _fit(self) -> None:
-        """Leave the lines that a wide terminal does not need to the form."""
+        """Limit the height to the plan's lines if commands stand beside the table, so that the form gets the rest."""
         width = self.size.width
         is_short = self.plan is not None and not self.problem and width >= BESIDE_CELLS
         lines = len(draw_plan(self.plan, width)) + 1 if is_short and self.plan is not None else None
@@ -138,7 +138,7 @@ class PlanView(Canvas, can_focus=True):
         self.redraw()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return what is seen of the plan."""
+        """Return the title, the problem, and the visible lines of the plan."""
         plan = self.plan
         left: Row = [("plan", "title")]
         remarks: list[Row] = []

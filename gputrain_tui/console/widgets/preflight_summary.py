@@ -1,4 +1,4 @@
-"""Preflight of the open recipe: a summary line, and the worst results."""
+"""Panel of the open recipe's preflight: a summary line, and the worst results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gputrain_tui.tables import printable
 
 
 def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, height: int) -> list[Row]:
-    """Return a summary, then the worst results; or the ``problem`` of a recipe that could not be checked."""
+    """Return a summary and the worst results; or the ``problem`` of a recipe that could not be checked."""
     title = ("preflight", "title")
     if problem:
         rows = [title_row(width, [title, ("  ✗ the recipe is not right yet", "error")])]
@@ -31,21 +31,21 @@ def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, hei
 
 
 def _blocks(results: Sequence[CheckResult], width: int) -> list[list[Row]]:
-    """Return the lines of each error, then of each warning."""
-    told = [*(("✗", "error", result) for result in errors(results))]
-    told += [("!", "warning", result) for result in warnings(results)]
-    wide = max((len(result.check) for _, _, result in told), default=0) + 2
-    return [_wrapped(mark, _result_text(result, wide), role, width, wide) for mark, role, result in told]
+    """Return the rows of each error, then of each warning."""
+    found = [("✗", "error", result) for result in errors(results)]
+    found += [("!", "warning", result) for result in warnings(results)]
+    name_cells = max((len(result.check) for _, _, result in found), default=0) + 2
+    return [_wrapped(mark, _result_text(result, name_cells), role, width, name_cells) for mark, role, result in found]
 
 
-def _result_text(result: CheckResult, wide: int) -> str:
+def _result_text(result: CheckResult, name_cells: int) -> str:
     host = f"{result.host}: " if result.host else ""
     fix = f" → {result.fix}" if result.fix else ""
-    return f"{result.check:<{wide}}{host}{result.what}{fix}"
+    return f"{result.check:<{name_cells}}{host}{result.what}{fix}"
 
 
 def _wrapped(mark: str, text: str, role: str, width: int, indent: int = 0) -> list[Row]:
-    """Return a text in lines; those after its first begin under the cell ``indent``."""
+    """Return a text wrapped into rows; rows after the first are indented by ``indent`` cells."""
     name, text = printable(text)[:indent], printable(text)[indent:]
     first, *rest = wrap_text(text, width - 4 - indent)
     lines = [(f"  {mark} ", name + first), *(("    ", " " * indent + line) for line in rest)]
@@ -53,18 +53,18 @@ def _wrapped(mark: str, text: str, role: str, width: int, indent: int = 0) -> li
 
 
 class PreflightSummary(Canvas):
-    """The preflight of the open recipe."""
+    """Panel of the open recipe's preflight."""
 
     _results: Sequence[CheckResult] = ()
     _problem = ""
 
     def show(self, results: Sequence[CheckResult], problem: str) -> None:
-        """Show the results of all checks, or the problem of the recipe itself."""
+        """Show the results of all checks, or the error of the recipe itself."""
         self._results, self._problem = results, problem
         self.redraw()
 
     def lines(self, width: int) -> int:
-        """Return the lines that everything takes."""
+        """Return the number of lines in which all errors and warnings fit."""
         if self._problem:
             return 1 + len(_wrapped("✗", self._problem, "error", width))
         return 1 + sum(map(len, _blocks(self._results, width)))

@@ -1,4 +1,4 @@
-"""Line to type in, with a label that says what for."""
+"""Input line with a label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textual.widgets import Input, Static
 
 
 class PromptLine(Horizontal):
-    """Label and input; Enter and Tab commit on the screen."""
+    """Label and input; Tab calls ``action_commit`` of the screen, Enter posts ``Input.Submitted``."""
 
     DEFAULT_CSS = """
     PromptLine { height: 1; background: $surface; display: none; }
@@ -30,8 +30,8 @@ class PromptLine(Horizontal):
         yield Static(id="label", markup=False)
         yield Input(id="editor", compact=True)
 
-    def ask(self, label: str, text: str, hint: str) -> None:
-        """Open the line on a text."""
+    def open(self, label: str, text: str, hint: str) -> None:
+        """Open the line with a label, a text to edit, and a hint to show while it is empty."""
         self.add_class("-open")
         self.query_one("#label", Static).update(label)
         editor = self.query_one(Input)

@@ -1,4 +1,4 @@
-"""Columns of the rank table: values, widths, and the order in which narrow tables drop them."""
+"""Columns of the rank table: their values and widths, and the order in which narrow tables drop them."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from gputrain_tui.state import RankView
 
 Value = float | str | None
 Lateness = Mapping[int, float]
-"""Milliseconds by rank, as ``RunState.lateness`` has them."""
+"""Lateness in ms by rank, from ``RunState.lateness``."""
 
 MOST_GAP_CELLS = 3
-"""Cells between two columns of a wide table."""
+"""Most cells between two columns."""
 SHORTER = {"validating": "validate"}
-"""Words that are longer than their column."""
+"""Shorter words for states that are longer than their column."""
 PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
     "optimizer": "optimizer", "other": "no phase", "group": "waits",
 }  # fmt: skip
-"""By the phase in which a rank has been for long, its state in the column."""
+"""Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
 MOST_HOST_CELLS = 24
-"""Cells of the column of hosts, whose names are cropped."""
+"""Most cells of the host column; longer names are cropped."""
 
 
 @dataclass(frozen=True)
 class RankColumn:
-    """One column."""
+    """One column of the table."""
 
     key: str
-    """Its name in filters and for sorting."""
+    """Name in filters and for sorting."""
     title: str
-    """With the unit."""
-    wide: int
-    """Cells; of a host as many as the longest needs, up to a limit."""
+    """Title with the unit."""
+    width: int
+    """Cells; of the rank and host columns the least, since they grow with their longest value."""
     order: int
-    """The lower, the longer it stays when there is less room."""
+    """Order of importance: narrow tables drop the columns with the greatest numbers."""
     digits: int | None
     """Decimals; None: text, left-aligned."""
     value: Callable[[RankView, Lateness], Value]
-    """Value for sorting and filtering; None where nothing was measured."""
+    """Value for sorting and filtering; None if it was not measured."""
     descending: bool = True
-    """Whether sorting begins with the greatest."""
+    """Whether the first sort puts the greatest value on top."""
 
-    def text(self, view: RankView, late: Lateness, wide: int) -> str:
-        """Return the cell, exactly ``wide`` long."""
+    def text(self, view: RankView, late: Lateness, width: int) -> str:
+        """Return the text of a cell, exactly ``width`` cells long."""
         value = self.value(view, late)
         if isinstance(value, str):
             value = SHORTER.get(value, value)
-            return pad(without_controls(value), wide)
+            return pad(without_controls(value), width)
         if self.digits is None:
-            return EMPTY.ljust(wide)
-        if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= wide:
-            return text.rjust(wide)
-        return format_number(value, self.digits, wide)
+            return EMPTY.ljust(width)
+        if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= width:
+            return text.rjust(width)
+        return format_number(value, self.digits, width)
 
 
-def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
-    """Return the getter of a field of the newest step event."""
+def _step_field(name: str) -> Callable[[RankView, Lateness], Value]:
+    """Return a getter of a field of a rank's newest step event."""
 
     def value(view: RankView, late: Lateness) -> Value:
         found: float | None = getattr(view.last, name, None)
@@ -69,7 +69,7 @@ def _of_step(name: str) -> Callable[[RankView, Lateness], Value]:
 
 
 def _state(view: RankView, late: Lateness) -> Value:
-    """Return its state; in a step that takes unusually long, the phase."""
+    """Return a rank's state; in a step that takes unusually long, the phase."""
     return PHASES[view.phase] if view.phase is not None else view.display_state
 
 
@@ -79,7 +79,7 @@ def _memory(view: RankView, late: Lateness) -> Value:
 
 
 def _use(view: RankView, late: Lateness) -> Value:
-    """Return the utilization of the GPU; without one, of a core."""
+    """Return the GPU's utilization in %; without a GPU, the process's CPU use in % of a core."""
     if view.gpu is not None:
         gpu: float | None = view.gpu.utilization_percent
         return gpu
@@ -94,14 +94,14 @@ COLUMNS: tuple[RankColumn, ...] = (
     RankColumn("state", "state", 9, 6, None, _state, descending=False),
     RankColumn("step", "step", 7, 1, 0, lambda v, _: v.last.step if v.last else None),
     RankColumn("loss", "loss", 7, 2, 4, lambda v, _: v.loss),
-    RankColumn("norm", "g.norm", 6, 12, 3, _of_step("grad_norm")),
-    RankColumn("local", "g.own", 6, 16, 3, _of_step("local_grad_norm")),
+    RankColumn("norm", "g.norm", 6, 12, 3, _step_field("grad_norm")),
+    RankColumn("local", "g.own", 6, 16, 3, _step_field("local_grad_norm")),
     RankColumn("rate", "smp/s", 7, 7, 1, lambda v, _: v.recent.samples_per_s),
-    RankColumn("data", "data ms", 7, 10, 1, _of_step("data_ms")),
-    RankColumn("forward", "fwd ms", 6, 9, 1, _of_step("forward_ms")),
-    RankColumn("backward", "bwd ms", 6, 8, 1, _of_step("backward_ms")),
-    RankColumn("sync", "sync ms", 7, 3, 1, _of_step("sync_exposed_ms")),
-    RankColumn("optimizer", "opt ms", 6, 14, 1, _of_step("optimizer_ms")),
+    RankColumn("data", "data ms", 7, 10, 1, _step_field("data_ms")),
+    RankColumn("forward", "fwd ms", 6, 9, 1, _step_field("forward_ms")),
+    RankColumn("backward", "bwd ms", 6, 8, 1, _step_field("backward_ms")),
+    RankColumn("sync", "sync ms", 7, 3, 1, _step_field("sync_exposed_ms")),
+    RankColumn("optimizer", "opt ms", 6, 14, 1, _step_field("optimizer_ms")),
     RankColumn("late", "late ms", 7, 5, 1, lambda v, late: late.get(v.rank)),
     RankColumn("memory", "mem GiB", 7, 11, 1, _memory),
     RankColumn("use", "use %", 5, 15, 0, _use),
@@ -111,51 +111,51 @@ BY_KEY: dict[str, RankColumn] = {column.key: column for column in COLUMNS}
 
 @dataclass(frozen=True)
 class ColumnPlace:
-    """A column and its first cell."""
+    """Position of a column in a table."""
 
     column: RankColumn
     begin: int
     """First cell."""
-    wide: int
+    width: int
 
     @property
     def end(self) -> int:
-        """The cell after the last."""
-        return self.begin + self.wide
+        """Cell after the column's last one."""
+        return self.begin + self.width
 
 
-def _wide(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
-    """Return the cells of a column in a table of ``width``."""
+def _column_cells(column: RankColumn, width: int, ranks: int, longest_host: int) -> int:
+    """Return the cells of a column in a table ``width`` cells wide."""
     if column.key == "rank":
-        return max(column.wide, len(str(max(ranks - 1, 0))))
+        return max(column.width, len(str(max(ranks - 1, 0))))
     if column.key == "host":
-        return min(max(column.wide, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
-    return column.wide
+        return min(max(column.width, longest_host), MOST_HOST_CELLS if width >= 120 else 12)
+    return column.width
 
 
 def whole_width(ranks: int, hosts: Collection[str]) -> int:
-    """Return the cells of a table with all columns, a bar to scroll it included."""
+    """Return the cells of a table with all columns and a scroll bar."""
     longest_host = max(map(cell_count, hosts), default=0)
-    return 4 + sum(_wide(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
+    return 4 + sum(_column_cells(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
 
 
 def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
-    """Return the columns that fit, evenly spaced, after two cells for marks."""
+    """Return the most important columns, as many as fit, evenly spaced after two cells for marks."""
     longest_host = max(map(cell_count, hosts), default=0)
 
-    def wide(column: RankColumn) -> int:
-        return _wide(column, width, ranks, longest_host)
+    def column_width(column: RankColumn) -> int:
+        return _column_cells(column, width, ranks, longest_host)
 
     def order(column: RankColumn) -> int:
-        """Return the order in which columns are kept; a host that all ranks share goes early."""
+        """Return the order of importance; the host column comes last if all ranks are on one host."""
         return len(COLUMNS) if column.key == "host" and len(hosts) < 2 else column.order
 
     room = width - 2
     chosen: list[RankColumn] = []
     for column in sorted(COLUMNS, key=order):
-        if wide(column) + (1 if chosen else 0) > room:
+        if column_width(column) + (1 if chosen else 0) > room:
             break
-        room -= wide(column) + (1 if chosen else 0)
+        room -= column_width(column) + (1 if chosen else 0)
         chosen.append(column)
     shown = [column for column in COLUMNS if column in chosen]
     gaps = max(len(shown) - 1, 1)
@@ -163,13 +163,13 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     places: list[ColumnPlace] = []
     begin = 2
     for index, column in enumerate(shown):
-        places.append(ColumnPlace(column, begin, wide(column)))
-        begin += wide(column) + 1 + extra + (1 if index < odd else 0)
+        places.append(ColumnPlace(column, begin, column_width(column)))
+        begin += column_width(column) + 1 + extra + (1 if index < odd else 0)
     return places
 
 
 def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:
-    """Return the ranks sorted by a column; ties by rank, without a value last."""
+    """Return the ranks sorted by a column, equal values by rank; ranks without a value come last."""
     get = BY_KEY[key].value
     keyed = [(get(view, late), view.rank, view) for view in views]
     absent = sorted(
@@ -177,11 +177,11 @@ def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descendin
     )
     present = [item for item in keyed if item[0] is not None and item[0] == item[0]]
     present.sort(key=lambda item: item[1])
-    present.sort(key=_value, reverse=descending)
+    present.sort(key=_sort_value, reverse=descending)
     return [item[2] for item in present] + [view for _, view in absent]
 
 
-def _value(item: tuple[Value, int, RankView]) -> float | str:
+def _sort_value(item: tuple[Value, int, RankView]) -> float | str:
     value = item[0]
     assert value is not None
     return value

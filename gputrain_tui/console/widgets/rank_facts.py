@@ -1,4 +1,4 @@
-"""The values of one rank, in columns of name and value."""
+"""Panel of one rank's values, in columns of name and value."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ VALUE_CELLS = 10
 
 
 def facts(state: RunState, rank: int, now: float, *, standing_still: bool = False) -> list[Fact]:
-    """Return names and values of a rank, the most important first; without its rate where no step comes."""
+    """Return names and values of a rank, the most important first; ``standing_still``: without its throughput."""
     view = state.ranks.get(rank)
     if view is None:
         return [("state", "never heard of", "dim")]
     last, recent, gpu, process = view.last, view.recent, view.gpu, view.process
     late = state.lateness().get(rank)
-    heard = None if view.time is None else max(0.0, now - view.time)
+    age_s = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
         ("state", _state(view), _state_role(state, view)),
-        ("last heard of", f"{duration(heard)} ago" if heard is not None and state.ended is None else EMPTY, "bright"),
+        ("last heard of", f"{duration(age_s)} ago" if age_s is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(view.loss), "title"),
         ("samples/s", EMPTY if standing_still else format_value(recent.samples_per_s), "bright"),
@@ -47,17 +47,17 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     ]
     if gpu is not None:
         found += [
-            ("GPU use", _with(gpu.utilization_percent, "%"), "bright"),
-            ("temperature", _with(gpu.temperature_celsius, "°C"), "bright"),
-            ("power", _with(gpu.power_watts, "W"), "bright"),
-            ("clock", _with(gpu.sm_clock_mhz, "MHz"), "bright"),
+            ("GPU use", _with_unit(gpu.utilization_percent, "%"), "bright"),
+            ("temperature", _with_unit(gpu.temperature_celsius, "°C"), "bright"),
+            ("power", _with_unit(gpu.power_watts, "W"), "bright"),
+            ("clock", _with_unit(gpu.sm_clock_mhz, "MHz"), "bright"),
             ("throttled by", ", ".join(gpu.throttle_reasons) or "nothing",
              "warning" if gpu.throttle_reasons else "bright"),
         ]  # fmt: skip
     if process is not None:
         found += [
-            ("CPU use", _with(process.cpu_percent, "%"), "bright"),
-            ("waits for CPU", _with(process.wait_percent, "%"), "bright"),
+            ("CPU use", _with_unit(process.cpu_percent, "%"), "bright"),
+            ("waits for CPU", _with_unit(process.wait_percent, "%"), "bright"),
         ]
     return found
 
@@ -72,8 +72,8 @@ def _state_role(state: RunState, view: RankView) -> str:
     return "victim" if view.outcome is not None and state.root_cause is not None else "bright"
 
 
-def whereabouts(view: RankView) -> str:
-    """Return host, device and process of a rank."""
+def placement(view: RankView) -> str:
+    """Return host, device, local rank and process id of a rank as text."""
     parts = [
         printable(view.host or ""),
         printable(view.device or ""),
@@ -83,26 +83,26 @@ def whereabouts(view: RankView) -> str:
     return "  ".join(filter(None, parts))
 
 
-def _with(value: float | None, unit: str) -> str:
+def _with_unit(value: float | None, unit: str) -> str:
     return EMPTY if value is None else f"{value:.0f}{'' if unit == '%' else ' '}{unit}"
 
 
 def draw_facts(
     rank: int, found: list[Fact], width: int, height: int, *, where: str = "", message: str = ""
 ) -> list[Row]:
-    """Return the facts as ``height`` rows of ``width`` cells, column by column."""
+    """Return the values as ``height`` rows of ``width`` cells, filled column by column."""
     rights: list[Row] = [[(printable(message), "warning")]] if message else []
     rows: list[Row] = [title_row(width, [(f"rank {rank}", "title"), (f"  {where}", "dim")], rights)]
     columns = max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1)
     lines = max(min(height - 1, -(-len(found) // columns)), 1)
-    wide = width // columns
+    column_cells = width // columns
     for y in range(lines):
         row: Row = []
         for x in range(columns):
             index = x * lines + y
             if index < len(found):
                 name, value, role = found[index]
-                room = max(wide - NAME_CELLS - 2, 1)
+                room = max(column_cells - NAME_CELLS - 2, 1)
                 text = value if len(value) <= room else value[: room - 1] + "…"
                 row += [(f" {name.ljust(NAME_CELLS - 1)}", "dim"), (text.ljust(room), role), ("  ", "base")]
         rows.append(row)
@@ -110,20 +110,20 @@ def draw_facts(
 
 
 def facts_height(width: int, count: int) -> int:
-    """Return the lines of so many facts."""
+    """Return the lines of a panel with ``count`` values."""
     return 1 + -(-count // max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1))
 
 
 class RankFacts(ClockPanel):
-    """The facts of the selected rank."""
+    """Panel of the selected rank's values."""
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the facts."""
+        """Return the selected rank's values, with its failure or message in the title."""
         rank = self.selected_rank or 0
         view = self.live.state.ranks.get(rank)
         failure = view.failure.message if view is not None and view.failure is not None else None
         message = failure or (view.message or "" if view is not None else "")
-        where = whereabouts(view) if view is not None else ""
+        where = placement(view) if view is not None else ""
         still = self.live.standstill
         found = facts(self.live.state, rank, self.live.now(), standing_still=still is not None and still.is_long)
         return draw_facts(rank, found, width, height, where=where, message=message)

@@ -1,4 +1,4 @@
-"""The filter of the rank grid, by the columns of its table."""
+"""Filter of the rank table by its columns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _Row = tuple[RankView, Lateness]
 
 
 class RankFilter:
-    """Filter of ranks; without words all match."""
+    """Filter of ranks; an empty one keeps all."""
 
     def __init__(self, text: str = "") -> None:
-        """Read a filter line.
+        """Parse a filter line.
 
         Raises:
-            RequestError: a word is not understood; the message says what is allowed.
+            RequestError: a word cannot be parsed; the message names the allowed forms.
         """
         self._filter = RowFilter(text, _COLUMNS, _anywhere)
         self.text = self._filter.text
@@ -37,7 +37,7 @@ _COLUMNS = {column.key: _filter_column(column) for column in COLUMNS}
 
 
 def _anywhere(word: str, row: _Row) -> bool:
-    """Return whether rank, host, device or state match."""
+    """Return whether a word without a column matches: a number the rank, else part of host, device or state."""
     view, _ = row
     if word.isdecimal():
         return view.rank == int(word)

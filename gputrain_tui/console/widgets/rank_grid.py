@@ -1,4 +1,4 @@
-"""Rank table with cursor, sorting and filter; formats visible lines only, so that 1,024 ranks stay cheap."""
+"""Rank table with cursor, sorting and filter; only visible lines are formatted, so that 1,024 ranks stay cheap."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
 HIGHLIGHT_S = 0.6
-"""Seconds a changed line is bright."""
+"""Seconds for which a changed line is bright."""
 SORT_INTERVAL_S = 0.5
-"""Seconds between two sorts, so that eyes can follow."""
+"""Least seconds between two sorts, so that lines do not jump too fast to be followed."""
 
 
 class RankGrid(Panel, can_focus=True):
-    """The rank table: cursor by keys and mouse, sorting by any column, filter."""
+    """Rank table with cursor by keys and mouse, sorting by any column, and a filter."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
         "column", "value", "quiet", "absent", "error-text", "cursor", "cursor-unfocused"
@@ -63,7 +63,7 @@ class RankGrid(Panel, can_focus=True):
 
     @dataclass
     class Opened(Message):
-        """A rank was opened."""
+        """The rank screen was requested for a rank."""
 
         rank: int
 
@@ -81,24 +81,25 @@ class RankGrid(Panel, can_focus=True):
         self._warned: set[int] = set()
         self._hosts: set[str] = set()
         self._changed: dict[int, tuple[object, float]] = {}
-        """Per visible rank its newest event, and until when its line is bright."""
+        """Newest step event of each visible rank, and the time until which its line is bright."""
         self._fade_at: float | None = None
+        """Time at which the next bright line becomes dim."""
         self._standing_still = False
         self._scrolled = False
-        """Whether the person has scrolled: what is flagged then stays where it is."""
+        """Whether the user has scrolled: flagged ranks are not brought into view then."""
         self._cursor_height: int | None = None
-        """Height at which the cursor was in view; None where it was not."""
+        """Height of the panel when the cursor was in view; None if it was not at the last drawing."""
 
-    # What the screen does with it
+    # Called by the screen
 
     @property
     def sort_key(self) -> str:
-        """Key of the column by which ranks are sorted."""
+        """Key of the column that the ranks are sorted by."""
         return self._sort_key
 
     @property
     def descending(self) -> bool:
-        """Whether the greatest is on top."""
+        """Whether the greatest value is on top."""
         return self._descending
 
     @property
@@ -115,7 +116,7 @@ class RankGrid(Panel, can_focus=True):
 
     def sort_next(self) -> None:
         """Sort by the next visible column."""
-        keys = [place.column.key for place in self._places()] or list(BY_KEY)  # none is seen while it is hidden
+        keys = [place.column.key for place in self._places()] or list(BY_KEY)  # a hidden table has no visible column
         index = keys.index(self._sort_key) + 1 if self._sort_key in keys else 0
         self.sort_by(keys[index % len(keys)], descending=BY_KEY[keys[index % len(keys)]].descending)
 
@@ -127,7 +128,7 @@ class RankGrid(Panel, can_focus=True):
         """Show only the ranks that a filter line keeps.
 
         Raises:
-            RequestError: the line is not understood; the filter in force stays.
+            RequestError: the line cannot be parsed; the filter in force stays.
         """
         self._filter = RankFilter(text)
         self._rearrange()
@@ -139,8 +140,10 @@ class RankGrid(Panel, can_focus=True):
         if not self._arranged:
             return
         index = self._cursor_index()
-        here = self._top if index is None and lines > 0 else (index or 0) + (lines if index is not None else 0)
-        self._pick(here)
+        if index is None:
+            self._pick(self._top if lines > 0 else 0)
+        else:
+            self._pick(index + lines)
 
     def action_page(self, pages: int) -> None:
         """Move the cursor by the visible height."""
@@ -151,21 +154,21 @@ class RankGrid(Panel, can_focus=True):
         self._pick(0 if side < 0 else len(self._arranged) - 1)
 
     def action_open(self) -> None:
-        """Ask the screen to show the rank under the cursor, or the first that is seen."""
+        """Request the rank screen for the rank under the cursor, or for the first visible one."""
         if self.selected_rank is None and self._arranged:
             self._pick(self._top)
         if self.selected_rank is not None:
             self.post_message(self.Opened(self.selected_rank))
 
     def show_rank(self, rank: int | None) -> None:
-        """Put the cursor on a rank that was chosen elsewhere, and scroll to it."""
+        """Put the cursor on a rank that another panel selected, and scroll to it."""
         self.selected_rank = rank
         index = self._cursor_index()
         if index is not None:
             self._reveal(index)
 
     def bring_into_view(self, rank: int) -> None:
-        """Scroll to a rank that is flagged, unless the person looks at another place."""
+        """Scroll to a flagged rank, unless the user has selected a rank or scrolled."""
         index = self._index_of(rank)
         if index is not None and self.selected_rank is None and not self._scrolled:
             self._reveal(index)
@@ -203,7 +206,7 @@ class RankGrid(Panel, can_focus=True):
         self.redraw()
 
     def on_click(self, event: events.Click) -> None:
-        """Sort by a title, take a rank, or jump along the scroll mark."""
+        """Sort by a clicked title, select a clicked rank (a double click opens it), or jump along the scroll bar."""
         x, y = event.get_content_offset_capture(self)
         visible = visible_ranks(self.size.height)
         if y == HEAD_LINES - 1:
@@ -218,14 +221,14 @@ class RankGrid(Panel, can_focus=True):
             if event.chain == 2:
                 self.action_open()
 
-    # Painting
+    # Drawing
 
     def seen_version(self) -> object:
-        """Change with every event."""
+        """Return a value that changes with every event."""
         return self.live.version
 
     def tick(self) -> None:
-        """Redraw if the run changed, or bright lines must become dim."""
+        """Redraw if the run changed, began or ceased to stand still, or bright lines must become dim."""
         still = self.live.standstill
         if (still is not None and still.is_long) != self._standing_still and self.display and self.size:
             self.redraw()
@@ -245,7 +248,7 @@ class RankGrid(Panel, can_focus=True):
             self._arrange(now)
         index = self._cursor_index()
         if index is not None and self._cursor_height not in (None, height):
-            self._reveal(index)  # in a panel of another height it would be out of view
+            self._reveal(index)  # the height changed: keep the cursor in view
         self._scroll(self._top)
         in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
         self._cursor_height = height if in_view else None
@@ -273,7 +276,7 @@ class RankGrid(Panel, can_focus=True):
         )
 
     def _rearrange(self) -> None:
-        """Sort and filter at once, as after a key."""
+        """Sort and filter at once, and redraw."""
         self._arrange(self._now())
         index = self._cursor_index()
         if index is not None:
@@ -283,7 +286,7 @@ class RankGrid(Panel, can_focus=True):
         self.redraw()
 
     def _arrange(self, now: float) -> None:
-        """Filter and sort the ranks; a visible cursor stays visible."""
+        """Filter and sort the ranks; a cursor in view stays in view."""
         state = self.live.state
         self._arranged_at, self._arranged_version = now, self.live.version
         self._late = state.lateness()
@@ -299,7 +302,7 @@ class RankGrid(Panel, can_focus=True):
             self._reveal(after)
 
     def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
-        """Return the visible ranks with a recent event."""
+        """Return the visible ranks with bright lines: those that had a step event within ``HIGHLIGHT_S``."""
         changed: dict[int, tuple[object, float]] = {}
         for view in visible:
             known = self._changed.get(view.rank)

@@ -1,4 +1,4 @@
-"""Drawing of the rank table: columns, lines and title as rows."""
+"""Drawing of the rank table as rows: title, column titles and a line per rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gputrain_tui.console.widgets.canvas import on_ground
+from gputrain_tui.console.widgets.canvas import with_background
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,
-    centred_text as remark,
+    centred_text,
     fit_row,
     merge,
     scroll_thumb,
@@ -22,7 +22,7 @@ from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
 GOING = ("spawned", "joining", "ready", "training", "validating", "saving")
-"""States of a rank that goes on."""
+"""States of a rank that has not ended."""
 HEAD_LINES = 2
 """Lines above the first rank."""
 
@@ -32,16 +32,16 @@ class GridView:
     """Content of the table."""
 
     rows: Sequence[RankView]
-    """All that pass the filter, sorted."""
+    """All ranks that the filter keeps, sorted."""
     ranks: int
-    """All there are."""
+    """Number of all ranks."""
     late: Lateness = field(default_factory=dict)
     warned: Collection[int] = ()
-    """Ranks with a raised finding."""
+    """Ranks with a standing finding."""
     fresh: Collection[int] = ()
-    """Ranks whose line changed a moment ago."""
+    """Ranks whose lines are bright since they changed recently."""
     top: int = 0
-    """First visible row."""
+    """Index of the first visible row."""
     cursor: int | None = None
     """The rank under the cursor."""
     focused: bool = False
@@ -50,15 +50,15 @@ class GridView:
     filter_text: str = ""
     hosts: Collection[str] = ()
     failing: bool = False
-    """Whether a rank failed: ranks that were ended by it are dimmed."""
+    """Whether a rank failed: the ranks that ended because of it are dimmed."""
     standing_still: bool = False
-    """Whether no step has come for long, so that rates are past and no rank trains."""
+    """Whether no step has come for long: throughputs are left out, and ``training`` becomes ``no step``."""
     ended: str = ""
-    """Once the run is over, the state of ranks that recorded no end."""
+    """After the end of the run, text in the state column for ranks that recorded no end; empty: the run goes on."""
 
 
 def visible_ranks(height: int) -> int:
-    """Return the ranks that a grid of so many lines shows at once."""
+    """Return the number of ranks that a table of ``height`` lines shows at once."""
     return max(height - HEAD_LINES, 0)
 
 
@@ -70,13 +70,13 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     rows = [fit_row(_head(grid, width, visible), width), fit_row(_titles(grid, places), width)][:height]
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
-        why = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
-        return rows + remark(width, visible, [why])
+        text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
+        return rows + centred_text(width, visible, [text])
     thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):
         row = fit_row(_line(grid, view, places), width - 1 if scrolls else width)
         if view.rank == grid.cursor:
-            row = on_ground(row, "cursor" if grid.focused else "cursor-unfocused")
+            row = with_background(row, "cursor" if grid.focused else "cursor-unfocused")
         if scrolls:
             row.append(("┃", "dim") if y in thumb else ("│", "rule"))
         rows.append(row)
@@ -109,13 +109,13 @@ def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
         column = place.column
         chosen = column.key == grid.sort_key
         if column.digits is None:
-            text = f"{column.title}{mark if chosen else ''}"[: place.wide].ljust(place.wide)
+            text = f"{column.title}{mark if chosen else ''}"[: place.width].ljust(place.width)
             begin = place.begin
         else:
-            text = column.title.rjust(place.wide)
+            text = column.title.rjust(place.width)
             begin = place.begin
             if chosen:
-                text = f"{mark}{column.title}".rjust(max(place.wide, len(column.title) + 1))
+                text = f"{mark}{column.title}".rjust(max(place.width, len(column.title) + 1))
                 begin = place.end - len(text)
         row += [(" " * (begin - at), "base"), (text, "accent" if chosen else "column")]
         at = place.end
@@ -123,7 +123,7 @@ def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
 
 
 def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
-    """Return one rank's line, bright where it changed recently."""
+    """Return one rank's line, bright if it changed recently."""
     late = grid.late
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
@@ -139,17 +139,17 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
     at = 2
     for place in places:
         column = place.column
-        text = column.text(view, late, place.wide)
+        text = column.text(view, late, place.width)
         if place.begin > at:
             pieces.append((" " * (place.begin - at), pieces[-1][1]))
         at = place.end
         role = value_role
         if grid.standing_still and column.key == "rate":
-            text = EMPTY.rjust(place.wide)
+            text = EMPTY.rjust(place.width)
         if grid.standing_still and column.key == "state" and view.state == "training" and view.phase is None:
-            text = "no step".ljust(place.wide)
+            text = "no step".ljust(place.width)
         if grid.ended and column.key == "state" and view.display_state in GOING:
-            text = grid.ended.ljust(place.wide)
+            text = grid.ended.ljust(place.width)
         if text.strip() == EMPTY:
             role = "absent"
         elif column.key in ("host", "device", "state"):

@@ -1,4 +1,4 @@
-"""List of recipes by folder."""
+"""List of recipes, grouped by folder."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gputrain_tui.tables import printable
 
 @dataclass(frozen=True)
 class FolderHeading:
-    """A line over the recipes of one folder."""
+    """Heading over the recipes of one folder."""
 
     text: str
 
 
 class RecipeList(Listing):
-    """Recipes of the working folder and of the person's own folder."""
+    """List of the recipes of the working folder and of the user's configuration folder."""
 
     opened: Path | None = None
-    """The recipe in the form."""
+    """File of the recipe in the form."""
     edited: Collection[Path] = ()
-    """Recipes with changes that are not saved."""
+    """Files of the recipes with unsaved changes."""
     _lines: Sequence[FolderHeading | RecipeFile] = ()
 
     def show(self, files: Sequence[RecipeFile]) -> None:
-        """Show these recipes."""
+        """List recipe files, which come in order of their groups."""
         lines: list[FolderHeading | RecipeFile] = []
         for file in files:
             if not lines or getattr(lines[-1], "group", None) != file.group:
@@ -48,21 +48,16 @@ class RecipeList(Listing):
 
     @property
     def file(self) -> RecipeFile | None:
-        """The recipe with the cursor."""
+        """The recipe under the cursor."""
         line = self._lines[self.cursor] if self.cursor < len(self._lines) else None
         return line if isinstance(line, RecipeFile) else None
-
-    @property
-    def files(self) -> list[RecipeFile]:
-        """All recipes."""
-        return [line for line in self._lines if isinstance(line, RecipeFile)]
 
     def count(self) -> int:
         """Return the number of lines."""
         return len(self._lines)
 
     def selectable(self, index: int) -> bool:
-        """Whether it is a recipe."""
+        """Return whether a line is a recipe."""
         return isinstance(self._lines[index], RecipeFile)
 
     def head(self, width: int) -> list[Row]:
@@ -74,9 +69,9 @@ class RecipeList(Listing):
         line = self._lines[index]
         if isinstance(line, FolderHeading):
             return fit_row([("  ", "base"), (line.text, "accent")], width)
-        here = line.path == self.opened
-        mark = "•" if line.path in self.edited else "▸" if here else " "
-        return fit_row([(f"{mark} ", "accent"), (printable(line.name), "bright" if here else "dim")], width)
+        is_open = line.path == self.opened
+        mark = "•" if line.path in self.edited else "▸" if is_open else " "
+        return fit_row([(f"{mark} ", "accent"), (printable(line.name), "bright" if is_open else "dim")], width)
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of an empty list: the searched folders."""

@@ -1,4 +1,4 @@
-"""Ranks that have joined and that are missing, host by host, until the first step."""
+"""Panel of the rendezvous, shown until the first step: joined and missing ranks by host."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ SIGNS = {
     "failed": ("✗", "error", "failed"),
     "ended": ("╌", "victim", "ended with it"),
 }
-"""Sign, role and word of each state before the training."""
+"""Sign, role and word of each state of a rank before the first step."""
 
 
 LOADING = {"absent", "spawned"}
-"""States in which a rank loads torch."""
+"""States of a rank that still loads torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousProgress:
-    """Progress of the rendezvous: every rank's state before the first step."""
+    """State of every rank before the first step."""
 
     hosts: Sequence[tuple[str, Sequence[tuple[int, str]]]]
-    """Per host its ranks, each with a key of ``SIGNS``."""
-    here: int
+    """Hosts with their ranks, each with a key of ``SIGNS``."""
+    joined: int
+    """Number of ranks that have joined."""
     missing: Sequence[int]
+    """Ranks that have not joined."""
     waited_s: float | None = None
+    """Seconds since the start of the run."""
 
 
 def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
-    """Return the ranks' states before the first step."""
-    here = set(state.joined)
+    """Return the state of every rank before the first step."""
+    joined = set(state.joined)
     hosts: dict[str, list[tuple[int, str]]] = {}
     for rank, view in sorted(state.ranks.items()):
         if view.outcome is not None:
             sign = "ended"
-        elif rank in here:
+        elif rank in joined:
             sign = "here"
         elif view.state is None:
             sign = "absent"
@@ -55,50 +58,52 @@ def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
         hosts.setdefault(view.host or "this machine", []).append((rank, sign))
     return RendezvousProgress(
         hosts=list(hosts.items()),
-        here=len(here),
+        joined=len(joined),
         missing=state.missing,
         waited_s=max(0.0, now - state.started) if state.started is not None else None,
     )
 
 
-def draw_rendezvous(seen: RendezvousProgress, width: int, height: int) -> list[Row]:
-    """Return the view as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
-    total = sum(len(ranks) for _, ranks in seen.hosts)
-    left: Row = [("joining", "title"), (f" {seen.here:,}", "bright"), (f" of {total:,}", "dim")]
-    waited: Row = [("waiting ", "dim"), (duration(seen.waited_s), "bright")] if seen.waited_s is not None else []
-    rows: list[Row] = [title_row(width, left, [waited] if waited else []), []]
-    if seen.missing:
-        rows.append([("  waiting for ", "dim"), (ranks_text(seen.missing, limit=12), "title")])
+def draw_rendezvous(progress: RendezvousProgress, width: int, height: int) -> list[Row]:
+    """Return the panel as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
+    total = sum(len(ranks) for _, ranks in progress.hosts)
+    left: Row = [("joining", "title"), (f" {progress.joined:,}", "bright"), (f" of {total:,}", "dim")]
+    remarks: list[Row] = []
+    if progress.waited_s is not None:
+        remarks.append([("waiting ", "dim"), (duration(progress.waited_s), "bright")])
+    rows: list[Row] = [title_row(width, left, remarks), []]
+    if progress.missing:
+        rows.append([("  waiting for ", "dim"), (ranks_text(progress.missing, limit=12), "title")])
     elif total:
         rows.append([("  all ranks are here; the first step comes next", "bright")])
-    if total and {sign for _, ranks in seen.hosts for _, sign in ranks} <= LOADING:
+    if total and {sign for _, ranks in progress.hosts for _, sign in ranks} <= LOADING:
         rows.append([("  a rank loads torch before it joins: seconds, on a busy machine more", "dim")])
     rows.append([])
     legend: Row = []
-    present = {sign for _, ranks in seen.hosts for _, sign in ranks}
+    present = {sign for _, ranks in progress.hosts for _, sign in ranks}
     for key, (sign, role, word) in SIGNS.items():
         if key in present:
             legend += [(f"  {sign}", role), (f" {word}", "dim")]
-    name_wide = min(max((cell_count(host) for host, _ in seen.hosts), default=0), 24)
-    hosts = sorted(seen.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
+    name_cells = min(max((cell_count(host) for host, _ in progress.hosts), default=0), 24)
+    hosts = sorted(progress.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
     room = height - len(rows) - 2
     for index, (host, ranks) in enumerate(hosts):
         if index >= room - 1 and len(hosts) > room:
             rows.append([(f"  … and {len(hosts) - index:,} more hosts", "dim")])
             break
-        rows.append(_host(host, ranks, name_wide, width))
+        rows.append(_host(host, ranks, name_cells, width))
     rows += [[], legend]
     return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
-def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: int) -> Row:
+def _host(host: str, ranks: Sequence[tuple[int, str]], name_cells: int, width: int) -> Row:
     count = sum(sign == "here" for _, sign in ranks)
     span = f"{ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"{ranks[0][0]}"
     name = printable(host)
     word = "ranks" if len(ranks) > 1 else "rank"
     row: Row = [
         ("  ", "base"),
-        (pad(name, name_wide), "bright" if count < len(ranks) else "dim"),
+        (pad(name, name_cells), "bright" if count < len(ranks) else "dim"),
         (f"  {word} {span}".ljust(18), "dim"),
         (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
     ]
@@ -108,9 +113,9 @@ def _host(host: str, ranks: Sequence[tuple[int, str]], name_wide: int, width: in
 
 
 class RendezvousView(ClockPanel):
-    """Ranks that have joined and that are missing."""
+    """Panel of joined and missing ranks."""
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the view."""
+        """Return the panel."""
         live = self.live
         return draw_rendezvous(rendezvous_progress(live.state, live.now()), width, height)

@@ -1,4 +1,4 @@
-"""The card of a failed run: rank, host, failure, log tail, and what the other ranks were doing."""
+"""Card of a failed run: rank, host, failure, log tail, and the states of the other ranks at that time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.record import Failure
 
 MOST_GROUPS = 3
-"""Most groups of other ranks, by what they were doing."""
+"""Most lines for the other ranks, one per state."""
 STATE_TEXTS = {
     "spawned": "were starting",
     "joining": "waited for the others to join",
@@ -34,18 +34,18 @@ STATE_TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RootCause:
-    """Content of the card: the first failure, its log tail and the other ranks."""
+    """Content of the card: first failure, log tail and other ranks."""
 
     failure: Failure
     log: Sequence[str] = ()
     """Last lines of the failed rank's log."""
     log_path: str = ""
     other_ranks: Sequence[str] = ()
-    """What the other ranks were doing, a line per kind."""
+    """States of the other ranks when it failed, as text, a line per state."""
 
 
 def other_ranks(state: RunState, root_cause: int | None) -> list[str]:
-    """Return what the other ranks were doing when one failed, most of them first."""
+    """Return the states of the other ranks when one failed, a line per state, the most frequent first."""
     groups: dict[str, list[int]] = {}
     for rank, view in sorted(state.ranks.items()):
         if rank == root_cause:
@@ -64,18 +64,18 @@ def other_ranks(state: RunState, root_cause: int | None) -> list[str]:
             doing += f", step {view.last.step:,} done"
         groups.setdefault(doing, []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    lines = [f"{ranks_text(ranks, limit=4)} {_of_one(doing, ranks)}" for doing, ranks in ordered[:MOST_GROUPS]]
+    lines = [f"{ranks_text(ranks, limit=4)} {_inflected(doing, ranks)}" for doing, ranks in ordered[:MOST_GROUPS]]
     if rest := sum(len(ranks) for _, ranks in ordered[MOST_GROUPS:]):
         lines.append(f"and {rest:,} more ranks")
     return lines
 
 
-def _of_one(doing: str, ranks: Sequence[int]) -> str:
+def _inflected(doing: str, ranks: Sequence[int]) -> str:
     return doing.replace("were ", "was ") if len(ranks) == 1 else doing
 
 
 def failure_text(root_cause: RootCause) -> str:
-    """Return the card as text to paste, with the traceback or the end of the log whole."""
+    """Return the card as text to paste, with the whole traceback or else the whole log tail."""
     failure = root_cause.failure
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {printable(failure.host)}" if failure.host else ""
@@ -88,7 +88,7 @@ def failure_text(root_cause: RootCause) -> str:
 
 
 def root_cause_height(root_cause: RootCause, width: int, most: int) -> int:
-    """Return the lines that the card needs, at most ``most``."""
+    """Return the number of lines that the card needs, at most ``most``."""
     return min(len(_rows(root_cause, width, most)), most)
 
 
@@ -99,7 +99,7 @@ def draw_root_cause(root_cause: RootCause, width: int, height: int) -> list[Row]
 
 
 def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
-    """Return the card's lines; where they do not fit, log, other ranks and message shrink in this order."""
+    """Return at most ``most`` rows of the card: log tail, other ranks and message are shortened, in this order."""
     failure = root_cause.failure
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {printable(failure.host)}" if failure.host else ""
@@ -127,19 +127,20 @@ def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
 
 
 class RootCauseCard(Panel):
-    """The card of a failed run; empty for any other."""
+    """Card of a failed run; empty for other runs."""
 
     DEFAULT_CSS = """
     RootCauseCard { background: $error 8%; }
     RootCauseCard:ansi { background: ansi_default; }
     """
 
-    _log_of: tuple[int | None, str | None, int] | None = None
+    _log_key: tuple[int | None, str | None, int] | None = None
+    """Rank, host and size in bytes of the log that was read."""
     _log: Sequence[str] = ()
     _log_path = ""
 
     def root_cause(self) -> RootCause | None:
-        """Return the content; None while nothing has failed."""
+        """Return the content of the card; None if nothing has failed, or the run has finished or was stopped."""
         failure = self.live.state.root_cause
         status = self.live.status
         if failure is None and status == "failed" and self.live.message:
@@ -155,7 +156,7 @@ class RootCauseCard(Panel):
         )
 
     def seen_version(self) -> object:
-        """Change with failures, and with the status of the run."""
+        """Return a value that changes with every event and with the status of the run."""
         return self.live.version, self.live.status
 
     def draw(self, width: int, height: int) -> list[Row]:
@@ -164,7 +165,7 @@ class RootCauseCard(Panel):
         return [] if root_cause is None else draw_root_cause(root_cause, width, height)
 
     def _read_log(self, failure: Failure) -> None:
-        """Read the end of the failed rank's log, again when it grew."""
+        """Read the tail of the failed rank's log, or of its node agent's, if it has grown."""
         run_dir = self.live.run.dir
         if failure.rank is not None:
             path = run_dir.rank_log(failure.rank)
@@ -176,7 +177,7 @@ class RootCauseCard(Panel):
             size = path.stat().st_size
         except OSError:
             size = -1
-        of = (failure.rank, failure.host, size)
-        if of != self._log_of:
-            self._log_of, self._log_path = of, f"logs/{path.name}"
+        key = (failure.rank, failure.host, size)
+        if key != self._log_key:
+            self._log_key, self._log_path = key, f"logs/{path.name}"
             self._log = last_lines(path, LOG_LINES)

@@ -1,4 +1,4 @@
-"""The condition of a run in a few words, for the header."""
+"""Condition of a run in a few words, for the header."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.record import Failure, Finding
 
 MARKS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("·", "dim")}
-"""Mark and role per severity."""
+"""Mark and role of each severity."""
 URGENCY = {severity: place for place, severity in enumerate(MARKS)}
 CAUSES = {
     "data": "data loading",
@@ -23,7 +23,7 @@ CAUSES = {
     "gpu_thermal": "GPU heat",
     "unattributed": "",
 }
-"""Causes that are not called what they are."""
+"""Texts of causes, where the identifier does not read well."""
 WORDS = {
     "input_bound": "waits for data",
     "communication_bound": "waits for the network",
@@ -36,15 +36,15 @@ WORDS = {
     "stalled": "stalled",
     "desync": "parameters differ",
 }
-"""What is found, where the name of its kind is clumsy."""
+"""Texts of kinds of findings, where the identifier does not read well."""
 HOST_KINDS = ("cpu_contention", "host_silent")
-"""What is found of a host: its first rank stands for it."""
+"""Kinds of findings about a host; their rank is the host's first one."""
 LEAST_STEPS = 20
 """Fewest steps before a run without findings counts as healthy."""
 
 
 def run_condition(state: RunState, status: str = "running", standstill: Standstill | None = None) -> list[Row]:
-    """Return the worst finding that stands, of a failed run the failure, and the number of others, ever shorter."""
+    """Return the worst standing finding and the number of others, or a failed run's failure; the longest form first."""
     if status not in ("running", *ENDED):
         return []
     if status == "failed":
@@ -64,18 +64,18 @@ def run_condition(state: RunState, status: str = "running", standstill: Standsti
 
 
 def finding_summary(finding: Finding) -> str:
-    """Return a finding in a few words: rank, problem, and after a colon its cause."""
-    who = _who(finding)
+    """Return a finding in a few words: rank or host, problem, and after a colon the cause."""
+    subject = _subject(finding)
     cause = CAUSES.get(finding.cause or "", (finding.cause or "").replace("_", " "))
     if finding.kind != "straggler":
-        what = who + WORDS.get(finding.kind, finding.kind.replace("_", " "))
-        return f"{what}: {cause}" if finding.kind == "stalled" and cause else what
+        text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
+        return f"{text}: {cause}" if finding.kind == "stalled" and cause else text
     late_ms = finding.evidence.get("late_ms")
-    return f"{who}late" + (f" {late_ms:.0f} ms" if late_ms is not None else "") + (f": {cause}" if cause else "")
+    return f"{subject}late" + (f" {late_ms:.0f} ms" if late_ms is not None else "") + (f": {cause}" if cause else "")
 
 
-def _who(finding: Finding) -> str:
-    """Return what a finding is about, and a blank: a rank, several of a node, or a host; empty for the run."""
+def _subject(finding: Finding) -> str:
+    """Return the subject of a finding and a blank: a rank, ranks of a node, or a host; empty for the run."""
     if finding.rank is None:
         return ""
     if finding.kind in HOST_KINDS and finding.host:
@@ -92,5 +92,5 @@ def failure_summary(failure: Failure) -> str:
 
 
 def by_urgency(finding: Finding) -> tuple[int, float]:
-    """Return a sort key of findings, the most severe and latest first."""
+    """Return a sort key of findings: the most severe first, then the greatest lateness."""
     return URGENCY.get(finding.severity, 1), -finding.evidence.get("late_ms", 0.0)

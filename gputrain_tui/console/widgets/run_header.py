@@ -1,4 +1,4 @@
-"""Header of a run: status, progress and use of its devices."""
+"""Header of a run: status, condition, progress, loss, throughput, shares of computing and waiting."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MARKS: dict[str, tuple[str, str]] = {
     "failed": ("✗", "error"),
     "lost": ("?", "warning"),
 }
-"""Mark and role per status."""
+"""Mark and role of each status."""
 BAR_CELLS = (8, 48)
 """Least and greatest width of the progress bar."""
 
 MEAN_FROM_CELLS = 140
-"""Fewest cells for the words that the loss is a mean."""
+"""Fewest cells of a header with the words ``mean of N ranks`` after the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class RunHeading:
 
     status: str
     name: str
-    """The recipe's."""
+    """Name of the recipe."""
     id: str
     world_size: int
     hosts: int
@@ -52,19 +52,19 @@ class RunHeading:
     """Steps after which the training ends."""
     max_epochs: int = 0
     valid_loss: float | None = None
-    """Of the newest validation, nats."""
+    """Loss of the newest validation, nats."""
     tested: Validation | None = None
-    """The newest test, or what an evaluation found."""
+    """Newest result on the test split, or of an evaluation-only run."""
     elapsed_s: float | None = None
     eta_s: float | None = None
     standstill: Standstill | None = None
-    """How long no step has come; None while they come."""
+    """Standstill of the run; None while steps come."""
     reading: float | None = None
-    """Share of the record that was read, while it is being read."""
+    """Share of the record read so far, 0 to 1; None once all of it was read."""
     condition: Sequence[Row] = ()
-    """Condition of the run, in ever shorter forms."""
+    """Condition of the run, the longest form first."""
     note: str = ""
-    """Such as a message of the supervisor."""
+    """Note on a run that did not finish, such as how it can be resumed."""
 
 
 def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
@@ -92,7 +92,7 @@ def _names(head: RunHeading, width: int) -> Row:
     is_wrong = any(role != "dim" for form in head.condition for _, role in form)
     if (
         (rest or is_wrong) and head.condition and row_cells(head.condition[0]) + 3 > room
-    ):  # what is wrong is worth more than the clock
+    ):  # a finding is more important than the elapsed time
         room += row_cells(right) - row_cells(rest) - 1
         right = [*rest, (" ", "base")]
     how = next((form for form in head.condition if row_cells(form) + 3 <= room), [])
@@ -106,7 +106,7 @@ def _names(head: RunHeading, width: int) -> Row:
         [(head.note, "warning" if head.status == "lost" else "dim")],
     ]
     shown = set()
-    for index in (1, 3, 0, 2):  # what matters most has the room first
+    for index in (1, 3, 0, 2):  # the most important pieces get the room first
         if (taken := row_cells(more[index]) + 3) <= min(room, width) and taken > 3:
             shown.add(index)
             room -= taken
@@ -117,7 +117,7 @@ def _names(head: RunHeading, width: int) -> Row:
 
 
 def _figures(head: RunHeading, width: int) -> Row:
-    """Return progress bar and figures, the least important dropped first."""
+    """Return the progress bar and the figures; if they do not fit, the least important ones are dropped."""
     s = head.summary
     if not s.step and head.tested is not None:
         shown = evaluation(of_weights(head.tested.weights_step or 0), head.tested.loss, head.tested.metrics)
@@ -136,7 +136,7 @@ def _figures(head: RunHeading, width: int) -> Row:
     still = head.standstill
     if still is not None:
         fields.append((1, [(still.text, "bright" if still.activity else "warning")]))
-    if head.status != "lost" and not (still is not None and still.is_long):  # they are of steps long past
+    if head.status != "lost" and not (still is not None and still.is_long):  # else the rates are out of date
         fields += [
             (3, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
             *([(9, [(_rate(s.tokens_per_s).rjust(7), "bright"), (" tokens/s", "dim")])] if s.tokens_per_s else []),
@@ -154,26 +154,31 @@ def _figures(head: RunHeading, width: int) -> Row:
         fields = [field for field in fields if field[0] != 4]
     progress = min(s.step / head.total, 1.0) if head.total else None
     chosen = list(fields)
-    while len(chosen) > 1 and _taken(chosen, progress) > width - 1:
+    while len(chosen) > 1 and _needed_cells(chosen, progress) > width - 1:
         least = max(order for order, _ in chosen)
         chosen = [field for field in chosen if field[0] != least]
     row: Row = [(" ", "base")]
     if progress is not None:
-        room = width - _taken(chosen, None) - 9
-        wide = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
-        done = round(progress * wide)
-        row += [("━" * done, "accent"), ("─" * (wide - done), "rule"), (f" {progress:4.0%}", "bright"), ("   ", "base")]
+        room = width - _needed_cells(chosen, None) - 9
+        bar_cells = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
+        done = round(progress * bar_cells)
+        row += [
+            ("━" * done, "accent"),
+            ("─" * (bar_cells - done), "rule"),
+            (f" {progress:4.0%}", "bright"),
+            ("   ", "base"),
+        ]
     for index, (_, pieces) in enumerate(chosen):
         row += [*([("   ", "base")] if index else []), *pieces]
     return row
 
 
 def _mean_of(head: RunHeading, width: int) -> str:
-    """Return what the loss is a mean over, where there is room."""
+    """Return the words ``mean of N ranks`` for the loss; empty for one rank or in a narrow header."""
     return f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= MEAN_FROM_CELLS else ""
 
 
-def _taken(fields: list[tuple[int, Row]], progress: float | None) -> int:
+def _needed_cells(fields: list[tuple[int, Row]], progress: float | None) -> int:
     return 1 + sum(row_cells(row) + 3 for _, row in fields) - 3 + (BAR_CELLS[0] + 8 if progress is not None else 0)
 
 
@@ -186,7 +191,7 @@ def _percent(share: float | None) -> str:
 
 
 class RunHeader(ClockPanel):
-    """Two lines on top of a run's screens."""
+    """Header of two lines on the screens of a run."""
 
     DEFAULT_CSS = """
     RunHeader { dock: top; height: 2; background: $panel; }
@@ -198,7 +203,7 @@ class RunHeader(ClockPanel):
 
 
 def heading(live: LiveRun) -> RunHeading:
-    """Return the content for a run."""
+    """Return the content of a run's header."""
     state = live.state
     status = live.status
     still = live.standstill
@@ -224,7 +229,7 @@ def heading(live: LiveRun) -> RunHeading:
 
 
 def _note(live: LiveRun) -> str:
-    """Return the note on a run that did not finish."""
+    """Return the note on a run that did not finish; empty for others."""
     if live.run.status.archived is not None:
         return "archived while it ran" if live.status == "lost" else "an archive"
     if live.status == "lost":

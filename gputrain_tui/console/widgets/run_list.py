@@ -1,4 +1,4 @@
-"""List of all runs, newest first, with marks for a comparison."""
+"""List of all runs, sorted and filtered, with marks for a comparison."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
 LEAST_NAME_CELLS = 30
-"""Fewest cells of a run's id beside columns that a narrow list can do without."""
+"""Fewest cells of a run's id beside the columns of ``ADDED``."""
 SHORT_NAME_CELLS = 21
-"""Fewest cells of a run's id beside any column: its date and the beginning of its name."""
+"""Fewest cells of a run's id beside the columns of ``FIRST``: the date and the beginning of the name."""
 SORT_KEYS = ("started", "state", "step", "loss", "valid", "lr", "tokens", "took", "recipe", "tags")
-"""Columns by which the key for sorting goes."""
+"""Columns that the sort key goes through."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunColumn:
     """One column of the list."""
 
     title: str
-    wide: int
+    width: int
     right: bool = True
 
 
@@ -39,37 +39,37 @@ VALID, LR, TOKENS = RunColumn("valid", 7), RunColumn("lr", 8), RunColumn("tokens
 STARTED, RECIPE = RunColumn("started", 16, right=False), RunColumn("recipe", 20, right=False)
 TAGS = RunColumn("tags", 16, right=False)
 ORDER = (RECIPE, RANKS, STEP, LOSS, VALID, LR, TOKENS, TOOK, STARTED, TAGS)
-"""The columns from left to right."""
+"""Columns from left to right."""
 FIRST = (LOSS, STEP, TOOK, RANKS)
-"""Columns that are shown first."""
+"""Columns of every list in which they fit, the most important first."""
 ADDED = (VALID, STARTED, TAGS, LR, TOKENS, RECIPE)
-"""Columns that are added to the first ones as long as there is room."""
+"""Columns added to the first ones while they fit, the most important first."""
 WITH_VALUES = {VALID: "valid", LR: "lr", TOKENS: "tokens", TAGS: "tags"}
-"""Columns that are left out where no run has a value, and its name in the summary."""
+"""Columns that are left out if no run has a value, with the value's key in the summary."""
 
 
 def columns_for(width: int, entries: Sequence[Mapping[str, Any]]) -> list[RunColumn]:
-    """Return the columns at the right of the run's id."""
+    """Return the columns to the right of the run's id."""
     columns: set[RunColumn] = set()
     room = width - 18 - SHORT_NAME_CELLS
     for column in FIRST:
-        if column.wide + 2 <= room:
+        if column.width + 2 <= room:
             columns.add(column)
-            room -= column.wide + 2
+            room -= column.width + 2
     room -= LEAST_NAME_CELLS - SHORT_NAME_CELLS
     for column in ADDED:
         name = WITH_VALUES.get(column)
         if name is not None and not any(entry[name] for entry in entries):
             continue
-        if column.wide + 2 > room:
+        if column.width + 2 > room:
             break
         columns.add(column)
-        room -= column.wide + 2
+        room -= column.width + 2
     return [column for column in ORDER if column in columns]
 
 
 def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
-    """Return the texts of a run's line."""
+    """Return the text of a run's cell in each column."""
     if entry["state"] == UNREADABLE:
         return dict.fromkeys(ORDER, EMPTY)
     step, loss, valid, lr, tokens = (entry[name] for name in ("step", "loss", "valid", "lr", "tokens"))
@@ -90,13 +90,13 @@ def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
 def draw_run(
     entry: Mapping[str, Any], width: int, columns: Sequence[RunColumn], *, number: int | None, opened: bool
 ) -> Row:
-    """Return a run's line; ``number``: its place among the marked runs, from 0."""
+    """Return a run's line; ``number``: its index among the marked runs, None if it is not marked."""
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
     mark, role = MARKS.get(entry["state"], ("?", "warning"))
     cells = cells_of(entry)
-    room = width - 18 - sum(column.wide + 2 for column in columns)
+    room = width - 18 - sum(column.width + 2 for column in columns)
     row: Row = [
         (" ", "base") if number is None else (str(number + 1), f"curve-{number}"),
         ("▸" if opened else " ", "accent"),
@@ -105,39 +105,39 @@ def draw_run(
         (pad(printable(entry["id"]), room), "bright"),
     ]
     for column in columns:
-        text = crop(cells[column], column.wide)
+        text = crop(cells[column], column.width)
         shown = "dim" if column in (STARTED, RECIPE, RANKS, LR, TOKENS) or text == EMPTY else "bright"
-        row += [("  ", "base"), (text.rjust(column.wide) if column.right else text.ljust(column.wide), shown)]
+        row += [("  ", "base"), (text.rjust(column.width) if column.right else text.ljust(column.width), shown)]
     return fit_row(row, width)
 
 
 class RunList(Listing):
-    """The runs."""
+    """List of the runs."""
 
     entries: Sequence[Mapping[str, Any]] | None = None
-    """None until they were listed."""
+    """Runs that the filter keeps, in the chosen order; None before the first listing."""
     marked: tuple[str, ...] = ()
-    """Ids in the order in which they were marked."""
+    """Ids of the marked runs, in the order of marking."""
     opened: str | None = None
-    """Id of the run that the console watches."""
+    """Id of the run that the console follows."""
 
     listed: Sequence[Mapping[str, Any]] = ()
-    """All runs, newest first, of which ``entries`` are those that the filter keeps, in the chosen order."""
+    """All runs, newest first."""
     sort_key: str = NEWEST_FIRST
-    """Column by which they are sorted."""
+    """Column that the runs are sorted by."""
     reverse = False
-    """Whether the order is turned around."""
-    wanted: RowFilter[Mapping[str, Any]] = run_filter("")
+    """Whether the order is reversed."""
+    filter: RowFilter[Mapping[str, Any]] = run_filter("")
 
     def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Show runs; the cursor stays on its run."""
+        """List runs; the cursor stays on its run."""
         self.listed = entries
-        self.list_again()
+        self.update_entries()
 
-    def list_again(self) -> None:
-        """Filter and sort the runs again."""
+    def update_entries(self) -> None:
+        """Filter and sort the runs, and redraw."""
         before = self.entry
-        kept = [entry for entry in self.listed if self.wanted.keeps(entry)]
+        kept = [entry for entry in self.listed if self.filter.keeps(entry)]
         if self.sort_key != NEWEST_FIRST or self.reverse:
             kept = sorted_runs(kept, self.sort_key, reverse=self.reverse)
         self.entries = kept
@@ -150,13 +150,13 @@ class RunList(Listing):
 
     @property
     def entry(self) -> Mapping[str, Any] | None:
-        """The run with the cursor."""
+        """The run under the cursor."""
         if not self.entries:
             return None
         return self.entries[min(self.cursor, len(self.entries) - 1)]
 
     def mark(self) -> bool:
-        """Mark the run with the cursor, or not; return False when no more can be marked."""
+        """Mark or unmark the run under the cursor; return False if ``MAX_RUNS`` are marked already."""
         entry = self.entry
         if entry is None:
             return True
@@ -191,15 +191,15 @@ class RunList(Listing):
             remarks.append([("space marks runs to compare", "dim")])
         if self.sort_key != NEWEST_FIRST or self.reverse:
             remarks.insert(0, [(f"by {self.sort_key}{', reversed' if self.reverse else ''}", "dim")])
-        if self.wanted.text:
-            remarks.insert(0, [(f"{len(entries):,} of {len(self.listed):,}  ", "dim"), (self.wanted.text, "accent")])
+        if self.filter.text:
+            remarks.insert(0, [(f"{len(entries):,} of {len(self.listed):,}  ", "dim"), (self.filter.text, "accent")])
         title = title_row(width, left, remarks)
         if not entries:
             return [title]
         columns = columns_for(width, entries)
-        room = width - 18 - sum(column.wide + 2 for column in columns)
+        room = width - 18 - sum(column.width + 2 for column in columns)
         names = f"     {'state':<11}{'run'.ljust(room)}" + "".join(
-            "  " + (column.title.rjust(column.wide) if column.right else column.title.ljust(column.wide))
+            "  " + (column.title.rjust(column.width) if column.right else column.title.ljust(column.width))
             for column in columns
         )
         return [title, fit_row([(names, "dim")], width)]
@@ -222,7 +222,7 @@ class RunList(Listing):
                 width,
                 height,
                 [
-                    f"None of {len(self.listed):,} runs matches {self.wanted.text}",
+                    f"None of {len(self.listed):,} runs matches {self.filter.text}",
                     "",
                     "/ changes the filter, esc removes it.",
                 ],
@@ -232,12 +232,12 @@ class RunList(Listing):
 
 
 class RunCard(Canvas):
-    """Details of the run with the cursor."""
+    """Panel with details of the run under the cursor."""
 
     entry: Mapping[str, Any] | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the run in a few lines."""
+        """Return the details, as many lines as fit."""
         entry = self.entry
         if entry is None:
             return []

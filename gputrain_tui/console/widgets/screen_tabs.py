@@ -1,4 +1,4 @@
-"""First line of the screens without a run: the four screens as tabs."""
+"""Top line of the screens without a run: the four screens as tabs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gputrain_tui.console.widgets.drawing import Row, fit_row
 
 
 class ScreenTabs(Canvas):
-    """The four screens with their keys, which can be clicked."""
+    """Tabs of the four screens with their keys; a click goes to the screen."""
 
     DEFAULT_CSS = """
     ScreenTabs { height: 1; dock: top; background: $panel; }
@@ -21,29 +21,28 @@ class ScreenTabs(Canvas):
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = place
-        self._spots: list[tuple[int, int, str]] = []
+        self._click_targets: list[tuple[int, int, str]] = []
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the line."""
+        """Return the line of tabs."""
         row: Row = [(" gputrain  ", "title")]
-        self._spots = []
+        self._click_targets = []
         at = 11
         for action in ACTIONS:
             if not action.name.startswith("go("):
                 continue
             name = action.name.removeprefix("go('").removesuffix("')")
-            here = name == self.place
-            self._spots.append((at, at + len(action.label) + 3, action.name))
+            self._click_targets.append((at, at + len(action.label) + 3, action.name))
             row += [
                 (f" {action.key_text} ", "key"),
-                (f"{action.label} ", "title" if here else "dim"),
+                (f"{action.label} ", "title" if name == self.place else "dim"),
             ]
             at += len(action.label) + 4
         return [fit_row(row, width)]
 
     async def on_click(self, event: Click) -> None:
         """Go to the clicked screen."""
-        for begin, end, name in self._spots:
+        for begin, end, name in self._click_targets:
             if begin <= event.x < end:
                 event.stop()
                 await self.screen.run_action(f"app.{name}")

@@ -1,4 +1,4 @@
-"""A Python stack as ``faulthandler`` prints it, for people: the training's thread first, functions before files."""
+"""Python stacks printed by ``faulthandler``, rearranged: main thread first, functions before files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+|\?+) in (?P<name
 
 
 class ThreadStack(NamedTuple):
-    """One thread, the innermost call first."""
+    """Stack of one thread, the innermost call first."""
 
     heading: str
     frames: tuple[str, ...]
 
 
 def thread_stacks(lines: Sequence[str]) -> list[ThreadStack]:
-    """Return the threads of a stack, the main thread first; other lines of a log end it."""
+    """Return the threads of a stack, the main thread first; the first line that is not part of it ends it."""
     found: list[tuple[str, list[str]]] = []
     for line in lines:
         if HEADING in line:
@@ -30,16 +30,16 @@ def thread_stacks(lines: Sequence[str]) -> list[ThreadStack]:
         elif found and line.strip():
             break
     stacks = [ThreadStack(heading, tuple(frames)) for heading, frames in found]
-    return stacks[-1:] + stacks[:-1]  # the newest thread is printed first, and the one that trains is the oldest
+    return stacks[-1:] + stacks[:-1]  # faulthandler prints the newest thread first; the main thread is the oldest
 
 
 def heading_text(number: int, count: int) -> str:
-    """Return the heading of a thread, in words."""
+    """Return the heading of a thread."""
     return "main thread" if number == 0 else f"other thread {number} of {count - 1}"
 
 
 def frame_lines(frame: str, width: int) -> list[str]:
-    """Return a call in lines of ``width`` cells: the function whole, and the end of its file with the line."""
+    """Return a call in lines of ``width`` cells: function, file and line number; a long path loses its beginning."""
     text = printable(frame)
     match = _FRAME.fullmatch(text)
     if match is None:
@@ -56,7 +56,7 @@ def frame_lines(frame: str, width: int) -> list[str]:
 
 
 def stack_lines(lines: Sequence[str], width: int) -> list[tuple[str, bool]]:
-    """Return a stack as lines of at most ``width`` cells, each with whether it is a thread's heading."""
+    """Return a stack as pairs: a line of at most ``width`` cells, and whether it is the heading of a thread."""
     stacks = thread_stacks(lines)
     shown: list[tuple[str, bool]] = []
     for number, stack in enumerate(stacks):

@@ -16,7 +16,7 @@ from gputrain_tui.tables import printable
 
 
 def draw_stack(lines: Sequence[str], remark: str, width: int, height: int, top: int = 0) -> list[Row]:
-    """Return a stack as ``height`` rows of ``width`` cells."""
+    """Return a stack, scrolled to line ``top``, as ``height`` rows of ``width`` cells."""
     rows = [fit_row(title_row(width, [("stack", "title")], [[(remark, "dim")]] if remark and lines else []), width)]
     if not lines:
         return rows + centred_text(width, height - 1, [remark or "K asks the process for its Python stack"])
@@ -26,10 +26,10 @@ def draw_stack(lines: Sequence[str], remark: str, width: int, height: int, top: 
 
 
 class StackView(Panel, can_focus=True):
-    """The newest stack of the rank."""
+    """Panel of the newest stack of the rank."""
 
     PLACE = "text"
-    """Its name in the action table."""
+    """Name of the panel in the action table."""
     BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS, *bindings("text")]
 
     _lines: Sequence[str] = ()
@@ -37,7 +37,7 @@ class StackView(Panel, can_focus=True):
     _top = 0
 
     def show(self, lines: Sequence[str], remark: str = "") -> None:
-        """Show a stack, or why there is none."""
+        """Show a stack with a remark in the title; without lines, the remark alone."""
         if (tuple(lines), remark) != (self._lines, self._remark):
             self._lines, self._remark = tuple(lines), remark
             self._top = min(self._top, max(len(self._lines) - 1, 0))
@@ -58,11 +58,11 @@ class StackView(Panel, can_focus=True):
         self.action_scroll_by(lines)
 
     def copyable(self) -> Copyable | None:
-        """Return the stack, whole."""
+        """Return the whole stack."""
         return Copyable("\n".join(map(printable, self._lines)), "the stack") if self._lines else None
 
     def seen_version(self) -> object:
-        """Change with the stack only."""
+        """Return None: only ``show`` changes the panel."""
         return None
 
     def draw(self, width: int, height: int) -> list[Row]:

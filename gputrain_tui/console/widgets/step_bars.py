@@ -1,4 +1,4 @@
-"""Step time by phase: a stacked bar per rank or group of ranks, on one scale."""
+"""Step time by phase: a stacked bar per rank or group of ranks, all on one scale."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gputrain_tui.console.widgets.run_condition import by_urgency
 from gputrain_tui.state import RankView
 
 MOST_FLAGGED = 3
-"""Ranks with a finding that have a bar of their own among groups."""
+"""Most ranks with a finding that get a bar of their own beside bars of groups."""
 SHAPES = "▒█▓░▞·"
 """Symbols of the phases, for terminals without colours."""
 LEGENDS = (
@@ -36,14 +36,14 @@ LEGENDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One line of the chart."""
+    """Bar of one rank or group of ranks."""
 
     label: str
     phases: tuple[float, ...]
-    """Milliseconds of each phase, in their order."""
+    """Milliseconds of each phase, in the order of ``PHASE_COLOURS``."""
     selected: bool = False
     flagged: bool = False
-    """Whether a finding stands about it."""
+    """Whether the rank has a standing finding."""
 
     @property
     def total_ms(self) -> float:
@@ -52,7 +52,7 @@ class Bar:
 
 
 def phases_of(view: RankView) -> tuple[float, ...] | None:
-    """Return the milliseconds of each phase of a rank's newest step; None where they were not measured."""
+    """Return the milliseconds of each phase of a rank's newest step; None if they were not measured."""
     event = view.last
     if event is None or event.step_ms is None or event.forward_ms is None:
         return None
@@ -67,7 +67,10 @@ def phases_of(view: RankView) -> tuple[float, ...] | None:
 
 
 def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Collection[int] = ()) -> list[Bar]:
-    """Return at most ``most`` bars: of each rank, else of each node, else of equal groups; chosen ranks on top."""
+    """Return at most ``most`` bars: one per rank, or else per group of equally many ranks.
+
+    The selected and up to ``MOST_FLAGGED`` flagged ranks have bars of their own above those of the groups.
+    """
     found = [(view, phases) for view in views if (phases := phases_of(view)) is not None]
 
     def bar(view: RankView, phases: tuple[float, ...]) -> Bar:
@@ -91,7 +94,7 @@ def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Co
 
 
 def bar_lines(ranks: int, height: int) -> int:
-    """Return how many of so many lines the bars of these ranks can use, one of them selected, a blank one below."""
+    """Return the lines, at most ``height``, that the bars of ``ranks`` ranks can use, with title and a blank line."""
     most = height - 1
     count = ranks if ranks <= most else 1 + -(-ranks // group_size(ranks, most - 1))
     return min(count + 2, height)
@@ -132,7 +135,7 @@ def _legend(names: Sequence[str], symbols: bool) -> Row:
 
 
 def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> Row:
-    """Return a stacked bar in eighths of a cell; a cell where two phases meet has the colours of both."""
+    """Return a stacked bar in eighths of a cell; a cell shared by two phases has the colours of both."""
     ends, done = [], 0.0
     for phase in phases:
         done += phase
@@ -146,24 +149,24 @@ def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> R
         if index == len(ends):
             pieces.append((" ", "base"))
             continue
-        here = PHASE_COLOURS[index]
+        name = PHASE_COLOURS[index]
         filled = min(ends[index] - begin, 8)
         if symbols:
-            pieces.append((SHAPES[index], f"phase:{here}"))
+            pieces.append((SHAPES[index], f"phase:{name}"))
         elif filled == 8:
-            pieces.append(("█", f"phase:{here}"))
+            pieces.append(("█", f"phase:{name}"))
         else:
             following = next((i for i in range(index + 1, len(ends)) if ends[i] > ends[index]), None)
-            role = f"phase:{here}" if following is None else f"phase:{here}:{PHASE_COLOURS[following]}"
+            role = f"phase:{name}" if following is None else f"phase:{name}:{PHASE_COLOURS[following]}"
             pieces.append((EIGHTHS[filled], role))
     return merge(pieces)
 
 
 class StepBars(Panel):
-    """The phases of the newest step, per rank."""
+    """Panel of the phases of the newest step, per rank."""
 
     def seen_version(self) -> object:
-        """Change with every event: bars show the newest ones, and the findings."""
+        """Return a value that changes with every event."""
         return self.live.version
 
     def draw(self, width: int, height: int) -> list[Row]:

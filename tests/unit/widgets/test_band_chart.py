@@ -7,10 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from row_texts import row_text
 from run_in_memory import RunInMemory, run_in_memory
 
 from gputrain_tui.console.widgets.curve_drawing import Curve, Scale, chart_columns, draw_curve
-from gputrain_tui.console.widgets.drawing import Row, row_text
+from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.history.series import Window
 
 RUN = run_in_memory()

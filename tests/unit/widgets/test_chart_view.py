@@ -3,9 +3,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from row_texts import row_text
 
 from gputrain_tui.console.widgets.chart_view import ChartView, XAxis, line_on_axis, on_axis
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.history.series import Series
 from trainer.contract.record import Step
 

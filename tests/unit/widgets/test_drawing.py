@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from rich.cells import cell_len
+from row_texts import row_text
 
 from gputrain_tui.console.widgets.drawing import (
     Row,
@@ -11,7 +12,6 @@ from gputrain_tui.console.widgets.drawing import (
     fit_row,
     format_value,
     pad,
-    row_text,
     title_row,
 )
 from gputrain_tui.console.widgets.rank_filter import RankFilter
@@ -50,7 +50,7 @@ def test_names_of_any_script_and_length_keep_every_line_whole(name: str, width: 
         draw_grid(grid, width, 8),
         draw_grid(GridView(rows=[], ranks=3, hosts={name}, filter_text=text), width, 8),
         draw_rendezvous(
-            RendezvousProgress(hosts=[(name, [(0, "here"), (1, "joining")])], here=1, missing=[1]), width, 8
+            RendezvousProgress(hosts=[(name, [(0, "here"), (1, "joining")])], joined=1, missing=[1]), width, 8
         ),
         centred_text(width, 4, [name]),
         [fit_row(title_row(width, [(name, "title")], [[(name, "dim")]]), width)],

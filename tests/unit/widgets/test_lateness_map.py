@@ -4,10 +4,11 @@ import math
 import random
 
 import pytest
+from row_texts import row_text
 from run_in_memory import run_in_memory
 
 from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PHASE_COLOURS, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
-from gputrain_tui.console.widgets.drawing import group_size, row_text
+from gputrain_tui.console.widgets.drawing import group_size
 from gputrain_tui.console.widgets.lateness_map import (
     Heat,
     draw_heat,

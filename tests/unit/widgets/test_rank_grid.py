@@ -4,9 +4,9 @@ import random
 from itertools import pairwise
 
 import pytest
+from row_texts import row_text
 from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
 from gputrain_tui.console.widgets.rank_filter import RankFilter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid

@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 import pytest
 import run_dirs
+from row_texts import row_text
 
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.run_list import RunCard
 from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import write_status

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from row_texts import row_text
 
-from gputrain_tui.console.widgets.drawing import row_cells, row_text
+from gputrain_tui.console.widgets.drawing import row_cells
 from gputrain_tui.console.widgets.run_condition import LEAST_STEPS, run_condition
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.diagnosis import KINDS

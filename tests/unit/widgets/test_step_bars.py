@@ -4,9 +4,9 @@ import random
 import re
 
 import pytest
+from row_texts import row_text
 from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.drawing import row_text
 from gputrain_tui.console.widgets.step_bars import Bar, bars, draw_bars
 from gputrain_tui.state import RankView
 
