@@ -265,7 +265,7 @@ def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: i
 def _common_symptom(
     views: Sequence[RankView], outlier: RankView | None, silence_s: float, threshold_s: float
 ) -> Symptom:
-    """Return the stall of all ranks, about the one whose process differs from the others if there is one."""
+    """Return the stall of all ranks, attributed to the outlier if there is one."""
     step = min(view.step for view in views)
     after = f", after step {step}" if step else ""
     stage = views[0].stage

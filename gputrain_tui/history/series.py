@@ -64,7 +64,7 @@ class Series:
         self._open: dict[int, dict[int, Step]] = {}
         """Events by rank, by row; a row is one step, or ``_width`` of them."""
         self._width = 1
-        """Steps of a row: a power of two, at least what one event covers."""
+        """Steps of a row: a power of two, at least the steps of one event."""
         self._completed = -1
         """Newest complete row."""
         self._completed_time = 0.0

@@ -67,7 +67,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         local: facts about this machine.
 
     Raises:
-        RequestError: the machines lack what the recipe asks for, or it contradicts itself.
+        RequestError: the machines lack devices of the recipe, or the recipe contradicts itself.
     """
     from gputrain_tui.hosts.devices import DeviceAllocator
 
