@@ -1,4 +1,4 @@
-"""Detects uneven work: ranks that are late in turns, so that every step waits for one or another of them.
+"""Detects uneven work: ranks that are late in turns, so that every step waits for some rank.
 
 In a step all ranks wait for the last one. The wait of that one is the transfer; the additional wait of the others is
 lateness, of a straggler if the same rank is always last, and otherwise of imbalance. Averaged over steps, the least

@@ -26,7 +26,7 @@ class Symptom:
     value: float
     """Magnitude, in the unit of ``threshold``."""
     threshold: float
-    """Value from which it is a finding; cleared at ``CLEAR_SHARE`` of the threshold at which it was raised."""
+    """Value from which the symptom is a finding; it is cleared at ``CLEAR_SHARE`` of its threshold when raised."""
     confirmed: bool = True
     """Whether it has lasted long enough to be raised."""
     severity: Severity = "warning"

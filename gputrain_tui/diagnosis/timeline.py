@@ -181,7 +181,7 @@ def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, Step
 
 
 def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
-    """Return the mean over some steps; None if one of them was not measured."""
+    """Return the mean of a rank's phases over some steps; None if the phases of a step were not measured."""
     if len(phases) == 1:
         return phases[0][1].rank_phases
     all_phases = [step_range.rank_phases for _, step_range in phases if step_range.rank_phases is not None]

@@ -54,7 +54,7 @@ class LogTimes:
 
 
 Part = tuple[str, bytes, int]
-"""Name of a log, bytes of it, and where in the file they begin."""
+"""Name of a log, some of its bytes, and their offset in the file."""
 
 
 def in_order(parts: Iterable[Part], times: Mapping[str, LogTimes]) -> Iterator[Part]:

@@ -34,7 +34,7 @@ NO_BAND = Band(nan, nan, nan)
 
 
 class Point(NamedTuple):
-    """A band and the step at which it stands."""
+    """A band and its step."""
 
     step: int
     """First step of the block."""

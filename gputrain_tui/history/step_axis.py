@@ -16,7 +16,7 @@ MAX_POINTS = 8192
 
 
 class StepAxis:
-    """Positions of steps on other axes, by the events of rank 0; between two of them they are interpolated."""
+    """Positions of steps on other axes: those of rank 0's events, interpolated between two events."""
 
     def __init__(self) -> None:
         self._steps = array("q")

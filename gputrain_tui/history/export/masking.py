@@ -79,7 +79,7 @@ class SecretMask:
         self.masked.clear()  # the environment itself is not part of the archive
 
     def mask_values(self, container: Any, *, table: str = "") -> None:
-        """Mask the secrets of a parsed file in place; ``table``: the key that it stands under."""
+        """Mask the secrets of a parsed file in place; ``table``: the key of ``container`` in the file."""
         pairs: Iterable[tuple[Any, Any]] = (
             list(container.items()) if isinstance(container, dict) else list(enumerate(container))
         )

@@ -33,7 +33,7 @@ class SingleStep(NamedTuple):
     """One optimizer step of one rank."""
 
     attempt: int
-    """Starts of the rank so far, from 1; steps that it repeats after a restart are in both attempts."""
+    """Number of the rank's attempt, from 1; steps that a restart repeats are in both attempts."""
     averaged_over: int
     """Steps over which the fields besides ``SINGLE_VALUES`` are means; 1: they are this step's own."""
     is_last: bool
