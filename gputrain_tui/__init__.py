@@ -1,3 +1,3 @@
-"""The console and everything around a run: plan, launch, watch, diagnose. Never imports torch."""
+"""Console and commands around a run: plan, launch, watch, diagnose. Never imports torch."""
 
 VERSION = "0.1.0"

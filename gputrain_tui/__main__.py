@@ -6,14 +6,14 @@ import signal
 import sys
 
 STOPPED = 130
-"""``trainer.contract.errors.ExitCode.STOPPED``, before that can be imported."""
+"""``trainer.contract.errors.ExitCode.STOPPED``, for a Ctrl-C during imports."""
 
 
 def main() -> int:
     """Run the command line; return the exit code."""
     try:
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a command then ends what it has started
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a command ends its children
         from gputrain_tui import cli
 
         return cli.main()

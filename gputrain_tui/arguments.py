@@ -10,14 +10,14 @@ from trainer.contract.errors import RequestError, nearest, quoted
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Parser of the words after a command's name."""
+    """Parser of the flags and positional words after a command's name."""
 
     def __init__(self, *, command: str = "", description: str = "") -> None:
-        """Start without flags.
+        """Make a parser without flags.
 
         Args:
-            command: its name; empty for ``gputrain`` alone, whose help is that of all commands.
-            description: first sentence of its help.
+            command: name of the command; empty for ``gputrain`` alone, without ``--help``.
+            description: first sentence of the help.
         """
         self._program = f"gputrain {command}".rstrip()
         self._where = f"{command}: " if command else ""
@@ -25,7 +25,7 @@ class FlagParser(argparse.ArgumentParser):
 
     @property
     def actions(self) -> Sequence[argparse.Action]:
-        """All flags and positional words that were declared."""
+        """Declared flags and positional words."""
         return self._actions
 
     def error(self, message: str) -> NoReturn:
@@ -33,11 +33,11 @@ class FlagParser(argparse.ArgumentParser):
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
 
     def print_help(self, file: Any = None) -> None:
-        """Print by ``print``, so that a closed pipe raises as elsewhere."""
+        """Print the help with ``print``, so that a closed pipe raises as elsewhere; argparse ignores it."""
         print(self.format_help(), end="", file=file)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but for ``--flag=--``, of which it would make an empty list."""
+        """Parse as argparse does, but refuse ``--flag=--``, of which argparse makes an empty list."""
         for word in args:
             flag, _, value = word.partition("=")
             if flag.startswith("-") and value == "--":

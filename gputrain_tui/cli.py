@@ -46,19 +46,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "print the script with which bash, zsh or fish completes commands, flags and runs",
     ),
 }
-"""By name: module and one-line help."""
+"""Module and one-line help of each command, by name."""
 
 COMPLETE = "__complete"
-"""What the scripts of ``gputrain completion`` ask, at each key; no command for people."""
+"""Undocumented command that the scripts of ``gputrain completion`` call."""
 
 CONSOLE = "gputrain_tui.console.entry"
-"""Module that ``gputrain`` without a command runs by its ``main(words) -> int``."""
+"""Module of the console, whose ``main(words) -> int`` runs for ``gputrain`` without a command."""
 
 SIGPIPE_STATUS = 141
 """Exit status of a program killed by SIGPIPE: 128 + 13."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""Errors of a file that cannot be written; it may be standard output."""
+"""Errors of writing a file or standard output."""
 
 
 class Command(Protocol):
@@ -80,21 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names and logs hold what an ASCII terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # for non-ASCII names and logs on an ASCII terminal
     with printable_streams():
         return _run_command(words)
 
 
 def _run_command(words: list[str]) -> int:
-    """Run one command; turn errors of the request or the machine into a line and an exit code."""
+    """Run one command; print an error of the request or the machine as one line; return the exit code."""
     try:
         require_utf8(words)
         try:
             code = _dispatch(words)
-        except SystemExit:  # argparse's, once it has printed a command's help
+        except SystemExit:  # raised by argparse after printing the help of a command
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # here, where a failure is still reported
+        sys.stdout.flush()  # here, so that an error of the flush is reported below
         return code
     except RequestError as error:
         narrate(str(error))
@@ -120,12 +120,12 @@ def _run_command(words: list[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Give the standard descriptors that are closed to ``/dev/null``: the next file opened must not become stdout."""
+    """Open ``/dev/null`` as each closed standard descriptor, so that the next file opened does not become stdout."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     if sys.stdin is None:
         sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - for the whole life of the process
     if sys.stdout is None:
@@ -135,9 +135,9 @@ def _open_closed_streams() -> None:
 
 
 def _has_working_directory() -> bool:
-    """Whether the working directory still exists; another terminal may have deleted it."""
+    """Whether the working directory exists; it may have been deleted."""
     try:
-        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same, and this is about failing
+        os.getcwd()  # noqa: PTH109 - only the error matters
     except FileNotFoundError:
         return False
     return True

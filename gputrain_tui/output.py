@@ -1,6 +1,6 @@
-"""Writes text to standard output and error with control characters made visible, whoever wrote the text.
+"""Writes text to standard output and error with control characters made visible.
 
-Host names, recipes, paths and messages are untrusted: they must not send commands to a terminal.
+Host names, recipes, paths and messages are untrusted: they must not send escape sequences to a terminal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainer.contract.errors import printable_lines
 
 
 class PrintableStream:
-    """A text stream that makes control characters visible, except line breaks and tabs."""
+    """Text stream that makes control characters visible, except line breaks and tabs."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unfiltered = stream
-        """For coloured text, whose parts are already printable."""
+        """Underlying stream, for coloured text whose parts are already printable."""
 
     def write(self, text: str) -> int:
         """Write the text, printable."""
@@ -33,7 +33,7 @@ class PrintableStream:
 
 @contextmanager
 def printable_streams() -> Iterator[None]:
-    """Make everything printed to standard output and error printable."""
+    """Replace standard output and error by ``PrintableStream`` within the context."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, PrintableStream(stream)) for stream in before)
     try:
@@ -45,18 +45,18 @@ def printable_streams() -> Iterator[None]:
 def discard(stream: TextIO) -> None:
     """Redirect a stream's descriptor to ``/dev/null``: its buffer and later writes neither fail nor block."""
     with suppress(OSError):  # a stream without a descriptor cannot block
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def narrate(line: str) -> None:
-    """Write one line for people to standard error, whatever it quotes."""
+    """Write one line for people to standard error, with control characters made visible."""
     errors.narrate(line, program="gputrain")
 
 
 def print_styled(text: str) -> None:
-    """Print text with colours, whose quoted parts are already printable."""
+    """Print coloured text whose quoted parts are already printable."""
     print(text, file=getattr(sys.stdout, "unfiltered", sys.stdout))
 
 
@@ -66,7 +66,7 @@ def print_json(text: str) -> None:
 
 
 def json_line(line: bytes) -> bytes:
-    """Return a line of JSON with the controls escaped that JSON itself lets pass: DEL and U+0080 to U+009F."""
+    """Return a line of JSON with DEL and U+0080 to U+009F escaped, control characters that JSON allows unescaped."""
     return re.sub(rb"\x7f|\xc2[\x80-\x9f]", lambda match: b"\\u00%02x" % match[0][-1], line)
 
 

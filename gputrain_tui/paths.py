@@ -14,13 +14,13 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     """Return ``$GPUTRAIN_HOME``, or the platform's user state folder.
 
     Raises:
-        RequestError: its name is not UTF-8, in which a run's record names it.
+        RequestError: its path is not UTF-8, the encoding of a run's record.
     """
     chosen = environ.get("GPUTRAIN_HOME")
     if chosen:
         found = expand_home(chosen).absolute()
     else:
-        import platformdirs  # here, because most scripts and all tests set GPUTRAIN_HOME
+        import platformdirs  # not needed, and not imported, with GPUTRAIN_HOME
 
         found = platformdirs.user_state_path("gputrain", appauthor=False)
     try:

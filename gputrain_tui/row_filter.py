@@ -1,4 +1,4 @@
-"""The filter line of every list: ``host:n1 state:failed late>5``, every word of which must hold."""
+"""Filter line of every list, such as ``host:n1 state:failed late>5``: a row must match every word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Value = float | str | None
 _WORD = re.compile(r"(?P<key>[a-z]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
 _NUMBER = r"[-+]?[\d.]+(?:e[-+]?\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})(?:-(?P<high>{_NUMBER}))?", re.IGNORECASE)
-"""A number or two; the sign of an exponent is no dash between them."""
+"""A number, or two with a dash between them, which is not the sign of an exponent."""
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
@@ -29,25 +29,25 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FilterColumn(Generic[Row]):
-    """A column by which rows are filtered."""
+    """Column by which rows are filtered."""
 
     key: str
-    """Its name in the filter."""
+    """Name of the column in the filter."""
     is_number: bool
     value: Callable[[Row], Value]
-    """None where the row has none: then no comparison holds."""
+    """Returns the row's value; None without one, which matches no comparison."""
 
 
 class RowFilter(Generic[Row]):
-    """Filter of rows; without words all match.
+    """Filter of rows; without words all rows match.
 
     Args:
-        text: The filter line.
-        columns: By their names in it.
-        anywhere: Whether a row matches a word without a column.
+        text: the filter line.
+        columns: columns by their names in the filter.
+        anywhere: returns whether a row matches a word without a column.
 
     Raises:
-        RequestError: a word is not understood; the message names what is allowed.
+        RequestError: a word is not valid; the message names the allowed forms.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class RowFilter(Generic[Row]):
         self._tests: Sequence[Callable[[Row], bool]] = [self._test(word) for word in self.text.split()]
 
     def keeps(self, row: Row) -> bool:
-        """Return whether a row is shown."""
+        """Whether a row matches all words."""
         return all(test(row) for test in self._tests)
 
     def _test(self, word: str) -> Callable[[Row], bool]:
-        """Return the test of one word; ``!`` negates it."""
+        """Return the predicate of one word; a leading ``!`` negates it."""
         if word.startswith("!") and len(word) > 1:
             inner = self._test(word[1:])
             return lambda row: not inner(row)
@@ -91,7 +91,7 @@ def _text(column: FilterColumn[Row], sign: str, wanted: str) -> Callable[[Row], 
 
 
 def _numbers(column: FilterColumn[Row], word: str, value: str) -> Callable[[Row], bool]:
-    """Parse a list of numbers and ranges, such as ``0-7,12``."""
+    """Return the predicate of a list of numbers and ranges, such as ``0-7,12``."""
     ranges: list[tuple[float, float]] = []
     for part in value.split(","):
         match = _RANGE.fullmatch(part)

@@ -8,15 +8,15 @@ from itertools import groupby
 
 
 def shell_quoted(word: str) -> str:
-    r"""Quote a word for bash; unprintable characters become ``$'\x1b'``."""
+    r"""Return a word quoted for bash; unprintable characters become ``$'\x1b'``."""
     if word.isprintable():
         return shlex.quote(word)
-    parts = ((shown, "".join(chars)) for shown, chars in groupby(word, str.isprintable))
-    return "".join(shlex.quote(part) if shown else f"$'{_escaped(part)}'" for shown, part in parts)
+    parts = ((printable, "".join(chars)) for printable, chars in groupby(word, str.isprintable))
+    return "".join(shlex.quote(part) if printable else f"$'{_escaped(part)}'" for printable, part in parts)
 
 
 def shell_joined(words: Iterable[str]) -> str:
-    """Quote words and join them in one line."""
+    """Return the quoted words joined by spaces."""
     return " ".join(map(shell_quoted, words))
 
 

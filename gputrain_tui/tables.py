@@ -1,4 +1,4 @@
-"""Formats plain tables and numbers: aligned by display width, without borders and colours."""
+"""Formats plain tables, aligned by display width, and numbers, sizes and durations in them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = [
 ]
 
 MAX_PLAIN_NUMBER = 1e15
-"""Above, a number is written with an exponent: 16 digits fit no column."""
+"""Limit above which a number is written with an exponent, as 16 digits fit no column."""
 
 
 @dataclass(frozen=True)
 class TableColumn:
-    """One column of a table."""
+    """Column of a table."""
 
     title: str
-    """Includes the unit of numbers."""
+    """Title with the unit of numbers."""
     right: bool = False
-    """Whether cells are aligned right, as numbers are."""
+    """Whether cells are right-aligned, for numbers."""
 
 
 def table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]]) -> str:
@@ -49,7 +49,7 @@ def table(columns: Sequence[TableColumn], rows: Sequence[Sequence[str]]) -> str:
 
 
 def width(text: str) -> int:
-    """Return the terminal cells of a text: two for wide characters, none for combining marks."""
+    """Return the width of a text in terminal cells: two for wide characters, none for combining marks."""
     if text.isascii():
         return len(text)
     return sum(
@@ -58,7 +58,7 @@ def width(text: str) -> int:
 
 
 def cut(text: str, cells: int) -> str:
-    """Return a text cut to a width, with an ellipsis where something is lost."""
+    """Return a text cut to a width in terminal cells, with an ellipsis if anything is cut."""
     if width(text) <= cells:
         return text
     kept = ""
@@ -75,7 +75,7 @@ def _pad(text: str, wide: int, right: bool) -> str:
 
 
 def size(count: int | None) -> str:
-    """Return bytes in binary units with two or three digits: ``80 GiB``, ``1.5 MiB``; empty when unknown."""
+    """Return bytes in binary units with two or three digits: ``80 GiB``, ``1.5 MiB``; empty for None."""
     if count is None:
         return ""
     value = float(count)
@@ -87,7 +87,7 @@ def size(count: int | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration as ``42 s``, ``3:07``, ``1:02:03`` or ``2 d 03:04``; empty when unknown."""
+    """Return a duration as ``42 s``, ``3:07``, ``1:02:03`` or ``2 d 03:04``; empty for None."""
     if seconds is None:
         return ""
     whole = max(0, int(seconds))
@@ -112,15 +112,15 @@ def evaluation(where: str, loss: float, metrics: Mapping[str, float]) -> str:
     """Return the result of an evaluation: ``(weights of step 340)  loss 0.0613  accuracy 0.9800``.
 
     Args:
-        where: of the training.
-        loss: in nats.
-        metrics: by name.
+        where: position in the training, such as ``of_weights``.
+        loss: mean loss in nats.
+        metrics: values by name.
     """
     return f"{where}  loss {loss:.4f}" + "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
 
 
 def of_weights(step: int) -> str:
-    """Return which weights were tested, in words."""
+    """Return the step of the tested weights: ``(weights of step 340)``."""
     return f"(weights of step {step})"
 
 

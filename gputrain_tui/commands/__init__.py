@@ -1,5 +1,5 @@
-"""The commands, one module each: ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``.
+"""Commands, one module each: ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``.
 
-A command prints data on stdout and narration on stderr, refuses with ``RequestError`` and imports neither torch nor,
-unless it is the console, textual.
+A command prints data on stdout and narration on stderr, raises ``RequestError`` for wrong requests, and imports neither
+torch nor, except for the console, textual.
 """

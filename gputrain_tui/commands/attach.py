@@ -27,5 +27,5 @@ def run(args: Namespace) -> int:
     """Show the run until the console is closed."""
     from gputrain_tui.history.runs import find
 
-    found = find(args.run)  # before the console is imported: a wrong id is answered at once
+    found = find(args.run)  # before the slow import of the console, so that a wrong id is refused fast
     return entry.show(found, fps=args.fps)

@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the result of every check; exit code 3 if one is an error."""
+    """Print the results of all checks; return exit code 3 if one is an error."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
     try:
         results, ready = start.prepare(recipe).results, True
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
 
 
 def report(results: Sequence[CheckResult], name: str, *, colour: bool = False) -> str:
-    """Return the results as text: a line each, with fix and key below."""
+    """Return the results as text: one line each, with fix and key below."""
     wide = max(width(result.check) for result in results)
     lines = [f"{printable(name)}: {summary(results)}"]
     for result in results:

@@ -1,4 +1,4 @@
-"""Flags for a checkpoint, shared by the commands that read one."""
+"""Flags that name a checkpoint, shared by ``eval`` and ``export``."""
 
 from __future__ import annotations
 

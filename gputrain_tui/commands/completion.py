@@ -1,7 +1,7 @@
-"""``gputrain completion``: prints the script with which a shell completes the words of gputrain.
+"""``gputrain completion``: prints the completion script of a shell.
 
-The scripts ask ``gputrain __complete WORD...`` at each key: what is completed follows from the arguments that the
-commands declare, and from the folder of the runs. Nothing of it reads a run.
+The scripts call ``gputrain __complete WORD...`` at each completion. Its candidates come from the arguments of the
+commands and the names in the runs folder; no run is read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the shell."""
+    """Declare ``SHELL``."""
     parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell that reads the script")
 
 
@@ -83,17 +83,17 @@ def run(args: Namespace) -> int:
 
 
 def complete(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield what the last word may become, with a line about it or nothing.
+    """Yield the completions of the last word, each with its help, which may be empty.
 
     Args:
-        words: after ``gputrain``; the last one is being typed, and may be empty.
-        commands: by name: module and one-line help.
+        words: words after ``gputrain``; the last one is being typed, and may be empty.
+        commands: module and one-line help of each command, by name.
     """
     *before, word = words or [""]
     if not before:
         flags = {"--help": "show all commands", "--version": "show the version", "--hostfile": "machines to show"}
         offered = {name: text for name, (_, text) in commands.items()} | (flags if word.startswith("-") else {})
-        yield from _beginning(offered.items(), word)
+        yield from _with_prefix(offered.items(), word)
     elif before[0] in commands:
         command = importlib.import_module(commands[before[0]][0])
         parser = FlagParser(command=before[0])
@@ -105,43 +105,43 @@ def complete(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> I
 
 def _arguments(actions: Sequence[Action], before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
     flags = {text: action for action in actions for text in action.option_strings}
-    waiting, positional = False, 0
-    for each in before:
-        if not waiting and each.startswith("-") and each != "-":
-            waiting = each in flags and flags[each].nargs is None
+    needs_value, positional = False, 0
+    for earlier in before:
+        if not needs_value and earlier.startswith("-") and earlier != "-":
+            needs_value = earlier in flags and flags[earlier].nargs is None
         else:
-            positional += not waiting
-            waiting = False
+            positional += not needs_value
+            needs_value = False
     name, equals, value = word.partition("=")
-    if waiting:
+    if needs_value:
         yield from _values(flags[before[-1]], word)
     elif equals and name in flags:
         yield from ((f"{name}={found}", text) for found, text in _values(flags[name], value))
     elif word.startswith("-"):
-        yield from _beginning(((text, action.help or "") for text, action in flags.items()), word)
+        yield from _with_prefix(((text, action.help or "") for text, action in flags.items()), word)
     else:
-        wanted = [action for action in actions if not action.option_strings]
-        yield from _values(wanted[positional], word) if positional < len(wanted) else ()
+        positionals = [action for action in actions if not action.option_strings]
+        yield from _values(positionals[positional], word) if positional < len(positionals) else ()
 
 
 def _values(action: Action, word: str) -> Iterator[tuple[str, str]]:
-    """Yield values of an argument: its choices, or what its metavar names."""
+    """Yield values of an argument: its choices, or runs, files or keys by its metavar."""
     if action.choices is not None:
-        yield from _beginning(((str(choice), "") for choice in action.choices), word)
+        yield from _with_prefix(((str(choice), "") for choice in action.choices), word)
     for kind in str(action.metavar or "").split("|"):
         if kind == "RUN":
-            yield from _beginning(((name, "") for name in _run_names()), word)
+            yield from _with_prefix(((name, "") for name in _run_names()), word)
             yield from (found for found in _files(word, ARCHIVES) if "/" in word or not found[0].endswith("/"))
         elif kind == "KEY=VALUE":
-            yield from _beginning(_keys(), word)
+            yield from _with_prefix(_keys(), word)
         elif kind in ("RECIPE", "CHECKPOINT", "FILE", "PATH", "DIR"):
             yield from _files(word, {"RECIPE": RECIPES, "CHECKPOINT": CHECKPOINTS, "DIR": ()}.get(kind))
         elif kind.islower():
-            yield from _beginning([(kind, "")], word)
+            yield from _with_prefix([(kind, "")], word)
 
 
 def _run_names() -> Iterator[str]:
-    """Yield the ids of the runs by their folders, newest first."""
+    """Yield ``last`` and the names of the run directories, newest first."""
     try:
         with os.scandir(paths.runs_folder()) as entries:
             names = [entry.name for entry in entries if entry.name[:8].isdecimal()]
@@ -152,7 +152,7 @@ def _run_names() -> Iterator[str]:
 
 
 def _keys() -> Iterator[tuple[str, str]]:
-    """Yield the keys of a recipe, but for those of the task."""
+    """Yield the keys of a recipe with their help, without those of ``[task]``."""
     from gputrain_tui.recipe.model import ClusterOptions, SlurmOptions, train_options
     from gputrain_tui.recipe.report_options import ReportOptions
     from trainer.contract.schema import describe
@@ -163,7 +163,12 @@ def _keys() -> Iterator[tuple[str, str]]:
 
 
 def _files(word: str, suffixes: tuple[str, ...] | None = None) -> Iterator[tuple[str, str]]:
-    """Yield folders, and files of some suffixes, or all, whose path begins with a word."""
+    """Yield the folders and files whose paths begin with a word.
+
+    Args:
+        word: beginning of the path.
+        suffixes: suffixes of the files; None for all files.
+    """
     name = word.rpartition("/")[2]
     shown = word[: len(word) - len(name)]
     try:
@@ -171,14 +176,14 @@ def _files(word: str, suffixes: tuple[str, ...] | None = None) -> Iterator[tuple
             found = sorted((entry.name, entry.is_dir()) for entry in entries if entry.name.startswith(name))
     except (OSError, RuntimeError):
         return
-    for each, is_folder in found:
-        if each.startswith(".") and not name.startswith("."):
+    for entry_name, is_folder in found:
+        if entry_name.startswith(".") and not name.startswith("."):
             continue
         if is_folder:
-            yield f"{shown}{each}/", ""
-        elif suffixes is None or each.endswith(suffixes):
-            yield f"{shown}{each}", ""
+            yield f"{shown}{entry_name}/", ""
+        elif suffixes is None or entry_name.endswith(suffixes):
+            yield f"{shown}{entry_name}", ""
 
 
-def _beginning(offered: Iterable[tuple[str, str]], word: str) -> Iterator[tuple[str, str]]:
+def _with_prefix(offered: Iterable[tuple[str, str]], word: str) -> Iterator[tuple[str, str]]:
     return ((value, text) for value, text in offered if value.startswith(word))

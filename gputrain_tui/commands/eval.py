@@ -1,4 +1,4 @@
-"""``gputrain eval``: evaluates a checkpoint on a split, as a run of its own that trains nothing."""
+"""``gputrain eval``: evaluates a checkpoint on a split, as a run that does not train."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Evaluate; return the run's exit code.
+    """Evaluate the checkpoint; return the run's exit code.
 
     Raises:
-        RequestError: there is no such run or checkpoint, or nothing says which task it is of.
+        RequestError: there is no such run or checkpoint, or no recipe of its training is known.
     """
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe
@@ -43,5 +43,5 @@ def run(args: Namespace) -> int:
     recipe = evaluation_recipe(
         source, overrides=args.overrides, checkpoint=chosen.path, split=args.split, stdin=sys.stdin
     )
-    narrate(f"evaluating {args.split} with {chosen.why}, {chosen.path}")
+    narrate(f"evaluating {args.split} with {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

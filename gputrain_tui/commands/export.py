@@ -1,4 +1,4 @@
-"""``gputrain export``: writes what a run has made and recorded in the formats of other programs."""
+"""``gputrain export``: writes the record or a checkpoint of a run in formats of other programs."""
 
 from __future__ import annotations
 
@@ -35,32 +35,35 @@ STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFormat:
-    """A format that ``--to`` names."""
+    """Format of ``--to``."""
 
     suffix: str
-    """Of the file's name where none is given."""
+    """Suffix of the default file name."""
     write: Callable[[Namespace, Path | None], int]
-    """Writes the file, by the flags and to the place that is named; returns the command's exit code."""
+    """Function of the flags and ``--output``, which writes the file and returns the command's exit code."""
     takes: tuple[str, ...] = ()
-    """Flags that not every format has."""
+    """Optional flags that apply to the format."""
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """What the trainer's program says that it wrote."""
+    """Output of ``python -m trainer.export_weights``."""
 
     checkpoint: str
+    """Exported checkpoint."""
     step: int
     tensors: int
     bytes: int
     left_out: list[str]
+    """Entries of the model state that are no dense tensors."""
     passed_over: list[str]
+    """A line for each newer checkpoint that cannot be used."""
 
 
 def _safetensors(args: Namespace, output: Path | None) -> int:
     chosen = choose_checkpoint(args.named, args.checkpoint)
     output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
     words = [*(["--force"] if args.force else []), "--", str(chosen.path), str(output)]
-    # A process of its own: reading a checkpoint takes torch, which this one never imports.
+    # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
         [sys.executable, "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
     )
@@ -71,7 +74,7 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
     written = msgspec.json.decode(done.stdout, type=Written)
     for line in written.passed_over:
         narrate(line)
-    narrate(f"exported {chosen.why}, {written.checkpoint}")
+    narrate(f"exported {chosen.description}, {written.checkpoint}")
     if written.left_out:
         narrate(f"left out, because they are no tensors: {', '.join(written.left_out)}")
     print(printable(f"{output}: weights of step {written.step}, {written.tensors} tensors, {size(written.bytes)}"))
@@ -79,7 +82,7 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
 
 
 def _steps(write: Callable[[RecordedSteps, BinaryIO], None]) -> Callable[[Namespace, Path | None], int]:
-    """Return what exports the single steps of a run to one file."""
+    """Return a ``write`` function that exports the steps of a run to one file."""
 
     def export(args: Namespace, output: Path | None) -> int:
         record, progress = _record(args)
@@ -88,7 +91,7 @@ def _steps(write: Callable[[RecordedSteps, BinaryIO], None]) -> Callable[[Namesp
             with closing(progress):
                 write(record, file)
             _require_steps(record)
-        return _close(record, output)
+        return _print_result(record, output)
 
     return export
 
@@ -105,7 +108,7 @@ def _tensorboard(args: Namespace, output: Path | None) -> int:
         with closing(progress):
             write_tensorboard(record, folder)
         _require_steps(record)
-    return _close(record, output)
+    return _print_result(record, output)
 
 
 def _archive(args: Namespace, output: Path | None) -> int:
@@ -133,7 +136,7 @@ def _run(args: Namespace) -> Run:
 
 
 def _record(args: Namespace, *, readings: int = 1) -> tuple[RecordedSteps, ExportProgress]:
-    """Return the steps that are wanted, and a progress bar for reading them so many times."""
+    """Return the steps of the chosen ranks, and a progress bar for reading them ``readings`` times."""
     run = _run(args)
     ranks = chosen_ranks(args, run, command=NAME) or range(run.status.world_size)
     progress = ExportProgress(f"{run.id} to {args.to}")
@@ -155,11 +158,11 @@ def _file(output: Path) -> AbstractContextManager[BinaryIO]:
 
 def _require_steps(record: RecordedSteps) -> None:
     if not any(extent.steps for extent in record.extents.values()):
-        whose = "" if len(record.ranks) == record.run.status.world_size else " by these ranks"
-        raise RequestError(f"{record.run.id} has recorded no step{whose}: there is nothing to export")
+        scope = "" if len(record.ranks) == record.run.status.world_size else " by these ranks"
+        raise RequestError(f"{record.run.id} has recorded no step{scope}: there is nothing to export")
 
 
-def _close(record: RecordedSteps, output: Path) -> int:
+def _print_result(record: RecordedSteps, output: Path) -> int:
     extents = list(record.extents.values())
     for line in shortcomings(record.run, extents):
         narrate(line)
@@ -167,13 +170,13 @@ def _close(record: RecordedSteps, output: Path) -> int:
     return ExitCode.FINISHED
 
 
-def _report(output: Path, what: str) -> None:
-    """Say what was written: on standard output, where that is not what was written to."""
+def _report(output: Path, contents: str) -> None:
+    """Print output, contents and size; only the contents, on stderr, if the output was standard output."""
     if str(output) == STDOUT:
-        narrate(what)
+        narrate(contents)
         return
     files = [path for path in output.rglob("*") if path.is_file()] if output.is_dir() else [output]
-    print(printable(f"{output}: {what}, {size(sum(path.stat().st_size for path in files))}"))
+    print(printable(f"{output}: {contents}, {size(sum(path.stat().st_size for path in files))}"))
 
 
 FORMATS = {
@@ -184,7 +187,7 @@ FORMATS = {
     "archive": ExportFormat(suffix=".tar.gz", write=_archive),
     "safetensors": ExportFormat(suffix=".safetensors", write=_safetensors, takes=("checkpoint",)),
 }
-"""By the name that ``--to`` takes."""
+"""Formats by their names for ``--to``."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -209,14 +212,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Export; return the exit code."""
-    form = FORMATS[args.to]
+    """Write the file; return the exit code."""
+    chosen = FORMATS[args.to]
     for flag in ("rank", "checkpoint"):
-        if getattr(args, flag) is not None and flag not in form.takes:
+        if getattr(args, flag) is not None and flag not in chosen.takes:
             able = ", ".join(name for name, other in FORMATS.items() if flag in other.takes)
             raise RequestError(f"export: --{flag} is for --to {able}, not for {args.to}")
     try:
-        return form.write(args, args.output)
+        return chosen.write(args, args.output)
     except MachineNotReadyError as error:
         narrate(str(error))
         return ExitCode.REFUSED

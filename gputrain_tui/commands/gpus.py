@@ -32,11 +32,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the inventory; other hosts' in the order in which they are named.
+    """Print the inventory of this machine, or those of other hosts in the order of the flags.
 
-    With ``--hosts`` or ``--hostfile`` the JSON is ``{"hosts": [{"host", "inventory", "problem"}]}``, also for one host:
-    ``inventory`` is what this machine alone prints, or null where ``problem`` is a line that says why. One host that
-    does not answer makes the exit code 1; the others are printed all the same.
+    With ``--hosts`` or ``--hostfile`` the JSON is ``{"hosts": [{"host", "inventory", "problem"}]}``, even for one host:
+    ``inventory`` is as for this machine, or null with a line in ``problem``. The exit code is 1 if a host does not
+    answer; the others are printed all the same.
     """
     if args.hosts is None and args.hostfile is None:
         inventory = take_inventory()
@@ -75,7 +75,7 @@ def hosts_json(reports: Sequence[HostReport]) -> str:
 
 
 def hosts_report(reports: Sequence[HostReport]) -> str:
-    """Return the reports of hosts as text: a table of all, then each as in ``report``."""
+    """Return the reports of hosts as text: a table of all, then the ``report`` of each."""
     columns = (
         TableColumn("host"),
         TableColumn("GPUs", right=True),

@@ -71,7 +71,7 @@ def _write(path: Path, text: str, *, force: bool) -> None:
     """Write the recipe.
 
     Raises:
-        RequestError: there is such a file, and it may not be replaced.
+        RequestError: the file exists and ``force`` is not set.
     """
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
@@ -114,11 +114,11 @@ def _from_answers() -> NewRecipe:
     return NewRecipe(name=Path(named.partition(":")[0]).stem, origin="", nodes=nodes, train=train, task=task)
 
 
-def _ask(question: str, read: Callable[[str], T]) -> T:
-    """Ask until the answer can be read.
+def _ask(question: str, parse: Callable[[str], T]) -> T:
+    """Print a question and parse the answer; repeat until it is valid.
 
     Raises:
-        RequestError: there is nobody who answers.
+        RequestError: standard input is at its end.
     """
     while True:
         print(f"{question}: ", end="", file=sys.stderr, flush=True)
@@ -129,8 +129,8 @@ def _ask(question: str, read: Callable[[str], T]) -> T:
             print(file=sys.stderr)
             raise RequestError("init: nobody answers, so nothing is written")
         try:
-            return read("".join(lines).strip())
-        except ValueError as error:  # RequestError among them
+            return parse("".join(lines).strip())
+        except ValueError as error:  # also a RequestError
             narrate(str(error))
 
 
@@ -153,7 +153,7 @@ def _not_empty(text: str) -> str:
 
 
 def _number(text: str) -> int:
-    """Return a number from 1 on; 1 where nothing is typed."""
+    """Return a number of at least 1; 1 for an empty answer."""
     if not re.fullmatch("([1-9][0-9]{0,3})?", text):
         raise RequestError(f"{quoted(text)} is not a number from 1 to 9999")
     return int(text or "1")

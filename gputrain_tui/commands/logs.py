@@ -23,16 +23,16 @@ NAME = "logs"
 HELP = "print what the ranks of a run printed"
 
 CHUNK_BYTES = 1 << 20
-"""Read and printed at once: bounds memory."""
+"""Bytes that are read and printed at a time, to bound memory."""
 
 MAX_LINE_BYTES = 16 << 20
-"""Memory bound for a line without end; a longer one is printed in pieces."""
+"""Maximum length of a line in memory; a longer one is printed in pieces."""
 
 PREFIX_COLOURS = (36, 33, 32, 35, 34, 31)
-"""SGR colours of rank prefixes, from the terminal's own palette."""
+"""SGR colours of rank prefixes, from the terminal's palette."""
 
 Print = Callable[[str, bytes], None]
-"""Prints whole lines of a file, which is given by its name without suffix."""
+"""Function that prints whole lines of a file, given by its name without suffix."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -79,8 +79,8 @@ def print_logs(run: Run, only: set[str] | None, show: Print) -> bool:
         try:
             os.close(open_regular(run.dir.logs / name))
         except OSError as error:
-            why = f"{run.dir.logs / name} cannot be read: {error.strerror}"
-            print(f"gputrain: {printable(why)}", file=sys.stderr)
+            problem = f"{run.dir.logs / name} cannot be read: {error.strerror}"
+            print(f"gputrain: {printable(problem)}", file=sys.stderr)
             continue
         file = AppendedFile(run.dir.logs / name, max_line_bytes=MAX_LINE_BYTES)
         left = file.unread()
@@ -110,7 +110,7 @@ def follow_logs(
     printed = False
     try:
         while True:
-            over = is_over(run.dir)  # asked before reading: what was written until then is read
+            over = is_over(run.dir)  # checked before reading, so that all lines before the end are read
             for name, lines in follower.poll(CHUNK_BYTES):
                 show(name, lines)
                 printed = True
@@ -144,8 +144,8 @@ def line_prefix(name: str, *, colour: bool) -> bytes:
 def format_line(line: bytes, label: bytes, on_terminal: bool) -> bytes:
     """Return a line to print: unchanged for a file or pipe, without control characters for a terminal.
 
-    For a terminal, escape sequences are dropped, other control characters and invalid UTF-8 made visible, and of a line
-    overwritten in place (progress bars) the last version is kept.
+    For a terminal, escape sequences are dropped and other control characters and invalid UTF-8 made visible; of a line
+    that was overwritten in place (a progress bar) only the last version is printed.
     """
     if on_terminal:
         text = ESCAPES.sub("", line.decode("utf-8", "backslashreplace"))

@@ -24,10 +24,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Change what is asked, and print the run's note and tags.
+    """Change the note and tags by the flags, and print them.
 
     Raises:
-        RequestError: there is no such run, a tag is none, or nothing can be written there, as in an archive.
+        RequestError: there is no such run, a tag is not valid, or the run cannot be written, as in an archive.
     """
     found = find(args.run)
     before = read_notes(found.dir)

@@ -1,4 +1,4 @@
-"""``gputrain plan``: what every node would run, with nothing started."""
+"""``gputrain plan``: prints the commands of all nodes; starts nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.history.runs import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.lifecycle.inventories import plan_here
-from gputrain_tui.lifecycle.start import endless, recipe_text
+from gputrain_tui.lifecycle.inventories import plan_with_inventories
+from gputrain_tui.lifecycle.start import endless_reason, recipe_text
 from gputrain_tui.output import narrate, print_json
 from gputrain_tui.plan.planner import Plan, with_run_dir
 from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
-    plan, local = plan_here(recipe, remark=narrate)
+    plan, local = plan_with_inventories(recipe, warn=narrate)
     problems = [f"as it is now, this plan cannot start: {problem}" for problem in _problems(recipe, plan, local)]
     for note in (*recipe.notes, *problems):
         narrate(note)
@@ -70,10 +70,10 @@ def run(args: Namespace) -> int:
 
 
 def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
-    """Return why the rendezvous would fail or the run never end; ``gputrain check`` does the other checks."""
+    """Return the problems of rendezvous and stop condition; ``gputrain check`` does the other checks."""
     rendezvous, port = rendezvous_facts(plan, local)
     found = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
-    return [problem for problem in (endless(recipe), *(result.line for result in found)) if problem]
+    return [problem for problem in (endless_reason(recipe), *(result.line for result in found)) if problem]
 
 
 def report(plan: Plan, name: str) -> str:
@@ -91,5 +91,5 @@ def report(plan: Plan, name: str) -> str:
     return "\n\n".join([f"{head}, started by {plan.launcher}", table(columns, rows), shell_commands(plan)])
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"

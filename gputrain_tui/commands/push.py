@@ -1,4 +1,4 @@
-"""``gputrain push``: brings code and environment to hosts without a shared disk."""
+"""``gputrain push``: copies code and environment to hosts without a shared disk."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Say what will be done, and do it.
+    """Print the plan of each host, and carry it out unless ``--dry-run`` is given.
 
     Raises:
-        RequestError: no host is named, or in two ways.
+        RequestError: neither a recipe nor hosts are named, or both.
     """
     from gputrain_tui.hosts.host_names import is_local
     from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile

@@ -1,4 +1,4 @@
-"""Flags for a run and ranks of it, shared by the commands that read its record."""
+"""Flags that name a run and its ranks, shared by the commands that read its record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_ranks(parser: ArgumentParser) -> None:
 
 
 def chosen_ranks(args: Namespace, run: Run, *, command: str) -> list[int]:
-    """Return the ranks that are asked for, ascending; none where all are.
+    """Return the ranks of ``--rank``, ascending; empty without the flag.
 
     Raises:
         RequestError: the run has no such rank.

@@ -1,4 +1,4 @@
-"""Flags for a recipe, shared by all commands that take one."""
+"""Flags that name a recipe and override its keys, shared by all commands that read one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def add_recipe(parser: ArgumentParser, *, optional: bool = False) -> None:
     """Declare ``RECIPE`` and ``--set``.
 
     Args:
-        parser: of the command.
-        optional: whether the command has another way to name a recipe.
+        parser: parser of the command.
+        optional: whether ``RECIPE`` may be omitted.
     """
     parser.add_argument(
         "recipe",

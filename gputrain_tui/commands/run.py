@@ -1,4 +1,4 @@
-"""``gputrain run``: trains a recipe to the end in the foreground, or starts it and leaves it alone."""
+"""``gputrain run``: trains a recipe to the end in the foreground, or starts it and returns."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def run(args: Namespace) -> int:
 
 
 def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
-    """Run a recipe on the one path of every run; return the run's exit code.
+    """Check, start and show a run; return its exit code.
 
     Args:
-        recipe: checked.
-        json: print every event and nothing else.
-        detach: print the run's id and return.
+        recipe: the recipe.
+        json: whether to print every event and nothing else.
+        detach: whether to print the run id and return.
     """
     try:
         with OpenConnections() as connections:
@@ -65,21 +65,23 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
 
 def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json: bool) -> int:
     with StopRequest() as stop_request:
-        # The supervisor starts first: the imports below run while it starts.
+        # The supervisor is started first; the imports below run while it starts.
         started, supervisor = start.launch(prepared, leased=True, connections=connections)
         from gputrain_tui.headless import foreground, progress
         from gputrain_tui.headless.safe_stream import SafeStream
+        from gputrain_tui.history.run_reader import RunReader
         from gputrain_tui.lifecycle import settle
         from gputrain_tui.state import RunState
 
         train, world_size = prepared.recipe.train, prepared.plan.world_size
         out, err = SafeStream(sys.stdout), SafeStream(sys.stderr)
         state = RunState(world_size=world_size, max_updates=train.max_updates, max_epochs=train.max_epochs)
-        view = None if json else foreground.show(state, os.environ, err)
+        copied_to = out if json else None
+        view = None if json else foreground.progress_view(state, os.environ, err)
         if view is not None:
-            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {progress.placed(prepared.plan)}", "dim")])
+            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {progress.placement(prepared.plan)}", "dim")])
 
-        def say(line: str) -> None:
+        def report(line: str) -> None:
             if view is not None:
                 view.say([(line, "bold")])
             else:
@@ -87,21 +89,27 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
 
         def follow(supervisor: subprocess.Popen[bytes]) -> int:
             return foreground.follow(
-                supervisor, state=state, view=view, reader=reader, stop_request=stop_request, say=say
+                supervisor,
+                state=state,
+                view=view,
+                reader=reader,
+                out=copied_to,
+                stop_request=stop_request,
+                report=report,
             )
 
-        with closing(foreground.reader_of(started, out=out, json=json)) as reader:
+        with closing(foreground.JsonStream(started, out) if json else RunReader(started.dir)) as reader:
             code = follow(supervisor)
             if code < 0 and not settle.is_settled(started.dir):
-                # It was killed, and with it the nodes of this machine; another one takes over those of other hosts, or
-                # sees to the end and writes it down.
+                # The supervisor was killed, and the nodes of this machine with it. A new one adopts the nodes of other
+                # hosts, or records the end of the run.
                 supervisor = start.take_over(started, prepared)
                 if stop_request.level:
-                    supervisor.terminate()  # what the one that is dead was asked
+                    supervisor.terminate()  # the killed one had received the stop request
                 code = follow(supervisor)
             if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
                 code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
-                foreground.catch_up(reader, state)
+                foreground.read_rest(reader, state)
         if view is not None and code not in (ExitCode.BAD_REQUEST, ExitCode.REFUSED):
             view.open()
         code = foreground.conclude(
@@ -114,8 +122,8 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
             err=err,
             hurried=lambda: bool(stop_request.level),
         )
-        if isinstance(reader.refused, BrokenPipeError):
-            raise reader.refused  # the end of any command whose reader went away, now that nothing is left
+        if copied_to is not None and isinstance(copied_to.error, BrokenPipeError):
+            raise copied_to.error  # as in any command whose reader closes the pipe, after the end of the run
         return code
 
 
@@ -124,6 +132,6 @@ def _detached(prepared: start.Prepared, connections: OpenConnections) -> int:
         print(start.submit(prepared).id)
         return ExitCode.FINISHED
     started, supervisor = start.launch(prepared, leased=False, connections=connections)
-    start.await_supervisor(started, supervisor, was=started.status.supervisor)
+    start.await_supervisor(started, supervisor, previous=started.status.supervisor)
     print(started.id)
     return ExitCode.FINISHED

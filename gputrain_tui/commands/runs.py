@@ -42,11 +42,11 @@ COLUMNS = (
 )
 CAUSE = next(index for index, column in enumerate(COLUMNS) if column.title == "cause")
 OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
-"""Titles of columns that are left out where no run has a value."""
+"""Titles of columns that are omitted if no run has a value."""
 OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
-"""Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and when it began."""
+"""Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
 MIN_CAUSE_CELLS = 16
-"""A narrower cause is of less use than another column."""
+"""Minimum width of the cause, below which another column is omitted."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -67,15 +67,15 @@ def run(args: Namespace) -> int:
     """Print the runs.
 
     Raises:
-        RequestError: the filter is not understood, or there is no such column.
+        RequestError: the filter is not valid, or there is no such column.
     """
     wanted = run_filter(args.filter)
     sorted_runs([], args.sort or NEWEST_FIRST)
     runs, unreadable = list_all()
     if any(run.state not in ENDED and read_job(run.dir) is not None for run in runs):
-        from gputrain_tui.lifecycle.slurm_jobs import refreshed
+        from gputrain_tui.lifecycle.slurm_jobs import refresh
 
-        runs = [refreshed(run) for run in runs]
+        runs = [refresh(run) for run in runs]
     listed = summarize_runs(runs, unreadable, now=time.time())
     entries: list[Entry] = [entry for entry in listed if wanted.keeps(entry)]
     if args.sort or args.reverse:
@@ -97,10 +97,10 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
     """Return the runs as a table with local times; a dim line for each unreadable one.
 
     Args:
-        entries: Their summaries.
-        colour: Whether to dim the unreadable ones.
-        cells: Width of the terminal, to which the table is fitted; None where there is none. What is wrong with an
-            unreadable run stands nowhere else, and is never cut.
+        entries: summaries of the runs.
+        colour: whether to dim the unreadable ones.
+        cells: width of the terminal, to which the table is fitted; None without a terminal. Lines of unreadable runs
+            are never cut, as their problems are shown nowhere else.
     """
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [
@@ -140,7 +140,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
 
 
 def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> tuple[list[int], int]:
-    """Return the columns that a terminal has room for, and the cells that they leave to the causes of failures."""
+    """Return the columns that fit into a width, and the remaining cells for the cause of a failure."""
     widths = [
         max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)
     ]

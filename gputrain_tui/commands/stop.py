@@ -18,10 +18,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Stop the run and wait until it has ended.
+    """Stop the run and wait until it has ended; return exit code 1 if processes are left.
 
     Raises:
-        RequestError: the run belongs to another machine.
+        RequestError: there is no such run, it belongs to another machine, or it does not end.
     """
     report, left = stop_by_name(args.run)
     print(printable(report))

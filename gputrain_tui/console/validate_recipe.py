@@ -69,9 +69,9 @@ def validate_recipe(
     try:
         recipe = build(text, name=name, overrides=found.settings)
         found = replace(found, recipe=recipe)
-        planned = start.planned(recipe)
+        planned = start.plan_recipe(recipe)
         found = replace(found, plan=planned.plan)
-        prepared = start.checked(recipe, planned, max_age_s=hosts_max_age_s)
+        prepared = start.check_planned(recipe, planned, max_age_s=hosts_max_age_s)
     except NotReadyError as refused:
         return replace(found, plan=refused.plan, results=refused.results)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Renders the end of a run: the table of its ranks, its results and findings, and what failed."""
+"""Renders the end of a run: the table of its ranks, its results, findings and failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gputrain_tui.tables import TableColumn, duration, table, width as cells
 from trainer.contract.record import Failure
 
 MAX_TABLE_RANKS = 32
-"""More would scroll the run's result away; those that the others waited for most are listed."""
+"""Maximum rows of the table, so that it does not scroll the results away."""
 LOG_LINES = 12
-"""Last lines shown of the failed rank's output: the end of most tracebacks."""
+"""Last lines of the failed rank's output that are shown: the end of most tracebacks."""
 MAX_FINDINGS = 10
-"""More would scroll the run's result away."""
+"""Maximum number of findings, so that they do not scroll the results away."""
 COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
     (TableColumn("rank", right=True), 0, lambda view: str(view.rank)),
     (TableColumn("host"), 2, lambda view: view.host or ""),
@@ -34,12 +34,12 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is that of the rank's last step, all else is over the whole run.
+The loss is of the rank's last step, all other values are over the whole run.
 """
 
 
 def closing_table(state: RunState, width: int) -> list[list[Piece]]:
-    """Return a title and a row per rank; of very many ranks those that the others waited for most."""
+    """Return a title and a row per rank; of more than ``MAX_TABLE_RANKS`` ranks, those most waited for."""
     views = list(state.ranks.values())
     hidden = len(views) - MAX_TABLE_RANKS
     if hidden > 0:
@@ -65,8 +65,8 @@ def closing_lines(
     Args:
         state: of the run.
         width: columns of the terminal.
-        is_there: whether a checkpoint still exists.
-        place: stands before its path: the host that has it, where that is not this machine.
+        is_there: returns whether a checkpoint still exists.
+        place: prefix of the checkpoint's path, ``HOST:`` if it is on another host.
     """
     lines = closing_table(state, width) if state.step else []
     rates = run_throughput(state.ranks.values())
@@ -92,21 +92,21 @@ def closing_lines(
 
 
 def finding_lines(state: RunState) -> list[list[Piece]]:
-    """Return a line per finding, those that are not cleared first."""
+    """Return a line per finding except ``info``, those that are not cleared first."""
     lines: list[list[Piece]] = []
     for finding, stands in newest_findings(state):
         if finding.severity == "info":
             continue
         since = f" since step {finding.step}" if finding.step is not None else ""
-        what = finding.message or finding.kind.replace("_", " ")
+        text = finding.message or finding.kind.replace("_", " ")
         title = (f"{'finding' if stands else 'was found':<11}", "dim")
-        lines.append([title, (what + (since if stands else ", no longer"), "alarm" if stands else "dim")])
+        lines.append([title, (text + (since if stands else ", no longer"), "alarm" if stands else "dim")])
     hidden = len(lines) - MAX_FINDINGS
     return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
 
 
-def ending(state: RunState) -> list[Piece]:
-    """Return the last line: status, duration, steps and samples."""
+def status_line(state: RunState) -> list[Piece]:
+    """Return the last line of the report: status, duration, steps and samples."""
     took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
@@ -117,13 +117,19 @@ def ending(state: RunState) -> list[Piece]:
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
-    """Return the rank that failed, the reason, and the end of its output."""
-    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    """Return lines with the failed rank, its error, and the end of its output.
+
+    Args:
+        failure: root cause of the run.
+        log: last lines of the rank's output.
+        path: file of that output.
+    """
+    subject = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
     when = f" at step {failure.step}" if failure.step is not None else ""
     kind = failure.kind.replace("_", " ")
     lines: list[list[Piece]] = [
-        [(f"{who} failed{where}{when}: {kind}", "alarm")],
+        [(f"{subject} failed{where}{when}: {kind}", "alarm")],
         [("  " + failure.message, "bold")],
     ]
     if log:

@@ -1,4 +1,4 @@
-"""Shows how far an export is, on a terminal alone."""
+"""Progress bar of an export, on a terminal."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import time
 from gputrain_tui.tables import duration, size
 
 REDRAW_S = 0.1
-"""Between two drawings: faster changes cannot be read."""
+"""Time between two redraws: faster changes cannot be read."""
 FIRST_DRAWN_S = 0.3
-"""An export that takes less shows no bar, which would only flicker."""
+"""Time before the first drawing, so that a short export shows no flickering bar."""
 BAR_COLUMNS = 30
-"""Width of the bar; the rest of 80 columns is for the figures."""
+"""Width of the bar; the rest of 80 columns is for text."""
 
 
 class ExportProgress:
-    """A bar on standard error, erased at the end; nothing where that is no terminal."""
+    """Progress bar on standard error, erased at the end; without output if that is no terminal."""
 
-    def __init__(self, what: str) -> None:
-        """Begin: ``what`` is exported."""
+    def __init__(self, title: str) -> None:
+        """Start the clock of a bar with a title."""
         self.total_bytes = 0
-        """To read; 0 while it is not known."""
-        self._what = what
+        """Bytes to read; 0 until known."""
+        self._title = title
         self._done = 0
         self._began = time.monotonic()
         self._drawn_at = self._began + FIRST_DRAWN_S - REDRAW_S
@@ -33,7 +33,7 @@ class ExportProgress:
         self._drawn = False
 
     def advance(self, count: int) -> None:
-        """Count bytes that were read."""
+        """Add bytes that were read, and redraw the bar if due."""
         self._done += count
         now = time.monotonic()
         if self._live and now - self._drawn_at >= REDRAW_S:
@@ -55,5 +55,5 @@ class ExportProgress:
         left_s = (now - self._began) * (1 / share - 1) if share > 0.01 else None
         left = f"  {duration(left_s)} left" if left_s is not None else ""
         bar = "━" * cells + "─" * (BAR_COLUMNS - cells)
-        line = f"{self._what}  {bar}  {share:4.0%}  {size(self._done)}{left}"
+        line = f"{self._title}  {bar}  {share:4.0%}  {size(self._done)}{left}"
         return line[: shutil.get_terminal_size().columns - 1]

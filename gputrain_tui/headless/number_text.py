@@ -1,4 +1,4 @@
-"""Figures of a run as text: rates, losses, shares, ranks; in the progress line, the closing report and the console."""
+"""Formats rates, losses, shares and ranks for the progress line, the closing report and the console."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from gputrain_tui.state.figures import Throughput
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """Return a count or rate for people: ``1,234``, ``12.3``; a dash when it is not known."""
+    """Return a count or rate as ``1,234`` or ``12.3``; a dash for None."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
 
 
 def loss_text(value: float | None) -> str:
-    """Return a loss in nats with four decimals."""
+    """Return a loss in nats with four decimals; a dash for None."""
     return "–" if value is None else f"{value:.4f}"
 
 
 def percent(share: float | None) -> str:
-    """Return a share as a percentage."""
+    """Return a share, 0 to 1, as a percentage; a dash for None."""
     return "–" if share is None else f"{100 * share:.1f}%"
 
 
 def further_rates(rates: Throughput) -> str:
-    """Return tokens per second and model FLOPs utilization, as far as they are known."""
+    """Return tokens per second and model FLOPs utilization, those that are known."""
     tokens = "" if rates.tokens_per_s is None else f"{number(rates.tokens_per_s)} tokens/s"
     return "  ".join(filter(None, [tokens, "" if rates.mfu is None else f"MFU {percent(rates.mfu)}"]))
 

@@ -1,6 +1,6 @@
-"""Renders the progress line of a run, plain lines for a log and lines of single events; only ``ProgressView`` writes.
+"""Renders the progress of a run as one updated line or as plain lines for a log, and single events as lines.
 
-All of it is narration and goes to stderr.
+Only ``ProgressView`` writes, to standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent, ranks_text
 from gputrain_tui.headless.styled_text import Piece, clip, length, paint
 from gputrain_tui.hosts.host_names import is_pending
-from gputrain_tui.lifecycle.attempt_outcome import PAST_REFUSAL
+from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, size
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan
 
 REDRAW_S = 0.1
-"""Between two readings of the record and drawings of the progress line: faster changes cannot be read."""
+"""Time between two reads of the record and redraws of the progress line: faster changes cannot be read."""
 PLAIN_S = 5.0
-"""Between two plain lines: a log of an hour has 720."""
+"""Time between two plain lines: 720 in the log of an hour."""
 PLAIN_START_S = 15.0
-"""Time without plain lines at the start: a refusal by the ranks then stands alone."""
+"""Time without plain lines at the start, so that a refusal by the ranks is the only output."""
 BAR_COLUMNS = (10, 40)
 """Minimum and maximum width of the bar."""
 LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
@@ -42,13 +42,13 @@ LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
     (True, 4, ("tokens", "slowest", "sync", "rate", "epoch")),
     (True, 4, ("tokens", "slowest", "sync", "rate", "epoch", "eta")),
 )
-"""Forms of the progress line, widest first: short words, columns of the bar, omitted measures."""
+"""Forms of the progress line, widest first: whether words are short, columns of the bar, omitted measures."""
 
 
 def progress_line(state: RunState, width: int, *, now: float, standstill: Standstill | None = None) -> list[Piece]:
     """Return one line of at most ``width`` columns; the least important measures are omitted first."""
     if state.step == 0:
-        return clip(_starting(state, now), width)
+        return clip(_start_pieces(state, now), width)
     progress = state.progress
     for compact, least, dropped in LINE_FORMS:
         parts = [pieces for name, pieces in _measures(state, standstill, compact=compact) if name not in dropped]
@@ -76,7 +76,7 @@ def bar(progress: float, width: int) -> list[Piece]:
 def _measures(
     state: RunState, standstill: Standstill | None, *, compact: bool = False
 ) -> list[tuple[str, list[Piece]]]:
-    """Return name and text of each measure in the order of the line."""
+    """Return name and text of each measure, in the order of the line."""
     total, figures = state.updates_total, state.figures
     epochs = f"/{state.max_epochs}" if state.max_epochs else ""
     steps = f"{state.step}/{total}" if total else f"{state.step}"
@@ -106,14 +106,15 @@ def _measures(
     return measures
 
 
-def _starting(state: RunState, now: float) -> list[Piece]:
+def _start_pieces(state: RunState, now: float) -> list[Piece]:
+    """Return the progress before the first step: queued, starting, joined ranks, or ready."""
     waited = f"  {duration(now - state.started)}" if state.started is not None else ""
-    here, missing = state.joined, state.missing
+    joined, missing = state.joined, state.missing
     count = f"{state.world_size} rank{'s' * (state.world_size != 1)}"
     if state.queued is not None:
         return [(f"queued as job {state.queued.job}", "")]
     if state.joining is not None and missing:
-        text = f"joined {len(here)} of {state.world_size}, waiting for {ranks_text(missing)}"
+        text = f"joined {len(joined)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
         text = f"starting {count}"
     elif any(view.state == "validating" for view in state.ranks.values()):
@@ -123,8 +124,8 @@ def _starting(state: RunState, now: float) -> list[Piece]:
     return [(text, ""), (waited, "dim")]
 
 
-def placed(plan: Plan) -> str:
-    """Return how many ranks run where: ``2 ranks on localhost (cpu)``."""
+def placement(plan: Plan) -> str:
+    """Return ranks, hosts and devices of a plan: ``2 ranks on localhost (cpu, gloo)``."""
     hosts = list(dict.fromkeys(node.host for node in plan.nodes))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     if is_pending(hosts[0]):
@@ -136,7 +137,7 @@ def placed(plan: Plan) -> str:
 def plain_line(state: RunState, *, now: float, standstill: Standstill | None = None) -> str:
     """Return the state of a run as one line for a log."""
     if state.step == 0:
-        return paint(_starting(state, now), colour=False)
+        return paint(_start_pieces(state, now), colour=False)
     done = f" ({state.progress:.0%})" if state.progress is not None else ""
     measures = [
         paint(pieces, colour=False) + (done if name == "step" else "") for name, pieces in _measures(state, standstill)
@@ -145,7 +146,7 @@ def plain_line(state: RunState, *, now: float, standstill: Standstill | None = N
 
 
 def event_line(event: AnyEvent) -> list[Piece] | None:
-    """Return a line for an event that deserves one of its own, None for the others."""
+    """Return a line for an evaluation, checkpoint, finding, queued job or lost events; None for other events."""
     match event:
         case Validation():
             weights, step = event.weights_step, f"epoch {event.epoch}  step {event.step}"
@@ -156,11 +157,11 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
         case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT):
             return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
-            what = event.message or event.kind.replace("_", " ")
+            message = event.message or event.kind.replace("_", " ")
             if event.state == "cleared":
-                return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (what, "")]
+                return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (message, "")]
             advice = f"; {event.advice}" if event.advice else ""
-            return [(f"{event.severity}: {what}{advice}", "alarm")]
+            return [(f"{event.severity}: {message}{advice}", "alarm")]
         case Queued():
             parts = [f" in {event.partition}" if event.partition else "", f": {event.reason}" if event.reason else ""]
             if event.expected_start is not None:
@@ -173,17 +174,17 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
 
 
 class Stream(Protocol):
-    """A text stream for narration."""
+    """Text stream for the progress."""
 
     def write(self, text: str, /) -> object:
         """Write text."""
 
     def flush(self) -> None:
-        """Flush what was written."""
+        """Flush the written text."""
 
 
 class ProgressView:
-    """Shows the progress of a run: a line updated in place on a terminal, plain lines at intervals elsewhere."""
+    """Progress of a run: a line updated in place on a terminal, plain lines at intervals elsewhere."""
 
     def __init__(
         self,
@@ -199,13 +200,13 @@ class ProgressView:
         """Start without output.
 
         Args:
-            state: the run.
-            stream: output.
+            state: state of the run.
+            stream: stream to write to.
             live: whether to update a line in place.
-            colour: whether to colour.
-            width: returns the columns.
-            keeps_up: whether the stream's reader keeps up; otherwise the progress line is not redrawn.
-            now: Unix seconds.
+            colour: whether to use colours.
+            width: returns the columns of the terminal.
+            keeps_up: returns whether the stream's reader keeps up; otherwise the progress line is not redrawn.
+            now: clock, Unix seconds.
         """
         self._state = state
         self._stream = stream
@@ -219,12 +220,12 @@ class ProgressView:
         self._plain_at = now()
         self._steps = StepWatch()
         self._first_line: Sequence[Piece] | None = None
-        """The first line while it is held back."""
+        """First line while it is held back; None once written."""
 
     def introduce(self, pieces: Sequence[Piece]) -> None:
-        """Hold back the first line until there is a second one, or the ranks can no longer refuse the request.
+        """Set the first line, held back until a second line or until the ranks can no longer refuse the request.
 
-        A refusal by a rank is then the only output, like any other refusal.
+        A refusal by a rank is then the only output, as a refusal by the preflight is.
         """
         self._first_line = pieces
 
@@ -235,11 +236,11 @@ class ProgressView:
             self.say(lead)
 
     def update(self, events: Iterable[AnyEvent]) -> None:
-        """Show the changes by events that are already applied to the state."""
-        if any(view.state in PAST_REFUSAL for view in self._state.ranks.values()):
+        """Write lines for events that are already applied to the state, and redraw the progress if due."""
+        if any(view.state in ACCEPTED_STATES for view in self._state.ranks.values()):
             self.open()
         for event in roll_up(events, self._state.ranks):
-            # A terminal shows the last checkpoint at the end, a log each one as it comes.
+            # A log gets every checkpoint; on a terminal the closing report shows the last one.
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
             if (line := event_line(event)) is not None:

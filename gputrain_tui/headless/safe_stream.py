@@ -1,7 +1,7 @@
-"""A standard stream whose reader may stall or close while a run goes on; the run never waits for it.
+"""Standard stream that never blocks the run, nor raises: a stalled or closed reader loses output instead.
 
-A pager at its prompt, a terminal held by Ctrl-S, a ``tee`` ended by Ctrl-C, a log on a full disk: none may end a
-training, keep it from saving, or delay a stop request.
+Such as a pager at its prompt, a terminal held by Ctrl-S, a ``tee`` ended by Ctrl-C or a log on a full disk: none may
+end a training, keep it from saving, or delay a stop request.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import TextIO
 from gputrain_tui.output import discard
 
 CLOSED_ERRORS = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
-"""Errors of a stream without a reader: the pipe or terminal is closed for good."""
+"""Errors of a pipe or terminal whose reader has closed it."""
 MAX_BACKLOG_BYTES = 64 << 10
-"""Backlog above which narration is dropped: as much again as a pipe holds."""
+"""Backlog above which text is dropped; the size of a pipe's buffer."""
 STALL_S = 2.0
-"""Seconds without progress after which an interrupted command no longer waits for its reader."""
+"""Time without progress after which an interrupted command does not wait for its reader."""
 WRITE_BYTES = 4 << 10
-"""Bytes per write: the progress of a slow reader is seen in such steps."""
+"""Bytes per write: the granularity at which the progress of a slow reader is seen."""
 
 
 class SafeStream:
-    """Writes to a stream from its own thread; never raises ``OSError`` and never blocks the caller."""
+    """Stream written by a thread of its own; never raises ``OSError`` and never blocks the caller."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to the stream's descriptor, past its buffer."""
+        """Write to the file descriptor of a stream, past its buffer."""
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
         self.error: OSError | None = None
-        """The last error of the stream; None without one."""
+        """Last error of the stream; None without one."""
         self._changed = threading.Condition()
         self._waiting = bytearray()
         self._writing = 0
         """Bytes of the write in progress."""
         self._progress_at = time.monotonic()
-        """When the reader last read anything, or had nothing to read."""
+        """Time of the reader's last progress, or of the first byte of the backlog; monotonic seconds."""
         self._abandoned = False
         self._thread: threading.Thread | None = None
 
@@ -59,7 +59,7 @@ class SafeStream:
         return self._abandoned or not self.backlog_bytes
 
     def write(self, text: str) -> None:
-        """Write text; drop it when the backlog is full."""
+        """Write text; drop it if the backlog is full."""
         if self.has_room:
             self.write_bytes(text.encode(self._encoding, "backslashreplace"))
 
@@ -67,11 +67,11 @@ class SafeStream:
         """Do nothing: the thread writes as soon as the stream is ready."""
 
     def line(self, text: str) -> None:
-        """Write one line, also when the backlog is full."""
+        """Write one line, even if the backlog is full."""
         self.write_bytes((text + "\n").encode(self._encoding, "backslashreplace"))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write bytes, also when the backlog is full."""
+        """Write bytes, even if the backlog is full."""
         with self._changed:
             if self._abandoned or not data:
                 return
@@ -85,21 +85,21 @@ class SafeStream:
             self._thread.start()
 
     def is_stalled(self) -> bool:
-        """Whether the reader has read nothing for ``STALL_S``."""
+        """Whether there is a backlog of which nothing was read for ``STALL_S``."""
         with self._changed:
             return self.backlog_bytes > 0 and time.monotonic() - self._progress_at > STALL_S
 
     def abandon(self) -> None:
-        """Drop the backlog and everything written later."""
+        """Drop the backlog, and everything that is written later."""
         with self._changed:
             self._abandoned = True
             self._waiting.clear()
 
     def settle(self, *, hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written; ``hurried`` commands do not wait for a stalled reader."""
+        """Wait until everything is written, or while ``hurried`` returns True until the reader stalls."""
         with self._changed:
             while self.backlog_bytes and not (hurried() and self.is_stalled()):
-                self._changed.wait(0.1)  # in short waits, so that signals are handled
+                self._changed.wait(0.1)  # in short waits, so that signal handlers run
         self.abandon()
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""How an attempt ended, read from the record; success is decided here, not by exit codes.
+"""Outcome of an attempt, read from its record: events of the ranks decide on success, not exit codes.
 
-A rank may still abort or hang while its interpreter shuts down after a successful run, so what it wrote before
-counts, and an exit code of 0 without it does not.
+A rank may abort or hang while its interpreter shuts down after a successful run: its ``finished`` event counts, and
+an exit code of 0 without that event does not.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain_tui.lifecycle.remote_nodes import shown
+from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
 TAIL_BYTES = 1 << 20
-"""How much of the end of an event file is searched for how its rank ended."""
+"""Bytes at the end of an event file that are searched for the end of its rank."""
 LOG_BYTES = 64 << 10
-"""How much of the end of a log is searched."""
+"""Bytes at the end of a log that are searched."""
 ROOM_BYTES = 16 << 10
-"""With less free space ranks may have been unable to write their last events."""
-PAST_REFUSAL = ("training", "validating", "saving", "finished")
-"""States of a rank that has accepted the request."""
+"""Free space below which ranks may have been unable to write their last events."""
+ACCEPTED_STATES = ("training", "validating", "saving", "finished")
+"""States of a rank that has accepted the request and can no longer refuse it."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
-"""Exit codes of a node agent that was stopped on its machine; the negative ones before it had its handlers."""
+"""Exit codes of a node agent that was stopped on its machine; negative if it had no signal handlers yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEnd:
-    """How a node agent ended."""
+    """End of a node agent."""
 
     host: str
     exit_code: int
-    """A signal's number negated."""
+    """Negative signal number if a signal ended it."""
     unfinished: list[int]
-    """Its ranks that did not record that they finished."""
-    why: str = ""
-    """Why its host did not start or keep it; empty where its log has the last word."""
+    """Its ranks without a record of having finished."""
+    host_error: str = ""
+    """Error of its host or of the connection, which did not start or keep it; empty if its log has the cause."""
     killed_by_us: bool = False
-    """Whether the supervisor killed it; which of two nodes is seen to end first may be chance."""
+    """Whether the supervisor killed it; its end is then no cause, even if it was seen first."""
 
 
 def event_file_sizes(run_dir: RunDir) -> dict[str, int]:
-    """Return the size of every event file, which marks the beginning of an attempt."""
+    """Return the size of every event file by name; taken at the start of an attempt."""
     return {path.name: size_of(path) for path in run_dir.events.glob("*.ndjson")}
 
 
 def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
-    """Return the ranks of a node that ended without having finished in this attempt.
+    """Return the ranks of a node that have not finished in this attempt.
 
-    A rank that could not record its end, on a full disk or beyond the limit of a file's size, has reported it to its
-    node agent all the same.
+    A rank counts as finished by its event or by the outcome that its node agent wrote: on a full disk, or at the limit
+    of a file's size, it reports its end to the node agent alone.
     """
     missing = [rank for rank in ranks if not _finished(run_dir.rank_events(rank), since)]
     outcome = node_outcome(run_dir, node) if missing else None
@@ -65,8 +65,8 @@ def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[
     ]
 
 
-def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
-    """Describe what of the record is missing and why; empty when it is complete."""
+def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
+    """Describe why the end of the record is missing; empty when the record is complete."""
     outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
     why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
     if disk_is_full(run_dir):
@@ -75,14 +75,14 @@ def not_recorded(run_dir: RunDir, nodes: Iterable[int]) -> str:
 
 
 def holds_work(run_dir: RunDir) -> bool:
-    """Whether a rank came to train, a checkpoint is kept, or a full disk leaves that open."""
+    """Whether a rank has trained or a checkpoint exists; True as well on a full disk, which may hide either."""
     if any(not path.name.startswith(".") for path in run_dir.checkpoints.glob("*")) or disk_is_full(run_dir):
         return True
     return any(_trained(path) for path in run_dir.events.glob("*.ndjson"))
 
 
 def disk_is_full(run_dir: RunDir) -> bool:
-    """Whether the disk of the run directory is full."""
+    """Whether the disk of the run directory, or its quota, has less than ``ROOM_BYTES`` left."""
     probe = run_dir.path / f".room-{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * ROOM_BYTES)
@@ -103,18 +103,18 @@ def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
 
 
 def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
-    """Return the one failure that explains how the attempt ended.
+    """Return the root cause of a failed attempt.
 
     Args:
         run_dir: the record.
         since: sizes of the event files when the attempt began.
         ended: per node, in the order in which they ended.
-        now: Unix seconds, for a failure that nobody recorded.
+        now: Unix seconds, the time of a failure that is derived from an exit code.
     """
     found = [*failures(run_dir, since), *_reported_failures(run_dir, ended)]
     recorded = root_cause((int(failure.time * 1e9), failure) for failure in found)
     missing = [(node, end) for node, end in ended.items() if end.unfinished]
-    killed = [(node, end) for node, end in missing if end.why or (end.exit_code < 0 and not end.killed_by_us)]
+    killed = [(node, end) for node, end in missing if end.host_error or (end.exit_code < 0 and not end.killed_by_us)]
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in killed or missing:
@@ -123,45 +123,45 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
 
 
 def exit_code(run_dir: RunDir, node: int, code: int) -> int:
-    """Return a node's exit code; SIGINT's where that came while Python itself was starting.
+    """Return a node's exit code, replaced by ``-SIGINT`` if SIGINT came while Python itself was starting.
 
-    Python then ends with 1 as if it had failed, and only the last line that it printed shows why.
+    Python then exits with 1, as after a failure; the last line of the log, ``KeyboardInterrupt``, shows the cause.
     """
     silent = code == ExitCode.FAILED and node_outcome(run_dir, node) is None
     return -signal.SIGINT if silent and last_lines(run_dir.node_log(node), 1) == ["KeyboardInterrupt"] else code
 
 
 def is_deleted(run_dir: RunDir) -> bool:
-    """Whether a run directory is gone; ranks that save may have made its folders again."""
+    """Whether a run directory was deleted: lock and plan are gone, though ranks that save may recreate folders."""
     try:
         return not (run_dir.lock.exists() or run_dir.plan.exists())
     except OSError:
-        return False  # the file system does not answer, and may do so again
+        return False  # an error of a network file system, which may recover
 
 
-def deleted(run_dir: RunDir, now: float) -> Failure:
-    """Return the failure of a run whose directory was deleted while it went on.
+def deletion_failure(run_dir: RunDir, now: float) -> Failure:
+    """Return the failure of a run whose directory was deleted during the run.
 
     Args:
-        run_dir: where it was.
+        run_dir: the deleted directory.
         now: Unix seconds.
     """
-    what = f"the run directory {run_dir.path} was deleted while the run went on"
-    return Failure(time=now, kind="run_directory", message=what)
+    message = f"the run directory {run_dir.path} was deleted while the run went on"
+    return Failure(time=now, kind="run_directory", message=message)
 
 
 def first_stopped_node(ended: Mapping[int, NodeEnd]) -> int | None:
-    """Return the node that was stopped on its own machine before anything had failed; None when none was.
+    """Return the first node to end, if a stop on its own machine ended it; None otherwise.
 
     Args:
-        ended: per node, in the order in which they ended; the supervisor had no stop request.
+        ended: per node, in the order in which they ended, of an attempt without a stop request to the supervisor.
     """
     first = next(((node, end) for node, end in ended.items() if end.unfinished), None)
     return first[0] if first is not None and first[1].exit_code in STOPPED else None
 
 
 def delete_partial_checkpoints(run_dir: RunDir) -> None:
-    """Delete the unusable parts of checkpoints that ranks were killed while writing."""
+    """Delete the temporary files of checkpoints whose ranks were killed while writing."""
     for path in run_dir.checkpoints.glob(".*.pt.tmp"):
         with suppress(OSError):
             path.unlink()
@@ -173,7 +173,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
-    """Describe where stopped ranks are and what they have saved; empty when they were just ended."""
+    """Describe the update and checkpoint at which ranks stopped, and ranks that did not answer; may be empty."""
     outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
     parts = []
     stopped = [outcome.stopped_at for outcome in outcomes if outcome.stopped_at is not None]
@@ -181,18 +181,19 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     if not stopped and not_kept:  # the stop request came while the last update was saved
         parts.append(f"but {not_kept}")
     if stopped:
-        saved = next((shown(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None)
-        words = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
-        parts.append(f"at update {max(stopped)}{words}" + (f", but {not_kept}" if not_kept else ""))
+        saved = next(
+            (path_with_host(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None
+        )
+        kept = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
+        parts.append(f"at update {max(stopped)}{kept}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
     if silent:
-        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-        parts.append(f"without saving, because {who} did not answer")
+        parts.append(f"without saving, because {rank_names(silent)} did not answer")
     return "; ".join(parts)
 
 
 def largest_rank(run_dir: RunDir, node: int) -> int | None:
-    """Return the rank of a node that used twice the memory of every other when they were sampled last, if one did."""
+    """Return the rank of a node with at least twice the memory (RSS) of every other in the last sample; else None."""
     samples = [
         event for event in _tail(run_dir.node_events(node), {}, b'"node_sample"') if isinstance(event, NodeSample)
     ]
@@ -201,12 +202,12 @@ def largest_rank(run_dir: RunDir, node: int) -> int | None:
 
 
 def last_lines(path: Path, count: int, *, since: int = 0) -> list[str]:
-    """Return the last lines of a text file that are not blank; none when it cannot be read.
+    """Return the last non-blank lines of a text file; none when it cannot be read.
 
     Args:
         path: the file.
-        count: how many at most.
-        since: where in the file the first one may begin.
+        count: maximum number of lines.
+        since: byte offset before which the file is not read.
     """
     try:
         text = read_tail(path, min(LOG_BYTES, max(size_of(path) - since, 0))).decode("utf-8", "replace")
@@ -219,9 +220,9 @@ def _trained(path: Path) -> bool:
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             events = (event for line in file if b'"rank_state"' in line for event in decode_events(line))
-            return any(isinstance(event, RankState) and event.state in PAST_REFUSAL for event in events)
+            return any(isinstance(event, RankState) and event.state in ACCEPTED_STATES for event in events)
     except OSError:
-        return True  # it may have
+        return True  # unreadable: it may have trained
 
 
 def _finished(path: Path, since: Mapping[str, int]) -> bool:
@@ -230,14 +231,14 @@ def _finished(path: Path, since: Mapping[str, int]) -> bool:
 
 
 def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEvent]:
-    """Yield the events near the end of a file whose line holds the mark, from this attempt only."""
+    """Yield the events of this attempt in the last ``TAIL_BYTES`` of a file whose lines contain the mark."""
     try:
         begin = since.get(path.name, 0)
         start = max(begin, size_of(path) - TAIL_BYTES)
         lines = read_part(path, start, TAIL_BYTES).split(b"\n")
     except OSError:
         return
-    for line in lines[1:] if start > begin else lines:  # the first is torn when the cut is not a line's beginning
+    for line in lines[1:] if start > begin else lines:  # the first may be cut in the middle
         if mark in line:
             yield from decode_events(line)
 
@@ -251,26 +252,22 @@ def _reported_failures(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterato
 
 
 def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
-    """Return the failure that a node's exit code and log tail show, where nothing else is recorded."""
+    """Return the failure that a node's exit code and last log line show; for an attempt without recorded failures."""
     host, code, ranks = end.host, end.exit_code, end.unfinished
+    if end.host_error:
+        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.host_error}")
     # A process prints nothing about SIGKILL: its last line is about something else.
-    if end.why:
-        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.why}")
-    words = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
-    said = f": {words[-1].removeprefix('gputrain: ').strip()}" if words else ""
+    lines = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
+    last_line = lines[-1].removeprefix("gputrain: ").strip() if lines else ""
+    suffix = f": {last_line}" if lines else ""
     if code == ExitCode.BAD_REQUEST:
-        return Failure(time=now, kind="request", host=host, message=said.removeprefix(": ") or "the request was wrong")
+        return Failure(time=now, kind="request", host=host, message=last_line or "the request was wrong")
     if code == ExitCode.REFUSED:
-        return Failure(
-            time=now, kind="refused", host=host, message=said.removeprefix(": trainer: ") or "it was refused"
-        )
-    who = rank_names(ranks)
+        message = last_line.removeprefix("trainer: ") or "it was refused"
+        return Failure(time=now, kind="refused", host=host, message=message)
+    names = rank_names(ranks)
     if code < 0:
-        what = f"node {node} was killed by {signal_name(-code)} before {who} finished{said}"
-        return Failure(time=now, kind="signal", host=host, message=what)
-    return Failure(
-        time=now,
-        kind="exit",
-        host=host,
-        message=f"node {node} ended with exit code {code} and {who} did not finish{said}",
-    )
+        message = f"node {node} was killed by {signal_name(-code)} before {names} finished{suffix}"
+        return Failure(time=now, kind="signal", host=host, message=message)
+    message = f"node {node} ended with exit code {code} and {names} did not finish{suffix}"
+    return Failure(time=now, kind="exit", host=host, message=message)

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run: in its run directory, or in the folder that ``train.save_dir`` names."""
+"""Finds the checkpoints of a run, in its run directory or in ``train.save_dir``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainer.contract.record.regular_file import read_whole
 
 
 def resumable_checkpoint(run_dir: RunDir) -> Path | None:
-    """Return what continues the run: a folder, whose newest good checkpoint is taken, or a file; None without any.
+    """Return the path to resume a run from: a folder, for its newest good checkpoint, or a file; None without one.
 
-    Where rank 0 was on a host with a run directory of its own, the path is one of that host, and its record alone is
-    known here.
+    If rank 0 ran on a host with a run directory of its own, it is a path of that host, taken from the recorded
+    checkpoints: their files cannot be read from here.
     """
     remote = remote_node(run_dir, 0)
     if remote is None:
@@ -31,22 +31,22 @@ def resumable_checkpoint(run_dir: RunDir) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenCheckpoint:
-    """A checkpoint that is to be evaluated or exported."""
+    """Checkpoint to be evaluated or exported."""
 
     path: Path
-    """A file, or a folder whose newest good one is meant; absolute."""
+    """A file, or a folder for its newest good checkpoint; absolute."""
     run: Run | None
-    """The run that it belongs to, where that is known."""
-    why: str
-    """Which one it is, in words."""
+    """Run of the checkpoint; None if not known."""
+    description: str
+    """Such as ``the best checkpoint of RUN``."""
 
 
 def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
-    """Return the checkpoint of a run or of a file.
+    """Return a checkpoint of a run, or the one in a file.
 
     Args:
         named: a run (an id, a prefix of one, or ``last``, the last one that trained), or a checkpoint's file.
-        which: of a run: ``best``, ``newest``, or the name of a file; None for the best where there is one.
+        which: of a run: ``best``, ``newest``, or the name of a file; None for the best, or the newest without a best.
 
     Raises:
         RequestError: there is no such run, file or checkpoint.
@@ -57,33 +57,33 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
             raise RequestError(f"--checkpoint {which} chooses among those of a run, but {named} is a file: name one")
         return _named_file(path)
     run = last_trained() if named == "last" else find(named)
-    if checkpoint := evaluates(run.dir):
+    if checkpoint := evaluated_checkpoint(run.dir):
         raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
     if which not in (None, "best", "newest"):
         return _file_of(run, str(which))
     newest = resumable_checkpoint(run.dir)
     if newest is None:
-        raise RequestError(none_left(run))
+        raise RequestError(describe_missing_checkpoint(run))
     best = newest / BEST
-    # In a folder that is not the run's alone it is another's, unless the run has written one there.
+    # In a shared ``train.save_dir`` the best checkpoint may be of another run, unless this run recorded one there.
     own = newest == run.dir.checkpoints or any(
         path.parent == newest.absolute() for path in recorded_checkpoints(run.dir, only_best=True)
     )
     if which != "newest" and own and best.is_file():
-        return ChosenCheckpoint(path=best.absolute(), run=run, why=f"the best checkpoint of {run.id}")
+        return ChosenCheckpoint(path=best.absolute(), run=run, description=f"the best checkpoint of {run.id}")
     if which == "best":
         raise RequestError(f"{run.id} has no best checkpoint: take the newest with --checkpoint newest")
-    why = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
-    return ChosenCheckpoint(path=newest.absolute(), run=run, why=why)
+    description = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
+    return ChosenCheckpoint(path=newest.absolute(), run=run, description=description)
 
 
 def last_trained() -> Run:
-    """Return the newest run that is no evaluation."""
-    return next((run for run in list_runs() if not evaluates(run.dir)), None) or find("last")
+    """Return the newest run that is not an evaluation."""
+    return next((run for run in list_runs() if not evaluated_checkpoint(run.dir)), None) or find("last")
 
 
-def evaluates(run_dir: RunDir) -> str:
-    """Return the checkpoint that a run evaluates; empty for a run that trains."""
+def evaluated_checkpoint(run_dir: RunDir) -> str:
+    """Return ``train.eval_only`` of a run's recipe, the evaluated checkpoint; empty for a run that trains."""
     try:
         recipe = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -94,20 +94,22 @@ def evaluates(run_dir: RunDir) -> str:
 
 def _named_file(path: Path) -> ChosenCheckpoint:
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise RequestError(f"{path} {what}: name a checkpoint, such as FOLDER/{BEST}, or a run")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise RequestError(f"{path} {problem}: name a checkpoint, such as FOLDER/{BEST}, or a run")
     path = path.absolute()
     folder = path.parent
     run = open_run(folder.parent) if folder == RunDir(folder.parent).checkpoints else None
-    return ChosenCheckpoint(path=path, run=run, why="the checkpoint" if run is None else f"a checkpoint of {run.id}")
+    return ChosenCheckpoint(
+        path=path, run=run, description="the checkpoint" if run is None else f"a checkpoint of {run.id}"
+    )
 
 
 def _file_of(run: Run, name: str) -> ChosenCheckpoint:
-    """Return a checkpoint of a run by its path, or by its name in one of the run's folders."""
+    """Return a checkpoint of a run by its path, or by its name in a checkpoint folder of the run."""
     folders = dict.fromkeys([run.dir.checkpoints, *(path.parent for path in recorded_checkpoints(run.dir))])
     for path in (Path(name), *(folder / name for folder in folders)):
         if path.is_file():
-            return ChosenCheckpoint(path=path.absolute(), run=run, why=f"a checkpoint of {run.id}")
+            return ChosenCheckpoint(path=path.absolute(), run=run, description=f"a checkpoint of {run.id}")
     known = sorted(set().union(*map(checkpoints_in, folders)))
     listed = f"; it has {', '.join(known)}" if known else ""
     raise RequestError(
@@ -116,8 +118,8 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     )
 
 
-def none_left(run: Run) -> str:
-    """Describe in one line that a run has no checkpoint, or no longer."""
+def describe_missing_checkpoint(run: Run) -> str:
+    """Return one line for a run without a checkpoint, with the last recorded one if that was deleted."""
     gone = recorded_checkpoints(run.dir)[-1:]
     where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
     return f"{run.id} has no checkpoint in {run.dir.checkpoints}{where}"

@@ -1,4 +1,4 @@
-"""Deletes the directory of a run that has no process left."""
+"""Deletes run directories: of ended runs, and of runs that were refused before they trained."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import secrets
 import shlex
 import shutil
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -17,25 +18,26 @@ from gputrain_tui.lifecycle.remote_nodes import remote_nodes
 from trainer.contract.errors import RequestError
 
 REMOTE_TIMEOUT_S = 15.0
-"""For a small folder on all hosts together, over connections of their own; a host that does not answer keeps it."""
+"""Time limit for all hosts together; a host that does not answer in time keeps its small folder."""
 
 
 def delete_refused(run: Run) -> None:
-    """Delete everything of a run that was refused before it trained, on the hosts as well."""
+    """Delete a run that was refused before it trained: its directory here and those on its hosts."""
     found = {(remote.host, remote.run_dir) for remote in remote_nodes(run.dir)}
-    # A host that answers anything else than its folder of this run is not asked to delete it.
+    # A host chooses the recorded path: only one that ends in this run's folder is deleted.
     found = {(host, path) for host, path in found if PurePosixPath(path).parts[-2:] == ("runs", run.id)}
     processes = []
     with suppress(RequestError, OSError):
         ssh = Ssh()
         for host, path in sorted(found):
             words = ssh.command_line(host, "rm", "-rf", "--", shlex.quote(path), own=True)
-            nowhere = subprocess.DEVNULL
-            processes.append(subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere))
+            null = subprocess.DEVNULL
+            processes.append(subprocess.Popen(words, stdin=null, stdout=null, stderr=null))
+    deadline = time.monotonic() + REMOTE_TIMEOUT_S
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(REMOTE_TIMEOUT_S)
+                process.wait(max(deadline - time.monotonic(), 0.0))
     finally:  # also at Ctrl-C
         for process in processes:
             process.kill()
@@ -44,9 +46,9 @@ def delete_refused(run: Run) -> None:
 
 
 def delete_run(run: Run) -> None:
-    """Delete everything of a run: record, logs and checkpoints.
+    """Delete the directory of a run: record, logs and checkpoints.
 
-    It is renamed first, so that a reader never finds half of a run.
+    It is renamed first, so that no reader finds a run with files missing.
 
     Raises:
         RequestError: the run goes on, or its directory cannot be deleted.
@@ -59,7 +61,7 @@ def delete_run(run: Run) -> None:
         raise RequestError(f"{run.id} still has processes ({', '.join(map(str, left))}): `gputrain stop {run.id}`")
     hidden = path.with_name(f".deleted-{secrets.token_hex(8)}")
     try:
-        if path.is_symlink():  # to a directory of one's own, which stays
+        if path.is_symlink():  # the directory that the user linked stays
             path.unlink()
             return
         path.rename(hidden)

@@ -1,4 +1,4 @@
-"""Diagnoses a run while it lasts, from its record alone and at a bounded share of a core."""
+"""Diagnoses a running run from its record, with a bounded share of one core."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from gputrain_tui.state import RunState
 from trainer.contract.record import Finding, RunDir
 
 INTERVAL_S = 0.1
-"""Least time between two checks, as often as a rank writes."""
+"""Minimum time between two checks: the interval at which ranks write."""
 DUTY = 0.03
-"""Share of a core that the checks may take; with very many ranks they become rarer."""
+"""Maximum share of a core for the checks; the more ranks, the longer the pauses between checks."""
 RISES, FALLS = 1 / 8, 1 / 2
-"""Weights of a dearer and of a cheaper check in the moving average of their cost.
+"""Weights of a check in the moving average of the cost, if it cost more and if it cost less than the average.
 
-On a busy machine one check in a hundred is charged for twenty, and a long pause after it would miss what is short.
+On a busy machine one check in a hundred is charged 20 times its usual cost; a pause in proportion to that would miss
+short events.
 """
 
 
 class LiveDiagnosis:
-    """Reads a run's record as it grows, and diagnoses it."""
+    """Diagnosis of a run from its growing record."""
 
     def __init__(
         self,
@@ -40,14 +41,14 @@ class LiveDiagnosis:
         self._cost = cost
         self._due = clock() + INTERVAL_S
         self._usual_s: float | None = None
-        """Average processor time of a check; None before the first."""
+        """Average CPU time of a check; None before the first."""
 
     def due_in_s(self) -> float:
         """Return the seconds until the next check."""
         return max(0.0, self._due - self._clock())
 
     def check(self) -> list[Finding]:
-        """Return the findings to be recorded now; none when the next check is not due yet."""
+        """Read the new events and return new findings; none before the next check is due."""
         if self.due_in_s() > 0.0:
             return []
         began = self._cost()
@@ -63,21 +64,21 @@ class LiveDiagnosis:
 
     @property
     def step_s(self) -> float:
-        """Duration of the slowest rank's last step, seconds; 0 while there is none."""
+        """Duration of the last step on the slowest rank, seconds; 0 before the first step."""
         last = [view.last for view in self._state.ranks.values() if view.last is not None]
         return max((event.step_ms / 1e3 for event in last if event.step_ms is not None), default=0.0)
 
     @property
     def state(self) -> RunState:
-        """State after what was read so far."""
+        """State of the run after the events read so far."""
         return self._state
 
     def state_at_end(self) -> RunState:
-        """Return the state after the whole record, once nothing more is written."""
+        """Read the rest of the record and return the final state; for a record that no longer grows."""
         while events := self._reader.poll():
             self._state.apply_all(events)
         return self._state
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files of the record."""
         self._reader.close()

@@ -1,4 +1,4 @@
-"""Makes the recipe of a run that evaluates a checkpoint: on the path of every run, and it trains nothing."""
+"""Derives the recipe of an evaluation from that of a training; the evaluation is started like any other run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.errors import RequestError
 
 PREFIX = "eval-"
-"""Begins the names of evaluations, by which a list of runs shows what they are."""
+"""Prefix of the recipe names of evaluations, which marks them in a list of runs."""
 
 
 def evaluation_recipe(
     source: str, *, overrides: list[str], checkpoint: Path, split: str, stdin: IO[str] | None = None
 ) -> Recipe:
-    """Return the recipe that evaluates a checkpoint where and how the given one trains.
+    """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
     Args:
         source: the recipe of the training, a file or ``-``.
         overrides: ``KEY=VALUE`` settings.
-        checkpoint: a file, or a folder whose newest good one is taken.
-        split: what is evaluated.
-        stdin: what ``-`` reads.
+        checkpoint: a file, or a folder for its newest good checkpoint.
+        split: evaluated split, ``test`` or ``valid``.
+        stdin: stream that ``-`` reads.
 
     Raises:
         RequestError: the recipe is wrong, or runs a script.

@@ -1,4 +1,4 @@
-"""Takes the inventories that a plan needs, and plans with them."""
+"""Takes the inventories of the machines of a recipe, and plans with them."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ if TYPE_CHECKING:
     from gputrain_tui.hosts.survey import HostReport
 
 
-def plan_here(
+def plan_with_inventories(
     recipe: Recipe,
     *,
-    ask: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    remark: Callable[[str], None] = lambda line: None,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> tuple[Plan, LocalFacts]:
-    """Plan a recipe with the machines as they are now.
+    """Plan a recipe on its machines in their current state.
 
-    This machine is read when ranks may use its GPUs. Another one is asked over ssh when its node has ``all``, ``free``,
-    ``ranks`` or a list of GPUs; a count is believed, and so is a list where the host does not answer.
+    The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
+    ``all``, ``free``, ``ranks`` or a list of GPUs. A count of GPUs is accepted unchecked, and so is a list if the host
+    does not answer.
 
     Args:
-        recipe: what was asked for.
-        ask: asks hosts for their inventories; over ssh where it is not given.
-        remark: takes a line about a host that was believed because it did not answer.
+        recipe: the recipe.
+        query: returns the inventories of hosts; by default over ssh.
+        warn: receives a line for each host whose list of GPUs was accepted because it did not answer.
 
     Raises:
-        RequestError: the machines cannot do what the recipe asks for, it contradicts itself, or a host whose GPUs must
-            be known does not answer.
+        RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
+            whose inventory is needed does not answer.
     """
     local = local_facts(node.host for node in recipe.cluster.nodes)
-    return plan(recipe, inventories_for(recipe, local, ask=ask, remark=remark), local=local), local
+    return plan(recipe, inventories_for(recipe, local, query=query, warn=warn), local=local), local
 
 
 def inventories_for(
     recipe: Recipe,
     local: LocalFacts,
     *,
-    ask: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    remark: Callable[[str], None] = lambda line: None,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Inventory]:
-    """Return what a plan must know of its machines, by host as the plan names it; arguments as of ``plan_here``.
+    """Return the inventories that a plan needs, by host as in the plan; arguments as of ``plan_with_inventories``.
 
     Raises:
-        DeviceUnavailableError: a host whose GPUs must be known does not answer.
+        DeviceUnavailableError: a host whose inventory is needed does not answer.
     """
     inventories: dict[str, Inventory] = {}
     if recipe.is_for_slurm:
-        return inventories  # which GPUs a node has is Slurm's to say
+        return inventories  # Slurm assigns the GPUs
     nodes = recipe.cluster.nodes
-    # Asking the driver takes longer than everything else here, so only for ranks that may use it.
+    # NVML takes longer than everything else here: it is read only if ranks may use the GPUs.
     if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):
         from gputrain_tui.hosts.inventory import take_inventory
 
@@ -63,29 +64,33 @@ def inventories_for(
     away = {index: node for index, node in enumerate(nodes) if needs_inventory(node) and not is_local(node.host, local)}
     if not away:
         return inventories
-    if ask is None:
+    if query is None:
         from gputrain_tui.hosts.survey import query_hosts
 
-        ask = query_hosts
-    answers = {found.host: found for found in ask(list(dict.fromkeys(str(node.host) for node in away.values())))}
+        query = query_hosts
+    answers = {found.host: found for found in query(list(dict.fromkeys(str(node.host) for node in away.values())))}
     for index, node in away.items():
         found = answers[str(node.host)]
         if found.inventory is not None:
             inventories[found.host] = found.inventory
         else:
-            _without_inventory(recipe, index, node, found.problem, remark)
+            _without_inventory(recipe, index, node, found.problem, warn)
     return inventories
 
 
 def needs_inventory(node: Node) -> bool:
-    """Whether a node's devices depend on what its machine has."""
+    """Whether a node's devices depend on the GPUs of its machine."""
     return node.cpu_ranks is None and not isinstance(node.gpus, int)
 
 
-def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, remark: Callable[[str], None]) -> None:
-    """Accept that a host has no inventory where its node lists its GPUs, else refuse."""
+def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, warn: Callable[[str], None]) -> None:
+    """Warn that a node's list of GPUs is unchecked, as its host did not answer.
+
+    Raises:
+        DeviceUnavailableError: the node does not list its GPUs.
+    """
     if isinstance(node.gpus, tuple):
-        remark(f"{node.host}: {problem}; its list of GPUs is believed")
+        warn(f"{node.host}: {problem}; its list of GPUs is believed")
         return
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 

@@ -1,7 +1,6 @@
-"""Finds and kills the processes that are left of a run, by the mark in their environment.
+"""Finds and kills the processes of a run by an environment variable with its run directory.
 
-Nothing in a run directory decides about that: files may be damaged, copied or forged, and a process is
-signalled only when its own environment names this very run.
+No file of the run directory decides which process is signalled: files may be damaged, copied or forged.
 """
 
 from __future__ import annotations
@@ -17,47 +16,47 @@ from trainer.host.proc_environ import RUN
 from trainer.host.processes import ancestors, environ_value, pids
 
 MARK = RUN
-"""Environment variable of every process of a run, supervisors excepted: its run directory."""
+"""Environment variable of all processes of a run except supervisors: the run directory."""
 SUPERVISOR = "GPUTRAIN_SUPERVISOR"
-"""Environment variable of a supervisor alone: the directory of its run."""
+"""Environment variable of supervisors alone: the run directory."""
 
 
 def processes_of(run_dir: Path) -> list[int]:
-    """Return the living processes of a run, supervisors excepted; never this one or one that led to it."""
-    return _naming(run_dir, MARK)
+    """Return the living processes of a run, without supervisors, this process and its ancestors."""
+    return _pids_naming(run_dir, MARK)
 
 
 def supervisors_of(run_dir: Path) -> list[int]:
-    """Return the living supervisors of a run: one, or two for the moment in which one is refused."""
-    return _naming(run_dir, SUPERVISOR)
+    """Return the living supervisors of a run: one, or two until a second one is refused."""
+    return _pids_naming(run_dir, SUPERVISOR)
 
 
 def living_runs(folder: Path) -> dict[str, Path]:
-    """Return the runs of a folder that have a living process, by their ids, also where the directory is gone."""
+    """Return the run directories in a folder that have a living process, by run id, also deleted ones."""
     found = {}
-    for _, named in _named([MARK, SUPERVISOR]):
+    for _, named in _marked_processes([MARK, SUPERVISOR]):
         path = Path(named)
-        if _same(path.parent, folder):
+        if _same_directory(path.parent, folder):
             found[path.name] = path
     return found
 
 
 def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
-    """Open a pidfd of a process whose environment names a run; None when it does not."""
+    """Return a pidfd of a process whose environment variable names a run; None if it does not."""
     try:
         descriptor = os.pidfd_open(pid)
     except (OSError, OverflowError):
         return None
-    # Asked after it was opened: the descriptor means the process that was asked, or one that has ended.
-    named = _value(pid, mark)
-    if named is not None and _same(Path(named), run_dir):
+    # Read after opening: the pidfd then refers to the process whose environment is read, or to one that has ended.
+    named = _marked_path(pid, mark)
+    if named is not None and _same_directory(Path(named), run_dir):
         return descriptor
     os.close(descriptor)
     return None
 
 
 def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[int] = ()) -> list[int]:
-    """Kill every process of a run but some; return those that do not end."""
+    """Kill the processes of a run except ``keep``; return those that do not end within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while left := [pid for pid in processes_of(run_dir) if pid not in keep]:
         if time.monotonic() > deadline:
@@ -72,26 +71,26 @@ def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[i
     return left
 
 
-def _naming(run_dir: Path, mark: str) -> list[int]:
-    return sorted(pid for pid, named in _named([mark]) if _same(Path(named), run_dir))
+def _pids_naming(run_dir: Path, mark: str) -> list[int]:
+    return sorted(pid for pid, named in _marked_processes([mark]) if _same_directory(Path(named), run_dir))
 
 
-def _named(marks: list[str]) -> Iterator[tuple[int, str]]:
-    """Yield the processes that have a mark, and what it names."""
+def _marked_processes(marks: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield the processes with one of the environment variables, and its path; not this process or its ancestors."""
     spared = {1, os.getpid(), *ancestors()}
     for pid in pids():
         if pid not in spared:
             for mark in marks:
-                if (named := _value(pid, mark)) is not None:
+                if (named := _marked_path(pid, mark)) is not None:
                     yield pid, named
 
 
-def _value(pid: int, mark: str) -> str | None:
-    """Return the absolute path that a process's environment gives for a mark; None where there is none."""
+def _marked_path(pid: int, mark: str) -> str | None:
+    """Return the absolute path in an environment variable of a process; None without one."""
     value = environ_value(pid, mark)
     return os.fsdecode(value) if value is not None and value.startswith(b"/") else None
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two paths name one directory, which may be gone."""
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
+def _same_directory(first: Path, second: Path) -> bool:
+    """Whether two paths name the same directory, which may be deleted."""
+    return first == second or os.path.realpath(first) == os.path.realpath(second)

@@ -1,4 +1,4 @@
-"""Runs the command of ``[report] on_end`` once for a run that has ended; it costs the run a warning at most."""
+"""Runs the command of ``[report] on_end`` once per run, at its end; a failure becomes a warning of the run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
 
 TIMEOUT_S = 30.0
-"""How long the command may take, then it is killed: a command in the foreground ends only after it."""
+"""Time limit of the command, after which it is killed; `gputrain run` in the foreground waits for it."""
 POLL_S = 0.1
-"""Time between two looks for a stop request, which ends the wait."""
+"""Time between two checks for a stop request, which ends the wait."""
 
 
 def run_on_end(command: str, run_dir: RunDir, status: Status, *, hurried: Callable[[], bool]) -> str:
-    """Run the command unless it was run; return a warning, empty where it has succeeded.
+    """Run the command unless it was run before; return a warning, empty if it succeeded.
 
     Args:
-        command: a line for the shell, which finds everything about the run in its environment and nowhere else.
-        run_dir: of the run; the log of the command is in it.
-        status: how the run has ended.
-        hurried: whether somebody does not want to wait any longer.
+        command: shell command, which gets the facts of the run as environment variables only.
+        run_dir: run directory, which holds the log of the command.
+        status: final status of the run.
+        hurried: whether to kill the command and return.
     """
     log = run_dir.on_end_log
     try:
-        # Whoever makes the log runs the command, also where a supervisor was killed while it ended the run.
+        # The process that creates the log runs the command: at most once, even if a supervisor was killed meanwhile.
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return ""

@@ -1,8 +1,8 @@
-"""Brings the code and the environment of this machine to hosts that do not share its disk.
+"""Copies the code and Python environment of this machine to hosts that do not share its file system.
 
-Two kinds of folders go by rsync: the working folder, without what git ignores and without data, and those from which
-the interpreter imports. Nothing is deleted on a host. Where the interpreter itself or the C library is another one,
-the packages are installed there in the versions of here.
+rsync copies the working folder, without data and files that git ignores, and the folders from which the interpreter
+imports. Nothing is deleted on a host. If Python, C library or architecture of a host differ, pip installs the packages
+there instead, in the versions of this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,61 +31,62 @@ from trainer.contract.errors import RequestError
 
 MODULES = ("trainer.contract.home_folder", "gputrain_tui.hosts.push_program")
 MAX_PARALLEL_HOSTS = 16
-"""Copies at once; they share this machine's link."""
+"""Hosts that are copied to at a time; they share the network link of this machine."""
 PROBE_TIMEOUT_S = 30.0
-"""For a host's answer before anything is copied."""
+"""Time limit of a host's answer before anything is copied."""
 INSTALL_TIMEOUT_S = 3600.0
-"""Of an installation of torch over a slow network."""
+"""Time limit of an installation: torch over a slow network."""
 MAX_ANSWER_BYTES = 1 << 20
 SYSTEM = Path("/usr")
-"""What the system installs stays: another host has its own."""
+"""Folder of the operating system's packages, which are not copied."""
 DATA = ("data",)
-"""Folders of the working folder that stay, besides those that the recipe's task reads."""
+"""Folders of the working folder that are not copied, besides the data that the recipe's task reads."""
 CACHES = ("__pycache__", ".git", ".venv")
-"""Names of folders that stay where no git says what belongs to the code."""
+"""Names of folders that are not copied."""
 
 
 class PushError(RequestError):
-    """A host cannot be pushed to."""
+    """Error of a push to a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """A host, and where it wants the code."""
+    """Host, and its folder for the code."""
 
     host: str
     workdir: str
-    """``~`` stands for the home folder there."""
+    """Folder on the host; ``~`` is its home folder."""
     own_python: bool = False
-    """Whether the recipe names an interpreter of the host's own, whose environment is not pushed."""
+    """Whether the recipe names an interpreter for the host; its environment is not pushed then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One folder on its way to one host."""
+    """One folder to be copied to one host."""
 
     source: Path
     target: str
+    """Folder on the host."""
     files: tuple[str, ...] | None = None
-    """Relative to the folder; None for all but caches."""
+    """Paths relative to the folder; None for all files except ``__pycache__``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostPush:
-    """What is to be done for one host."""
+    """Planned transfers and installation of one host."""
 
     host: str
     transfers: tuple[Transfer, ...] = ()
     packages: tuple[str, ...] = ()
-    """To be installed there; empty where the environment is copied."""
+    """``NAME==VERSION`` to install on the host; empty if the environment is copied or shared."""
     imports: tuple[str, ...] = ()
-    """Folders from which an environment that is installed there imports."""
-    lines: tuple[str, ...] = field(default=())
-    """What will be done, for people."""
+    """Copied folders of code that the environment installed on the host imports from."""
+    lines: tuple[str, ...] = ()
+    """Description of the plan, for people."""
 
 
 def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[Destination]:
-    """Return the other hosts of a recipe."""
+    """Return the hosts of a recipe that are not this machine."""
     found = {}
     for index in range(len(recipe.cluster.nodes)):
         node = recipe.cluster.of_node(index)
@@ -97,56 +98,66 @@ def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[
 
 
 def data_of(recipe: Recipe) -> set[Path]:
-    """Return the files and folders of the working folder that a recipe's task reads: data stays."""
+    """Return the existing files and folders that the task options of a recipe name: data, which is not copied."""
     named = [Path.cwd() / value for value in recipe.task_options.values() if isinstance(value, str) and value]
     return {path.resolve() for path in named if path.exists()}
 
 
 def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[HostPush]:
-    """Ask every host, and return what is to be done for each; nothing is done yet.
+    """Probe every host, and return the plan for each; nothing is copied yet.
 
     Raises:
-        PushError: a host cannot be asked, or lacks what a push needs.
+        PushError: a host does not answer, or has no rsync.
     """
     code = Path.cwd()
     imports = import_folders(code)
     base = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
     with _tokens([code, *imports]) as tokens:
 
-        def ask(one: Destination) -> dict[str, Any]:
-            request = {"base": str(base), "workdir": one.workdir, "tokens": list(tokens.values())}
-            return _call(ssh, one.host, "probe", request, PROBE_TIMEOUT_S)
+        def probe(destination: Destination) -> dict[str, Any]:
+            request = {"base": str(base), "workdir": destination.workdir, "tokens": list(tokens.values())}
+            return _call(ssh, destination.host, "probe", request, PROBE_TIMEOUT_S)
 
-        answers = _on_all(ask, to)
+        answers = _in_parallel(probe, to)
     sent_code = tuple(code_files(code, data))
     found = []
-    for one, answer in zip(to, answers, strict=True):
+    for destination, answer in zip(to, answers, strict=True):
         shared = {folder for folder, token in tokens.items() if token in answer["shared"]}
-        found.append(_push_of(one, answer, code, sent_code, [path for path in imports if path not in shared], shared))
+        missing = [path for path in imports if path not in shared]
+        found.append(_plan_host(destination, answer, code, sent_code, missing, shared))
     return found
 
 
-def _push_of(
-    one: Destination,
+def _plan_host(
+    destination: Destination,
     answer: Mapping[str, Any],
     code: Path,
     files: tuple[str, ...],
     imports: Sequence[Path],
     shared: set[Path],
 ) -> HostPush:
-    """Decide what one host gets."""
+    """Return the plan for one host, from its answer to the probe.
+
+    Args:
+        destination: the host.
+        answer: of ``push_program``'s ``probe``.
+        code: the working folder.
+        files: files of the working folder to be copied.
+        imports: folders of imports that the host does not share.
+        shared: folders that the host shares with this machine.
+    """
     transfers, lines = [], []
     if code in shared and answer["workdir"] == str(code):
         lines.append(f"code: it sees {code} as this machine does; nothing to bring")
     else:
         transfers.append(Transfer(source=code, target=answer["workdir"], files=files))
         lines.append(f"code: {len(files)} files of {code} to {answer['workdir']}; data and what git ignores stay here")
-    # An environment that holds its interpreter, as conda's and pyenv's do, brings it along.
+    # An environment that contains its interpreter, as of conda and pyenv, needs no equal one on the host.
     same = sys.prefix == sys.base_prefix or answer["base"] == platform.python_version()
     same = same and answer["machine"] == platform.machine()
     same = same and answer["libc"] == " ".join(platform.libc_ver())
     packages: tuple[str, ...] = ()
-    if one.own_python:
+    if destination.own_python:
         lines.append("environment: the recipe names an interpreter of its own; nothing to bring")
     elif Path(sys.prefix).is_relative_to(SYSTEM):
         lines.append(f"environment: {sys.prefix} is the system's; use a virtual environment, or name the host's python")
@@ -166,21 +177,21 @@ def _push_of(
             why = f"Python {answer['base'] or 'elsewhere'}, {answer['libc']}, {answer['machine']}"
             lines.append(f"environment: {why}; a new one in {sys.prefix}, with {len(packages)} packages by pip")
     if transfers and not answer["rsync"]:
-        raise PushError(f"{one.host}: there is no rsync; install it there")
+        raise PushError(f"{destination.host}: there is no rsync; install it there")
     own_folders = tuple(str(item.target) for item in transfers if item.source != code and item.files is not None)
     return HostPush(
-        host=one.host, transfers=tuple(transfers), packages=packages, imports=own_folders, lines=tuple(lines)
+        host=destination.host, transfers=tuple(transfers), packages=packages, imports=own_folders, lines=tuple(lines)
     )
 
 
 def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
-    """Do what was planned, on all hosts at once; return a line for each host.
+    """Carry out the plans of all hosts in parallel; return a line for each host.
 
     Raises:
-        PushError: it failed on a host; others may be done.
+        PushError: it failed on a host; on others it may have succeeded.
     """
 
-    def one(item: HostPush) -> str:
+    def push_host(item: HostPush) -> str:
         request = {
             "folders": [transfer.target for transfer in item.transfers],
             "python": sys.executable,
@@ -194,15 +205,18 @@ def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
         sent = sum(_rsync(ssh, item.host, transfer) for transfer in item.transfers)
         return f"{item.host}: {size(sent)} sent" if item.transfers else f"{item.host}: nothing to bring"
 
-    return _on_all(one, pushes)
+    return _in_parallel(push_host, pushes)
 
 
 def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
-    """Copy one folder; return the bytes that went over the network."""
-    line = ssh.command_line(host)
-    # rsync names a host before the colon and puts it before its command: `env`, as ssh has the host already.
-    through = " ".join(f'"{word}"' if " " in word else word for word in line)
-    words = ["rsync", "-a", "-s", "--stats", "-e", through]
+    """Copy one folder with rsync; return the bytes sent.
+
+    Raises:
+        PushError: rsync is missing here, or failed.
+    """
+    # rsync runs `SHELL HOST COMMAND`. The shell words contain the host already, so `env` stands in the place of HOST.
+    shell = " ".join(f'"{word}"' if " " in word else word for word in ssh.command_line(host))
+    words = ["rsync", "-a", "-s", "--stats", "-e", shell]
     if transfer.files is None:
         words += ["--exclude=__pycache__"]
     else:
@@ -222,7 +236,7 @@ def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
 
 
 def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
-    """Yield the files of a folder that are code: what git does not ignore, or all without caches; data stays."""
+    """Yield the files of a folder without data and caches, relative to it; in a git repository the unignored ones."""
     listed = subprocess.run(
         ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True
     )
@@ -232,7 +246,7 @@ def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
         names = [
             str((Path(parent) / file).relative_to(folder))
             for parent, folders, files in os.walk(folder)
-            if folders.sort() is None  # in a stable order
+            if folders.sort() is None  # sorts in place, for a stable order
             for file in files
         ]
     for name in sorted(set(names)):
@@ -240,19 +254,19 @@ def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
         path = folder / name
         if parts[0] in DATA or set(CACHES) & set(parts) or not (path.is_file() or path.is_symlink()):
             continue
-        if not any(path.resolve().is_relative_to(each) for each in data):
+        if not any(path.resolve().is_relative_to(kept) for kept in data):
             yield name
 
 
 def files_of(folder: Path) -> tuple[str, ...] | None:
-    """Return the files of a folder of code; None for one into which packages are installed, which goes as a whole."""
+    """Return the files of a folder of code; None for a folder of installed packages, which is copied whole."""
     if folder == Path(sys.prefix) or folder.name in ("site-packages", "dist-packages"):
         return None
     return tuple(code_files(folder, set()))
 
 
 def import_folders(code: Path) -> list[Path]:
-    """Return the folders from which this interpreter imports, besides its standard library and the working folder."""
+    """Return the folders of ``sys.path`` and the environment, without standard library, ``/usr`` and ``code``."""
     library = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")}
     found = [] if Path(sys.prefix).is_relative_to(SYSTEM) else [Path(sys.prefix)]
     for name in sys.path:
@@ -266,8 +280,8 @@ def import_folders(code: Path) -> list[Path]:
 
 
 def package_versions() -> Iterator[str]:
-    """Yield ``name==version`` of what is installed here, besides what is imported from a working folder."""
-    found = {each.metadata["Name"]: each for each in importlib.metadata.distributions()}
+    """Yield ``name==version`` of the installed packages, without editable and local installs (PEP 610)."""
+    found = {package.metadata["Name"]: package for package in importlib.metadata.distributions()}
     for name in sorted(found, key=str.lower):
         if found[name].read_text("direct_url.json") is None:
             yield f"{name}=={found[name].version}"
@@ -275,12 +289,12 @@ def package_versions() -> Iterator[str]:
 
 @contextmanager
 def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
-    """Put a file into each folder by which a host knows that it sees the same folder."""
+    """Create a randomly named file in each folder; a host that finds it there shares the folder."""
     name = f".gputrain-{secrets.token_hex(8)}"
     found: dict[Path, str] = {}
     try:
         for folder in folders:
-            with suppress(OSError):  # a folder that only others may write is not known to be shared
+            with suppress(OSError):  # a folder without write permission counts as not shared
                 (folder / name).touch()
                 found[folder] = str(folder / name)
         yield found
@@ -291,10 +305,10 @@ def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
 
 
 def _call(ssh: Ssh, host: str, action: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run the program on a host; return its answer.
+    """Run an action of ``push_program`` on a host; return its answer.
 
     Raises:
-        PushError: it cannot be run.
+        PushError: the host does not answer, its answer is unreadable or reports a problem, or its shell prints.
     """
     mark = f"gputrain-{secrets.token_hex(8)}:"
     words = ("python3", "-", mark, action, json.dumps(request).encode().hex())
@@ -317,6 +331,6 @@ def _call(ssh: Ssh, host: str, action: str, request: Mapping[str, Any], timeout_
     return found
 
 
-def _on_all(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _in_parallel(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     with ThreadPoolExecutor(min(MAX_PARALLEL_HOSTS, max(len(items), 1)), thread_name_prefix="push") as pool:
         return list(pool.map(call, items))

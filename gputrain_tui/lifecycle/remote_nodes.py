@@ -1,4 +1,4 @@
-"""Where the nodes on other hosts keep their run directory, where that is not the one here."""
+"""Run directories of nodes on hosts that do not share the file system of the launching machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import read_json
 
 FILE = "remote.json"
-"""In the folder of an attempt of a node; missing where host and launching side see the same run directory."""
+"""File in the folder of a node's attempt; absent if the host sees the run directory of the launching machine."""
 
 
 class RemoteNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node that writes into a run directory of its own host."""
+    """Node that writes into a run directory of its own host."""
 
     host: str
-    """As the plan names it."""
+    """As in the plan."""
     run_dir: str
-    """On that host."""
+    """Path on that host."""
 
 
 _decode = msgspec.json.Decoder(RemoteNode)
@@ -34,18 +34,18 @@ def attempt_folders(run_dir: RunDir, node: int) -> list[Path]:
 
 
 def write_remote_node(run_dir: RunDir, attempt: str, remote: RemoteNode) -> None:
-    """Write down where a node keeps its run directory."""
+    """Write ``remote.json`` of an attempt of a node."""
     write_atomically(run_dir.agents / attempt / FILE, msgspec.json.encode(remote))
 
 
-def shown(run_dir: RunDir, node: int, path: str) -> str:
-    """Return a path of a node's as people read it: with its host where that has a run directory of its own."""
+def path_with_host(run_dir: RunDir, node: int, path: str) -> str:
+    """Return a path of a node as ``HOST:PATH`` if its host has a run directory of its own, else unchanged."""
     remote = remote_node(run_dir, node)
     return path if remote is None else f"{remote.host}:{path}"
 
 
 def remote_nodes(run_dir: RunDir) -> list[RemoteNode]:
-    """Return where the nodes with a run directory of their own host keep it, all attempts of all nodes."""
+    """Return the nodes with a run directory of their own host, for all attempts."""
     found = []
     for path in run_dir.agents.glob(f"*/{FILE}"):
         with suppress(RecordError):
@@ -54,7 +54,7 @@ def remote_nodes(run_dir: RunDir) -> list[RemoteNode]:
 
 
 def remote_node(run_dir: RunDir, node: int) -> RemoteNode | None:
-    """Return where a node keeps its run directory; None where that is the one here."""
+    """Return the host and run directory of a node, of its newest attempt with ``remote.json``; None without one."""
     for folder in reversed(attempt_folders(run_dir, node)):
         try:
             return read_json(folder / FILE, _decode)

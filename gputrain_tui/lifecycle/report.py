@@ -1,6 +1,6 @@
-"""Reports a run besides its record, as ``[report]`` of its recipe asks; whatever goes wrong costs the run a warning.
+"""Reports a run to TensorBoard, wandb and ``on_end``, by ``[report]`` of its recipe; errors become warnings of the run.
 
-Imported after the run's nodes were started: nothing of it delays the first step.
+Imported after the nodes are started, so that it does not delay the first step.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.run_status import RunStatusWriter
 
 SINK_TIMEOUT_S = 30.0
-"""How long a sink may take for the rest of the record once the run has ended; wandb uploads in it."""
+"""Time limit of a sink for the rest of the record after the end of the run, in which wandb uploads."""
 POLL_S = 0.05
-"""Time between two looks whether it has ended."""
+"""Time between two checks whether a sink has ended."""
 
 
 class LiveSink:
-    """The process of one sink."""
+    """Process that writes the record of a run to one sink, TensorBoard or wandb."""
 
     def __init__(self, run_dir: RunDir, name: str, target: str) -> None:
-        """Start it; it ends with this process."""
+        """Start the process; it ends with this one."""
         self.name = name
         self._log = run_dir.logs / f"report-{name}.log"
         self._reported = False
@@ -59,12 +59,12 @@ class LiveSink:
             os.close(output)
 
     def pids(self) -> set[int]:
-        """Return its process and those below it, where it has not ended."""
+        """Return the process and its descendants; none once it has ended."""
         pid = self._process.pid
         return {pid, *descendants(pid)} if self._process.poll() is None else set()
 
     def problem(self) -> str:
-        """Return why it has ended too soon, once; empty otherwise."""
+        """Return the error of a process that has failed, at the first call; empty otherwise."""
         if self._reported or not self._process.poll():
             return ""
         self._reported = True
@@ -72,7 +72,7 @@ class LiveSink:
         return f"report.{self.name} is not written any more: {printable(lines[0]) if lines else 'it was killed'}"
 
     def end(self, *, hurried: Callable[[], bool]) -> str:
-        """Let it write the rest of the record; return what went wrong."""
+        """Wait until the rest of the record is written, at most ``SINK_TIMEOUT_S``; return an error or nothing."""
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
@@ -92,7 +92,7 @@ class LiveSink:
 
 
 class RunReport:
-    """What is reported of one run, while it goes on and at its end."""
+    """Live sinks and end command of one run."""
 
     def __init__(self, run_dir: RunDir, options: ReportOptions) -> None:
         self._dir = run_dir
@@ -100,7 +100,7 @@ class RunReport:
         self._sinks: list[LiveSink] = []
 
     def begin(self) -> list[str]:
-        """Start the sinks, or continue them; return what went wrong."""
+        """Start the sinks that are not finished; return a line for each one that cannot be started."""
         problems = []
         for name, target in (("tensorboard", self._options.tensorboard), ("wandb", self._options.wandb)):
             state = read_sink_state(self._dir, name)
@@ -113,19 +113,19 @@ class RunReport:
         return problems
 
     def pids(self) -> set[int]:
-        """Return the processes of the sinks, which outlive an attempt."""
+        """Return the processes of the sinks, which continue from one attempt to the next."""
         return set().union(*(sink.pids() for sink in self._sinks))
 
     def problems(self) -> list[str]:
-        """Return a line for each sink that has broken since the last call."""
+        """Return a line for each sink that has failed since the last call."""
         return [problem for sink in self._sinks if (problem := sink.problem())]
 
     def end(self, writer: RunStatusWriter, *, hurried: Callable[[], bool] = bool) -> None:
-        """Report the end of the run, once for a run; to be called when its status has it, by the lock's holder.
+        """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock.
 
         Args:
-            writer: of the status, which gets the warnings.
-            hurried: whether somebody does not want to wait any longer.
+            writer: writes the warnings into the status.
+            hurried: whether to kill what has not ended and return.
         """
         problems = [sink.end(hurried=hurried) for sink in self._sinks]
         if self._options.on_end:
@@ -135,10 +135,10 @@ class RunReport:
 
 
 def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
-    """Return what the recipe of a run wants reported; None for nothing, and where it cannot be read.
+    """Return the report of a run by its recipe; None without ``[report]`` or a readable recipe.
 
-    Of an adopted run it counts only among the runs of this user: to stop or to open a run directory that somebody has
-    copied or made must not run its commands.
+    An adopted run must be in the runs folder of this user: stopping a run directory that was copied or made by someone
+    else must not run its commands.
     """
     try:
         if adopted and not run_dir.path.parent.samefile(paths.runs_folder()):
@@ -153,7 +153,7 @@ def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
 
 
 def report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:
-    """Report the end of a run whose supervisor was killed before it could."""
+    """Report the end of a run whose supervisor was killed before its report ended."""
     report = read_report(run_dir, adopted=True)
     if report is not None:
         for problem in report.begin():

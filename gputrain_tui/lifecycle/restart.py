@@ -1,4 +1,4 @@
-"""Prepares the next attempt of a failed run: a fresh port, and the checkpoint it resumes from."""
+"""Plans the next attempt of a failed run: a new rendezvous address, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT_FLAG = "--script"
 
 
 def max_restarts(run_dir: RunDir) -> int:
-    """Return how often the recipe allows to start again."""
+    """Return ``cluster.max_restarts`` of the run's recipe; 0 if it cannot be read."""
     try:
         recipe = tomllib.loads(read_whole(run_dir.recipe, RECIPE_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -33,13 +33,13 @@ def max_restarts(run_dir: RunDir) -> int:
 
 
 def is_repeated(failure: Failure, before: Failure | None) -> bool:
-    """Return whether the same exception ended the attempt before after the same step, as it will end the next one."""
+    """Whether an exception also ended the previous attempt, with the same message after the same step."""
     same = before is not None and (failure.step, failure.message) == (before.step, before.message)
     return same and failure.kind == "exception"
 
 
-def given_up(failure: Failure) -> Failure:
-    """Return a repeated failure, whose message says that the run is not started again."""
+def with_repetition(failure: Failure) -> Failure:
+    """Return a repeated failure with a note in its message that the run is not started again."""
     at = f" after step {failure.step}" if failure.step else ""
     return msgspec.structs.replace(
         failure, message=f"{failure.message}; it came twice{at}, so the run is not started again"
@@ -47,9 +47,9 @@ def given_up(failure: Failure) -> Failure:
 
 
 def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return the plan of the next attempt, from the last checkpoint where there is one.
+    """Return the plan of the next attempt: a new init method, and ``--resume`` if there is a checkpoint.
 
-    A script finds its checkpoint itself.
+    Scripts get no ``--resume``: they load their checkpoints themselves.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
     resume = resumable_checkpoint(run_dir)
@@ -63,9 +63,9 @@ def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
 
 
 def fresh_init_method(init_method: str) -> str:
-    """Return an address that no rank of the failed attempt can still hold.
+    """Return an init method that no rank of the failed attempt can still use.
 
-    On this machine it gets a free port; elsewhere the next one, which every node can compute.
+    ``tcp`` gets a free port if the address is of this machine, else the next port; ``file`` gets another name.
     """
     url = parse_rendezvous_url(init_method)
     if url is None or url.scheme == "env":
@@ -77,10 +77,10 @@ def fresh_init_method(init_method: str) -> str:
 
 
 def _with_flag(words: Sequence[str], flag: str, value: str) -> list[str]:
-    """Set a flag's value, in place where it stands, else at the end of the trainer's flags."""
+    """Return a command with a flag's value replaced, or the flag added after the trainer's own (before ``--``)."""
     changed = list(words)
-    ours = changed[: changed.index("--")] if "--" in changed else changed
-    if flag in ours:
-        changed[ours.index(flag) + 1] = value
+    trainer_words = changed[: changed.index("--")] if "--" in changed else changed
+    if flag in trainer_words:
+        changed[trainer_words.index(flag) + 1] = value
         return changed
     return with_flags(changed, flag, value)

@@ -1,4 +1,4 @@
-"""Writes ``status.json`` and the run's own events; a full disk ends no run."""
+"""Writes ``status.json`` and ``events/run.ndjson``; an error of the disk does not end the run."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from trainer.host.process_identity import identify
 
 
 class RunStatusWriter:
-    """Writes the status and the events of a run; for its supervisor alone."""
+    """Writer of a run's status and own events; used by its supervisor, or by the holder of its lock."""
 
     def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
-        """Continue the status that the directory holds.
+        """Continue the status in the run directory.
 
         Args:
-            run_dir: the run's.
-            plan: how many ranks there are.
-            now: Unix seconds.
+            run_dir: the run directory.
+            plan: plan of the run.
+            now: clock, Unix seconds.
         """
         self._dir = run_dir
         self._plan = plan
         self._now = now
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
         self._events = -1
-        """Descriptor of the run's own events; negative while nothing has been recorded."""
+        """File descriptor of the run's own events; negative before the first event."""
         self.remark = ""
-        """Added to the message of the end: what the record lacks."""
+        """Note on missing parts of the record, appended to the final message."""
 
     @property
     def status(self) -> Status:
-        """The status as it was last written."""
+        """Status as last written."""
         return self._status
 
     def take_over(self) -> None:
-        """Record this process as the run's supervisor."""
+        """Write this process into the status as the run's supervisor, and its state as running."""
         self._status.status = "running"
         self._status.supervisor = identify()
-        self._status.ended = self._status.exit_code = self._status.message = None  # of a job that was requeued
+        self._status.ended = self._status.exit_code = self._status.message = None  # set if a job was requeued
         self._write_status()
 
     def started(self) -> None:
-        """Record that the nodes are launched."""
+        """Write the status and ``run_started``, once the nodes are launched."""
         self.take_over()
         self.record(
             RunStarted(
@@ -67,20 +67,20 @@ class RunStatusWriter:
         )
 
     def restarting(self) -> None:
-        """Record that an attempt has failed and another one follows."""
+        """Count a restart in the status."""
         self._status.restarts += 1
         self._write_status()
 
     def stopping(self) -> None:
-        """Record that a stop was requested."""
+        """Write into the status that a stop was requested."""
         self._status.status = "stopping"
         self._write_status()
 
     def record(self, event: Event) -> None:
-        """Append to the run's own events."""
+        """Append an event to the run's own events."""
         line = encode_event(event)
         try:
-            # Held open: a reader that follows the run gets its end also when the directory was deleted meanwhile.
+            # Kept open: a reader of the open file gets the end of the run even if the directory was deleted.
             if self._events < 0:
                 self._events = open_to_append(self._dir.run_events)
             while line:
@@ -89,19 +89,19 @@ class RunStatusWriter:
             print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
 
     def validated(self, state: RunState) -> None:
-        """Record the newest validation loss, where it is another one."""
+        """Write the newest validation loss into the status, if it has changed."""
         newest = state.last_validation()
         if newest is not None and isfinite(newest.loss) and newest.loss != self._status.valid:
             self._status.valid = newest.loss
             self._write_status()
 
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
-        """Write how the run ended; return its exit code.
+        """Write the end of the run into its events and status; return its exit code.
 
         Args:
-            ended: the result of its last attempt.
-            left: processes that do not end.
-            state: State after the whole record; None where it could not be read.
+            ended: result of the last attempt.
+            left: processes that could not be killed.
+            state: state after the whole record; None if the record could not be read.
         """
         message = None
         if ended.status == "stopped":
@@ -136,12 +136,12 @@ class RunStatusWriter:
         return code
 
     def warn(self, line: str) -> None:
-        """Add a line to the message of a run that has ended."""
+        """Add a line to the status message of a run that has ended."""
         self._status.message = "; ".join(filter(None, [self._status.message, line]))
         self._write_status()
 
     def confirm(self, ended: RunEnded) -> None:
-        """Write the status from the last event, after which the supervisor was killed."""
+        """Write the final status from the ``run_ended`` event of a supervisor that was killed after it."""
         status = self._status
         status.status, status.exit_code, status.message = ended.status, ended.exit_code, ended.message
         status.ended = ended.time

@@ -1,7 +1,7 @@
-"""Writes how a run ended where its supervisor was killed before it could.
+"""Writes the end of a run whose supervisor was killed before doing so.
 
-Written by the supervisor; where that was killed, by a successor; where that was killed too, by the command itself. The
-lock of the run directory is held by whoever writes, so that no ended status is ever followed by another one.
+The supervisor writes it; if it was killed, the adopting one; if that was killed too, the command in the foreground.
+The writer holds the lock of the run directory, so that a final status is never overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import IO
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from gputrain_tui.lifecycle.attempt import AttemptResult, read_launched
+from gputrain_tui.lifecycle.attempt import AttemptResult, read_attempt
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
@@ -24,18 +24,18 @@ from trainer.contract.record import Failure, RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
 
 LOCK_POLL_S = 0.02
-"""Time between two tries to take the lock."""
+"""Time between two attempts to take the lock."""
 TAIL_BYTES = 1 << 16
-"""How much of the end of the run's own events is searched for the last one."""
+"""Bytes at the end of the run's own events in which the last one is searched."""
 
 
 def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
-    """Take the lock of a run directory; return False when another process keeps it.
+    """Take the lock of a run directory; return False if another process holds it.
 
     Args:
-        lock: the open file.
-        patience_s: how long to wait; a process that a killed supervisor was just starting holds it until it executes.
-        give_up: ends the wait.
+        lock: the open lock file.
+        patience_s: how long to wait: a process that a killed supervisor was forking holds the lock until its exec.
+        give_up: whether to end the wait early.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -50,15 +50,15 @@ def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool]
 
 
 def is_settled(run_dir: RunDir) -> bool:
-    """Whether the status has how the run ended, or the run directory is gone."""
+    """Whether the status is final, or the run directory was deleted."""
     status = read_status(run_dir)
     return not run_dir.path.is_dir() if status is None else status.status in ENDED
 
 
 def recorded_exit_code(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> int | None:
-    """Return the exit code of a run that has ended, None of any other; to be called by the holder of the lock.
+    """Return the exit code of a run whose end is recorded, else None; for the holder of the lock.
 
-    A supervisor may have been killed between its last event and the status: the status is then written from the event.
+    If a supervisor was killed between the ``run_ended`` event and the status, the status is written from the event.
     """
     status, writer = read_status(run_dir), RunStatusWriter(run_dir, plan, now=now)
     if status is None or status.status not in ENDED:
@@ -81,14 +81,14 @@ def settle(
     give_up: Callable[[], bool],
     now: Callable[[], float] = time.time,
 ) -> int:
-    """Kill what is left of a run without a supervisor, and write how it ended; return the run's exit code.
+    """Kill the processes of a run without a supervisor and write its end; return its exit code.
 
     Args:
-        run_dir: the run's.
-        plan: what was launched.
-        returncode: of the last supervisor, negative for the signal that killed it.
-        give_up: ends the wait for another supervisor that has adopted the run.
-        now: Unix seconds.
+        run_dir: the run directory.
+        plan: plan of the run.
+        returncode: exit code of the last supervisor, a negative signal number if it was killed.
+        give_up: whether to end the wait for another supervisor that has adopted the run.
+        now: clock, Unix seconds.
     """
     try:
         lock = os.fdopen(open_to_append(run_dir.lock), "ab")
@@ -101,12 +101,12 @@ def settle(
             return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
         if (code := recorded_exit_code(run_dir, plan, now=now)) is not None:
             return code
-        launched = read_launched(run_dir)
+        launched = read_attempt(run_dir)
         left = leftovers.kill_processes(run_dir.path)
         shutil.rmtree(launched.tmp, ignore_errors=True)
         if not left:
             attempt_outcome.delete_partial_checkpoints(run_dir)
-        ended = _ended(run_dir, plan, returncode, launched.since, now())
+        ended = _result(run_dir, plan, returncode, launched.since, now())
         writer = RunStatusWriter(run_dir, plan, now=now)
         code = writer.close(ended, left=left)
         _report_end(run_dir, writer)
@@ -114,12 +114,12 @@ def settle(
 
 
 def _report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:
-    from gputrain_tui.lifecycle.report import report_end  # a healthy run's supervisor does not wait for it
+    from gputrain_tui.lifecycle.report import report_end  # a slow import, which a healthy run's supervisor skips
 
     report_end(run_dir, writer)
 
 
-def _ended(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> AttemptResult:
+def _result(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> AttemptResult:
     if not any(attempt_outcome.unfinished(run_dir, node.node, node.ranks, since) for node in plan.nodes):
         return AttemptResult(status="finished")
     if returncode == ExitCode.STOPPED:

@@ -1,7 +1,7 @@
-"""One live sink of a run, as a process of its own beside the supervisor; it only reads the record.
+"""Process that writes the record of a run to TensorBoard or wandb while the run goes on.
 
-``python -m gputrain_tui.lifecycle.sink_program RUN_DIR tensorboard|wandb TARGET``. It lives as long as the other end of
-standard input, and where the record has ended until all of it is written. Another one continues where it stopped.
+``python -m gputrain_tui.lifecycle.sink_program RUN_DIR tensorboard|wandb TARGET``. It follows the record until standard
+input is closed, then writes the rest and exits. A later process continues at the recorded position.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trainer.contract.record.regular_file import open_to_append
 from trainer.host.process_guard import adopt_orphans
 
 POLL_S = 1.0
-"""Time between two readings of the record."""
+"""Time between two reads of the record."""
 NICENESS = 10
-"""The ranks come first where cores are short."""
+"""Lower priority than the ranks, for machines with too few cores."""
 
 
 def main() -> int:
-    """Write the record of a run to a sink until it ends; return the exit code."""
+    """Write the record of a run to a sink until standard input is closed; return the exit code."""
     run_dir, name, target = RunDir(Path(sys.argv[1])), sys.argv[2], sys.argv[3]
     os.nice(NICENESS)
-    adopt_orphans()  # what wandb starts stays below this process, with which it is killed
+    adopt_orphans()  # wandb's processes stay descendants of this one, with which they are killed
     path = run_dir.report_state(name)
     lock = open_to_append(path.with_suffix(".lock"))
-    fcntl.flock(lock, fcntl.LOCK_EX)  # its predecessor ends with the supervisor before
+    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the sink of a previous supervisor to end
     state = read_sink_state(run_dir, name) or SinkState(target=_absolute(run_dir, name, target))
     if state.finished:
         return 0
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _absolute(run_dir: RunDir, name: str, target: str) -> str:
-    """Return the folder of a TensorBoard sink, which a successor in another folder continues."""
+    """Return the absolute folder of a TensorBoard sink, independent of the working directory; else the target."""
     if name != "tensorboard":
         return target
     folder = run_dir.path / "tensorboard" if target == "true" else Path(target).expanduser() / run_dir.path.name
@@ -78,11 +78,11 @@ def _absolute(run_dir: RunDir, name: str, target: str) -> str:
 
 
 def _follow(scalars: LiveScalars, sink: Sink, save: Callable[[], None]) -> None:
-    """Write what is appended, until the other end of standard input is closed and everything is read."""
+    """Write appended events to the sink until standard input is closed and the record is read to its end."""
     supervisor = select.poll()
     supervisor.register(0, select.POLLIN)
     while True:
-        is_alone = bool(supervisor.poll(0))  # asked before reading: what was recorded before is read
+        is_alone = bool(supervisor.poll(0))  # checked before reading, so that all events before the end are read
         found = scalars.poll()
         if found:
             sink.commit(save)
@@ -95,7 +95,7 @@ def _follow(scalars: LiveScalars, sink: Sink, save: Callable[[], None]) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the last line of the log says it to the supervisor
+    except Exception as error:  # noqa: BLE001 - the supervisor reports the last line of the log
         traceback.print_exc()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # wandb's own end may hang
+        os._exit(1)  # wandb's exit handlers may hang

@@ -1,4 +1,4 @@
-"""How far a live sink has written the record of a run."""
+"""Position of a live sink in the record of a run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class SinkState(msgspec.Struct, kw_only=True):
     """Contents of ``report-tensorboard.json`` and ``report-wandb.json``; replaced atomically by the sink."""
 
     target: str
-    """Folder or project."""
+    """TensorBoard folder or wandb project."""
     written: dict[str, int] = {}
-    """By stream, how many of its values are written."""
+    """Number of written values, by stream."""
     sizes: dict[str, int] = {}
-    """By folder, how many bytes of its event file hold these values."""
+    """Bytes of the TensorBoard event file with these values, by folder."""
     finished: bool = False
-    """Whether the whole record is written, with the end of the run."""
+    """Whether the record is written to its end, ``run_ended`` included."""
 
 
 _state = msgspec.json.Decoder(SinkState)
 
 
 def read_sink_state(run_dir: RunDir, name: str) -> SinkState | None:
-    """Read how far a sink is; None where it has written nothing."""
+    """Read the state of a sink; None if it has written nothing."""
     try:
         return read_json(run_dir.report_state(name), _state)
     except RecordError:

@@ -1,8 +1,8 @@
-"""A run as a job of Slurm: submit it, follow it from where it was typed, stop it, and record how Slurm ended it.
+"""Runs as jobs of Slurm: submits, follows and stops them, and records how Slurm ended them.
 
-``python -m gputrain_tui.lifecycle.slurm_jobs RUN_DIR [--lease]`` stands in for the supervisor, which is the job's only
-command, on the machine where the run was typed: it records why the job waits, passes stop requests on and ends with it.
-With ``--lease`` the job lives as long as the other end of standard input.
+The job's script is the supervisor. ``python -m gputrain_tui.lifecycle.slurm_jobs RUN_DIR [--lease]`` follows the job on
+the machine where it was submitted: it records why the job is pending, forwards stop requests and ends with the job.
+With ``--lease`` the job is stopped when standard input is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, placed
+from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, place_on_allocation
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
@@ -42,39 +42,39 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import LEASE_LOST, StopRequest
 
 POLL_S = 0.2
-"""Time between two looks at the status of a run."""
-FIRST_ASK_S, LAST_ASK_S = 1.0, 15.0
-"""Time between two questions to Slurm: it doubles, because a cluster has one controller for all."""
-REMIND_S = 2.0
-"""Time between two signals to a job: the first may come before its supervisor listens; all of them are one request."""
-LAST_WORDS_S = 5.0
-"""How long the supervisor of a job that is over may take to write how the run ended."""
+"""Time between two reads of a run's status."""
+MIN_QUERY_INTERVAL_S, MAX_QUERY_INTERVAL_S = 1.0, 15.0
+"""First and longest time between two queries to Slurm; it doubles, to spare the one controller of the cluster."""
+SIGNAL_INTERVAL_S = 2.0
+"""Time between two stop signals to a job, repeated as the first may precede the supervisor's signal handlers."""
+RECORD_TIMEOUT_S = 5.0
+"""Time for the supervisor of a completed job to record the end of the run."""
 LINES = 40
-"""Last lines of a node's log that are searched for what Slurm says."""
+"""Last lines of a log that are searched for messages of Slurm."""
 REQUEUED = "Slurm put it back into its queue"
-MARKS = (
+SLURM_MESSAGES = (
     ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
     ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
     ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
     ("DUE TO JOB REQUEUE", REQUEUED),
 )
-"""What Slurm prints when it ends a job or a step, and what it means; while it does, no other command says why."""
+"""Text that Slurm prints when it ends a job or step, and the cause; at that time no command reports the cause."""
 CANCELLED = "CANCELLED AT"
-"""Printed with no more words by ``scancel``, and where a supervisor ends the steps of a run that has failed."""
-LOST = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
-"""What the step of a lost node prints."""
+"""Text of every cancellation; without a cause after it: ``scancel``, or the supervisor of a run that has failed."""
+NODE_FAILURE = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
+"""Line of the step whose node was lost."""
 OUT_OF_MEMORY = re.compile(
     r"oom.kill|out of memory|exceeded (?:job |step )?memory limit(?: \(\d+ > (\d+)\))?", re.IGNORECASE
 )
-"""In what Slurm prints where a node's processes needed too much, with the limit in bytes where it does."""
+"""Message of Slurm that a node's processes exceeded the memory limit; some have the limit in bytes."""
 CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "join_timeout"})
-"""Kinds of failures that may follow from what Slurm did; a rank that has another one knows its cause itself."""
+"""Kinds of failures that may be consequences of Slurm's actions; other kinds are causes themselves."""
 KILLED_WORKER = "killed by signal"
-"""In what torch's DataLoader raises when one of its processes was killed."""
-ASKED = ("USR1", "USR2", "INT", "from another host")
-"""How reasons of a stop end that a person asked for, and not Slurm."""
+"""Part of the error of torch's DataLoader if one of its worker processes was killed."""
+USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "from another host")
+"""Ends of the reasons of stops that were requested by a person, not by Slurm."""
 FIX = "`sinfo` lists what the cluster has"
-KEYS = {
+KEY_OF_WORD = {
     "partition": "partition",
     "account": "account",
     "qos": "qos",
@@ -84,22 +84,24 @@ KEYS = {
     "gres": "gpu_type",
     "node count": "nodes",
 }
-"""Word in a refusal of Slurm and the key of ``[slurm]`` that it is about."""
+"""Key of ``[slurm]`` that a refusal by Slurm is about, by a word in its message."""
 
 
 def check(recipe: Recipe, plan: Plan) -> CheckResult:
-    """Ask Slurm whether it would take a run, as it would be submitted."""
+    """Return whether Slurm would accept the job of a run, from ``sbatch --test-only``."""
     if "SLURM_JOB_ID" in os.environ:
         return CheckResult(status="ok", check="Slurm", what=f"in job {os.environ.get('SLURM_JOB_ID')}")
     words, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
     try:
-        said = slurm.test(words, script)
+        accepted = slurm.test(words, script)
     except RequestError as error:
-        what = str(error)
-        key = next((("slurm", key) for word, key in KEYS.items() if word in what.lower()), ("cluster", "launcher"))
+        refusal = str(error)
+        key = next(
+            (("slurm", key) for word, key in KEY_OF_WORD.items() if word in refusal.lower()), ("cluster", "launcher")
+        )
         where = recipe.where(*key)
-        return CheckResult(status="error", check="Slurm", what=what, fix=FIX, key=".".join(key), where=where)
-    return CheckResult(status="ok", check="Slurm", what=said.removeprefix("sbatch: "))
+        return CheckResult(status="error", check="Slurm", what=refusal, fix=FIX, key=".".join(key), where=where)
+    return CheckResult(status="ok", check="Slurm", what=accepted.removeprefix("sbatch: "))
 
 
 def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
@@ -110,10 +112,10 @@ def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str],
 
 
 def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm.Job | None:
-    """Submit a run whose directory is written; return what Slurm says of the job.
+    """Submit a run whose directory is written; return Slurm's record of the job, None if it cannot be read.
 
     Raises:
-        RequestError: Slurm's words in one line.
+        RequestError: Slurm refuses the job; its message in one line.
     """
     write_status(run.dir, msgspec.structs.replace(run.status, status="queued", supervisor=None))
     number = slurm.submit(*_submission(recipe, plan, run.dir))
@@ -121,13 +123,13 @@ def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm.Job | None:
     with suppress(RequestError):
         found = slurm.job(number)
     job = SlurmJob(number=number, partition="" if found is None else found.partition, batch=True)
-    with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # its supervisor may have been faster
+    with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # the job's supervisor may have written it
         file.write(msgspec.json.encode(job))
     return found
 
 
 def record_queued(run_dir: RunDir, job: slurm.Job | None) -> None:
-    """Record why a job waits; nothing of one that does not."""
+    """Record why a pending job waits; do nothing for other jobs."""
     if job is None or job.state != "PENDING":
         return
     event = Queued(
@@ -137,12 +139,12 @@ def record_queued(run_dir: RunDir, job: slurm.Job | None) -> None:
 
 
 def place(run_dir: RunDir, plan: Plan) -> Plan:
-    """Return a plan on the hosts of this process's allocation, and record them.
+    """Return the plan on the hosts of this process's allocation; write it and the hosts into the run directory.
 
     Raises:
         RequestError: the allocation has too few hosts.
     """
-    chosen = placed(plan)
+    chosen = place_on_allocation(plan)
     before, status = read_job(run_dir), read_status(run_dir)
     job = SlurmJob(
         number=int(os.environ.get("SLURM_JOB_ID", "0")),
@@ -156,7 +158,7 @@ def place(run_dir: RunDir, plan: Plan) -> Plan:
 
 
 def requeues(run_dir: RunDir) -> bool:
-    """Whether Slurm puts a run whose node it has lost back into its queue, where the run goes on."""
+    """Whether Slurm requeues the job of a run after the loss of a node."""
     job = read_job(run_dir)
     with suppress(RequestError):
         found = slurm.job(job.number) if job is not None and job.batch else None
@@ -165,11 +167,11 @@ def requeues(run_dir: RunDir) -> bool:
 
 
 def log_sizes(run_dir: RunDir) -> dict[str, int]:
-    """Return the size of every log that Slurm prints into, which marks the beginning of an attempt."""
+    """Return the sizes of the logs that Slurm prints into, by name; taken at the start of an attempt."""
     return {path.name: size_of(path) for path in [*run_dir.logs.glob("node-*.log"), run_dir.logs / "supervisor.log"]}
 
 
-def explained(
+def with_slurm_cause(
     ended: AttemptResult,
     plan: Plan,
     run_dir: RunDir,
@@ -178,68 +180,69 @@ def explained(
     environ: Mapping[str, str] = os.environ,
     requeues: Callable[[RunDir], bool] = requeues,
 ) -> AttemptResult:
-    """Return how a run ended with what only Slurm knows of the cause.
+    """Return the result of a run with the cause that Slurm printed into its logs: time limit, memory, lost node.
 
     Args:
-        ended: how it ended by its own record.
-        plan: its nodes.
-        run_dir: has their logs.
-        since: sizes of the logs when its last attempt began.
-        environ: of the job.
-        requeues: whether a run whose node was lost goes on later.
+        ended: result by the record of the run.
+        plan: plan of the run.
+        run_dir: run directory, with the logs.
+        since: sizes of the logs at the start of the last attempt.
+        environ: environment of the job.
+        requeues: returns whether Slurm requeues the job after the loss of a node.
     """
-    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(ASKED)):
+    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
         return ended
-    said = [(node, _log_end(run_dir.node_log(node.node), since)) for node in plan.nodes]
-    texts = [*(text for _, text in said), _log_end(run_dir.logs / "supervisor.log", since)]
+    node_texts = [(node, _slurm_lines(run_dir.node_log(node.node), since)) for node in plan.nodes]
+    texts = [*(text for _, text in node_texts), _slurm_lines(run_dir.logs / "supervisor.log", since)]
     last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
-    words = next((words for mark, words in MARKS if any(mark in line for line in last)), "")
+    cause = next((cause for mark, cause in SLURM_MESSAGES if any(mark in line for line in last)), "")
     failure = ended.failure
     is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
-    for node, text in said:
+    for node, text in node_texts:
         if is_consequence and (found := OUT_OF_MEMORY.search(text)) is not None:
             limit = int(found[1]) if found[1] else _memory_bytes(environ)
             return _out_of_memory(node, failure, limit, run_dir)
-    lost = [node for node, text in said if LOST.search(text) or _is_cut_off(run_dir, node)]
-    if words == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
-        return _lost(lost, requeued=bool(words) and requeues(run_dir))
+    lost = [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
+    if cause == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
+        return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
     if ended.status == "stopped":
-        return AttemptResult(status="stopped", reason=words or slurm.WORDS["CANCELLED"]) if last else ended
+        return AttemptResult(status="stopped", reason=cause or slurm.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
             if UNSEEN in line:
                 return _failed("slurm", line, host=node.host)
-    return _failed("slurm", words) if words and words != REQUEUED else ended
+    return _failed("slurm", cause) if cause and cause != REQUEUED else ended
 
 
-def _log_end(path: Path, since: Mapping[str, int]) -> str:
+def _slurm_lines(path: Path, since: Mapping[str, int]) -> str:
+    """Return the lines that Slurm printed at the end of a log of this attempt."""
     lines = attempt_outcome.last_lines(path, LINES, since=since.get(path.name, 0))
     return "\n".join(line for line in lines if line.startswith(("srun: ", "slurmstepd")))
 
 
-def _lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
+def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
     ranks = [rank for node in nodes for rank in node.ranks]
     hosts = [node.host for node in nodes]
-    what = (
+    message = (
         f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
         if hosts
         else slurm.WORDS["NODE_FAIL"]
     )
     if requeued:
-        return AttemptResult(status="stopped", reason=f"{what}, and put the run back into its queue")
+        return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")
     if not hosts:
-        return _failed("node_lost", what)
-    return _failed("node_lost", f"{what}; `scontrol show node {','.join(hosts)}` says more", host=hosts[0])
+        return _failed("node_lost", message)
+    return _failed("node_lost", f"{message}; `scontrol show node {','.join(hosts)}` says more", host=hosts[0])
 
 
-def _is_cut_off(run_dir: RunDir, node: PlannedNode) -> bool:
-    """Whether a node's step ended while its supervisor was there and had not asked for it."""
+def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
+    """Whether a node agent ended because its lease broke; the supervisor itself returns a lease before ending it."""
     outcome = node_outcome(run_dir, node.node)
     return outcome is not None and outcome.stop_reason == LEASE_LOST
 
 
 def _memory_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return what the job of this environment may use on each node; None where Slurm does not say."""
+    """Return the memory limit per node of a job, from ``SLURM_MEM_PER_NODE``; None without one."""
     megabytes = environ.get("SLURM_MEM_PER_NODE", "")
     return int(megabytes) << 20 if megabytes.isdecimal() else None
 
@@ -247,12 +250,12 @@ def _memory_bytes(environ: Mapping[str, str]) -> int | None:
 def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None, run_dir: RunDir) -> AttemptResult:
     rank = failure.rank if failure is not None and failure.host == node.host else None
     rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
-    who = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
+    names = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
     if rank is None and (largest := attempt_outcome.largest_rank(run_dir, node.node)) is not None:
-        who += f" (rank {largest} used most)"
+        names += f" (rank {largest} used most)"
     allowed = "" if limit is None else f" of {size(limit)} on a node"
-    what = f"{who} on {node.host} ran out of memory: Slurm held the job to its limit{allowed}; raise slurm.mem"
-    ended = _failed("out_of_memory", what, host=node.host)
+    message = f"{names} on {node.host} ran out of memory: Slurm held the job to its limit{allowed}; raise slurm.mem"
+    ended = _failed("out_of_memory", message, host=node.host)
     assert ended.failure is not None
     ended.failure.rank = rank
     return ended
@@ -263,8 +266,8 @@ def _failed(kind: str, message: str, *, host: str | None = None) -> AttemptResul
     return AttemptResult(status="failed", failure=failure)
 
 
-def refreshed(run: Run) -> Run:
-    """Return a run as it is now: one whose job is over without having said so has ended, and its record gets that."""
+def refresh(run: Run) -> Run:
+    """Return a run with its current status; if its job is over without a recorded end, record one first."""
     job = read_job(run.dir)
     if job is None or run.state in ENDED:
         return run
@@ -276,12 +279,12 @@ def refreshed(run: Run) -> Run:
 
 
 def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
-    """Write how a run ended whose job is over, unless its supervisor still does."""
-    deadline = time.monotonic() + LAST_WORDS_S
+    """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``."""
+    deadline = time.monotonic() + RECORD_TIMEOUT_S
     while not settle.is_settled(run_dir) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
-        if not settle.take_lock(lock, patience_s=LAST_WORDS_S) or settle.is_settled(run_dir):
+        if not settle.take_lock(lock, patience_s=RECORD_TIMEOUT_S) or settle.is_settled(run_dir):
             return
         plan = read_plan(run_dir)
         if settle.recorded_exit_code(run_dir, plan) is not None:
@@ -290,8 +293,8 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         state, status = "" if job is None else job.state, read_status(run_dir)
         began = status is not None and status.status != "queued"
         if job is not None and not job.launched and not began:
-            what = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
-            ended = _failed("slurm", f"the job could not start on {job.nodes}, which {what}")
+            fix = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
+            ended = _failed("slurm", f"the job could not start on {job.nodes}, which {fix}")
         elif job is not None and job.exit_code == ExitCode.REFUSED and not began:
             ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":
@@ -301,30 +304,31 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
                 lost = slurm.lost_hosts(job.nodes)
             ended = _failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm.WORDS[state])
         else:
-            what = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
-            ended = _failed("slurm", f"{what}, and its supervisor has not recorded why")
+            cause = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
+            ended = _failed("slurm", f"{cause}, and its supervisor has not recorded why")
         writer = RunStatusWriter(run_dir, plan, now=time.time)
         writer.close(ended, left=[])
         report_end(run_dir, writer)
 
 
 def _last_line(run_dir: RunDir) -> str:
+    """Return the last two lines of the supervisor's log; without any, that its node does not see the run directory."""
     lines = attempt_outcome.last_lines(run_dir.logs / "supervisor.log", 2)
-    said = "; ".join(line.removeprefix("gputrain: ") for line in lines)
-    return said or f"it does not see {run_dir.path}, which must be on a disk that all nodes share"
+    text = "; ".join(line.removeprefix("gputrain: ") for line in lines)
+    return text or f"it does not see {run_dir.path}, which must be on a disk that all nodes share"
 
 
 class JobStop:
-    """Passes stop requests on to a job; all that it sends until the job ends is one request."""
+    """Stop request to a job, whose signal is repeated until the job ends."""
 
     def __init__(self, run_dir: RunDir, job: SlurmJob) -> None:
         self._dir = run_dir
         self._job = job
         self._due = 0.0
-        """When the job is asked again, monotonic seconds."""
+        """Time of the next signal, monotonic seconds."""
 
-    def ask(self, level: StopLevel) -> None:
-        """Ask for a stop; to be called until the run has ended.
+    def send(self, level: StopLevel) -> None:
+        """Signal or cancel the job if the next signal is due; to be called until the run has ended.
 
         Raises:
             RequestError: Slurm does not answer.
@@ -339,29 +343,29 @@ class JobStop:
             slurm.signal_script(self._job.number, "USR1")
         else:
             slurm.signal_steps(self._job.number, self._dir.path.name, "USR1")
-        self._due = time.monotonic() + REMIND_S
+        self._due = time.monotonic() + SIGNAL_INTERVAL_S
 
 
 def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
-    """Stop a run through Slurm, from any host of the cluster; return it as it has ended.
+    """Stop a run through Slurm, from any host of the cluster; return the ended run.
 
     Raises:
         RequestError: Slurm does not answer, or the run does not end.
     """
     request, level = JobStop(run.dir, job), StopLevel.SAVE
     deadline = time.monotonic() + timeout_s
-    ask_at = time.monotonic() + FIRST_ASK_S
+    query_at = time.monotonic() + MIN_QUERY_INTERVAL_S
     if run.state in ENDED:
-        if (waiting := slurm.job(job.number)) is not None and waiting.state == "PENDING":  # put back into the queue
+        if (waiting := slurm.job(job.number)) is not None and waiting.state == "PENDING":  # requeued
             slurm.cancel(job.number)
         return run
     while True:
         now = open_run(run.dir.path) or run
         if now.state in ENDED:
             return now
-        request.ask(level)
-        if time.monotonic() >= ask_at:
-            now, ask_at = refreshed(now), time.monotonic() + FIRST_ASK_S
+        request.send(level)
+        if time.monotonic() >= query_at:
+            now, query_at = refresh(now), time.monotonic() + MIN_QUERY_INTERVAL_S
         if time.monotonic() >= deadline and level > StopLevel.SAVE:
             raise RequestError(
                 f"stop: job {job.number} of {run.id} does not end; `scontrol show job {job.number}` says more"
@@ -372,7 +376,7 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
 
 
 def watch(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
-    """Start the process that follows a submitted run in place of its supervisor."""
+    """Start a process that runs ``follow`` for a submitted run."""
     words = [sys.executable, "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
     stdin = subprocess.PIPE if leased else subprocess.DEVNULL
     return subprocess.Popen(
@@ -381,11 +385,11 @@ def watch(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
 
 
 def follow(run_dir: RunDir, *, leased: bool) -> int:
-    """Follow a submitted run to its end, or without a lease until it trains; return its exit code."""
+    """Follow a submitted run to its end, or without a lease until its job starts; return its exit code."""
     job = read_job(run_dir)
     assert job is not None
     request = JobStop(run_dir, job)
-    ask_at, interval_s = 0.0, FIRST_ASK_S
+    query_at, interval_s = 0.0, MIN_QUERY_INTERVAL_S
     shown: tuple[str, float | None] | None = None
     with StopRequest(lease=leased) as stop_request:
         while True:
@@ -396,17 +400,17 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 return ExitCode.FINISHED
             with suppress(RequestError):
                 if stop_request.level:
-                    request.ask(stop_request.level)
-                    interval_s = FIRST_ASK_S
-                if time.monotonic() >= ask_at:
+                    request.send(stop_request.level)
+                    interval_s = MIN_QUERY_INTERVAL_S
+                if time.monotonic() >= query_at:
                     found = slurm.job(job.number)
                     if found is None or found.is_over:
                         _record_end(run_dir, found)
                     elif shown != (found.reason, found.starts):
                         shown = (found.reason, found.starts)
                         record_queued(run_dir, found)
-                    ask_at = time.monotonic() + interval_s
-                    interval_s = min(2 * interval_s, LAST_ASK_S)
+                    query_at = time.monotonic() + interval_s
+                    interval_s = min(2 * interval_s, MAX_QUERY_INTERVAL_S)
             stop_request.wait(POLL_S)
 
 

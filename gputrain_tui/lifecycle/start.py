@@ -1,6 +1,6 @@
-"""The one way to start a run, for the command and the console: check, plan, write the run directory, hand over.
+"""Starts runs, for commands and console alike: plan, check, write the run directory, start the supervisor.
 
-Whatever is wrong with a request is found here, before there is a run directory.
+Errors of the request are raised before there is a run directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnections
 from gputrain_tui.lifecycle import checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
-from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
@@ -47,29 +46,29 @@ if TYPE_CHECKING:
 
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables with the interface that a backend binds to; NCCL takes a name after ``=`` as it is."""
+"""Environment variables with the network interface of a backend; after ``=`` NCCL takes a name, not a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A recipe that passed the preflight, and its plan; nothing is started yet."""
+    """Recipe that passed the preflight, and its plan."""
 
     recipe: Recipe
     plan: Plan
     results: tuple[CheckResult, ...] = ()
-    """Of the preflight, without errors."""
+    """Results of the preflight, none of which is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan, and the facts that it was made from."""
+    """Plan, and the facts that it was made from."""
 
     plan: Plan
     local: LocalFacts
     inventories: Mapping[str, Inventory]
-    """Of the machines that were asked, by host, ``localhost`` for this one."""
-    remarks: tuple[str, ...] = ()
-    """A line for each host that was believed because it did not answer."""
+    """Inventories that the plan needed, by host; ``localhost`` is this machine."""
+    warnings: tuple[str, ...] = ()
+    """A line for each host whose list of GPUs was accepted because it did not answer."""
 
 
 def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
@@ -79,7 +78,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         source: file, ``-``, or None for the recipe of the run that is continued.
         overrides: ``KEY=VALUE`` settings.
         resume: the run to continue: an id, a prefix of one, or ``last``.
-        stdin: what ``-`` reads.
+        stdin: stream that ``-`` reads.
 
     Raises:
         RequestError: the recipe is wrong, or the run has nothing to continue from.
@@ -95,7 +94,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             )
         found = checkpoints.resumable_checkpoint(run.dir)
         if found is None:
-            raise RequestError(f"--resume {resume}: {checkpoints.none_left(run)}")
+            raise RequestError(f"--resume {resume}: {checkpoints.describe_missing_checkpoint(run)}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
                 f"--resume {resume}: {run.id} has finished, nothing is left to train; "
@@ -104,7 +103,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         settings.append(f"train.resume={found}")
         source = source or recipe_of(run)
         recipe = load_recipe(source, overrides=settings, stdin=stdin)
-        # What the run has reset when it began is not reset again, unless somebody asks now.
+        # The resets of the run's own recipe are done; only overrides reset again.
         done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
         if done and source != "-":
             recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
@@ -123,7 +122,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
 
 
 def recipe_of(run: Run) -> str:
-    """Return the file of a run's recipe; unlike a person's own recipe it must not be a pipe.
+    """Return the path of a run's recipe, which must be a regular file.
 
     Raises:
         RecordError: it cannot be read.
@@ -136,21 +135,21 @@ def recipe_of(run: Run) -> str:
 
 
 def prepare(recipe: Recipe, *, connections: OpenConnections | None = None) -> Prepared:
-    """Plan a run and refuse what cannot work on its machines.
+    """Plan a run and check its machines.
 
     Args:
-        recipe: what was asked for.
-        connections: takes the connections to other hosts, for the launch to go on with.
+        recipe: the recipe.
+        connections: receives the connections to other hosts, which the launch continues to use.
 
     Raises:
         NotReadyError: the recipe is right, but the machines are not ready for it.
         RequestError: the recipe contradicts itself, or would never end.
     """
-    return checked(recipe, planned(recipe), connections=connections)
+    return check_planned(recipe, plan_recipe(recipe), connections=connections)
 
 
-def planned(recipe: Recipe) -> Planned:
-    """Take the machines' inventories and plan a run.
+def plan_recipe(recipe: Recipe) -> Planned:
+    """Plan a run with the inventories of its machines.
 
     Raises:
         NotReadyError: a machine does not have the devices.
@@ -158,9 +157,9 @@ def planned(recipe: Recipe) -> Planned:
     """
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 
-    facts, remarks = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    facts, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
     try:
-        inventories = inventories_for(recipe, facts, remark=remarks.append)
+        inventories = inventories_for(recipe, facts, warn=warnings.append)
         found = plan(recipe, inventories, local=facts)
     except DeviceUnavailableError as error:
         what, _, fix = error.reason.partition("; ")
@@ -168,28 +167,32 @@ def planned(recipe: Recipe) -> Planned:
         raise NotReadyError(
             [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
         ) from None
-    return Planned(plan=found, local=facts, inventories=inventories, remarks=tuple(remarks))
+    return Planned(plan=found, local=facts, inventories=inventories, warnings=tuple(warnings))
 
 
-def checked(
+def check_planned(
     recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0, connections: OpenConnections | None = None
 ) -> Prepared:
-    """Refuse what cannot work on the machines.
+    """Run the preflight checks of a planned run.
 
     Args:
-        recipe: what was asked for.
+        recipe: the recipe.
         planned: its plan.
-        max_age_s: how old the answers of other hosts may be.
-        connections: takes the connections to other hosts, for the launch to go on with.
+        max_age_s: maximum age of cached answers of other hosts.
+        connections: receives the connections to other hosts, which the launch continues to use.
 
     Raises:
         NotReadyError: a check failed.
-        RequestError: nothing would end the training.
+        RequestError: the training has no stop condition.
     """
-    if problem := endless(recipe):
+    if problem := endless_reason(recipe):
         raise RequestError(problem)
-    results = check_launcher(recipe, planned.plan)
-    answers = ask_hosts(recipe, planned, max_age_s=max_age_s, connections=connections)
+    results: list[CheckResult] = []
+    if planned.plan.launcher == "slurm":
+        from gputrain_tui.lifecycle import slurm_jobs
+
+        results.append(slurm_jobs.check(recipe, planned.plan))
+    answers = collect_answers(recipe, planned, max_age_s=max_age_s, connections=connections)
     asked = {
         answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
     }
@@ -199,33 +202,36 @@ def checked(
         from gputrain_tui.preflight.host_checks import check_hosts
 
         results += check_hosts(recipe, planned.plan, answers)
-    results += [CheckResult(status="warning", check="other hosts", what=remark) for remark in planned.remarks]
+    results += [CheckResult(status="warning", check="other hosts", what=warning) for warning in planned.warnings]
     if errors(results):
         raise NotReadyError(results, plan=planned.plan)
     return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
 
 
-def ask_hosts(
+def collect_answers(
     recipe: Recipe, planned: Planned, *, max_age_s: float, connections: OpenConnections | None
 ) -> tuple[HostAnswer, ...]:
-    """Ask the hosts of a run over ssh what they have; none for any other run."""
+    """Return the facts of the hosts of a run over ssh; none for runs with another launcher or on this machine alone."""
     if planned.plan.launcher != "ssh" or all(is_local(node.host, planned.local) for node in planned.plan.nodes):
         return ()
-    from gputrain_tui.lifecycle.launchers.ssh import travelling
+    from gputrain_tui.lifecycle.launchers.ssh import forwarded_environment
     from gputrain_tui.preflight.collect_hosts import collect_hosts
 
     return collect_hosts(
         recipe,
         planned.plan,
         planned.local,
-        env=travelling(os.environ),
+        env=forwarded_environment(os.environ),
         max_age_s=max_age_s,
         connections=connections,
     )
 
 
 def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
-    """Return the plan with the network interface of each host that leads to the others, unless the user names one."""
+    """Return the plan with the network interface of each host that leads to the other hosts, in its environment.
+
+    A variable that the user has set is not changed.
+    """
     interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
     if not interfaces:
         return plan
@@ -238,8 +244,8 @@ def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
     return msgspec.structs.replace(plan, nodes=nodes)
 
 
-def endless(recipe: Recipe) -> str:
-    """Describe in one line why a training would never end; empty when it would, and for a script."""
+def endless_reason(recipe: Recipe) -> str:
+    """Return in one line why a training would never end; empty if it has a stop condition, and for a script."""
     if recipe.script is not None:
         return ""
     try:
@@ -255,10 +261,10 @@ def launch(
     """Write the run directory and start its supervisor in a session of its own.
 
     Args:
-        prepared: what to run.
-        leased: the run ends with the pipe that is the supervisor's standard input.
-        warm: starts the run where it has a warm supervisor.
-        connections: those of the preflight to the hosts, with which the supervisor goes on.
+        prepared: recipe and plan.
+        leased: whether closing the supervisor's standard input, a pipe, ends the run.
+        warm: pool whose warm supervisor, if there is one, starts the run.
+        connections: connections of the preflight to the hosts, which the supervisor takes over.
 
     Raises:
         NotReadyError: the run directory cannot be written.
@@ -273,12 +279,12 @@ def launch(
 
 
 def is_submitted(prepared: Prepared) -> bool:
-    """Whether a run is given to Slurm, since this process is in no allocation whose hosts it could use."""
+    """Whether a run is submitted as a job: its launcher is Slurm, and this process is in no job."""
     return prepared.plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
 
 
 def submit(prepared: Prepared) -> Run:
-    """Write the run directory, give the run to Slurm and leave it there.
+    """Write the run directory and submit the run to Slurm, without following it.
 
     Raises:
         NotReadyError: the run directory cannot be written, or Slurm refuses the job.
@@ -322,14 +328,23 @@ def start_supervisor(
     warm: WarmPool | None = None,
     connections: OpenConnections | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the supervisor of a run, or one that adopts a run whose supervisor was killed."""
+    """Start the supervisor of a run.
+
+    Args:
+        run_dir: run directory.
+        leased: whether closing the supervisor's standard input, a pipe, ends the run.
+        adopting: whether it takes over the run of a supervisor that was killed.
+        warm: pool whose warm supervisor, if there is one, is used.
+        connections: connections to the hosts of the run, which the supervisor takes over.
+    """
     words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
     if warm is not None and (waiting := warm.launch(words)) is not None:
         return waiting
     by_node = {} if connections is None else connections.by_node
     if by_node:
         words.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")
-    # It inherits the mask and unblocks them once it has handlers: a Ctrl-C while its modules load stays pending.
+    # The supervisor inherits the signal mask and unblocks the signals once it has handlers: a Ctrl-C while its modules
+    # load stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _supervisor_log(run_dir) as log:
@@ -340,7 +355,7 @@ def start_supervisor(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[each for opened in by_node.values() for each in opened.descriptors],
+                pass_fds=[descriptor for opened in by_node.values() for descriptor in opened.descriptors],
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -350,7 +365,7 @@ def start_supervisor(
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
-    """Open the supervisor's log; the null device where it cannot be one, for which no run is lost."""
+    """Open the supervisor's log; the null device if the log cannot be opened, so that the run starts all the same."""
     try:
         return os.fdopen(open_to_append(run_dir.logs / "supervisor.log"), "ab")
     except OSError:
@@ -358,7 +373,7 @@ def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
 
 
 def take_over(run: Run, prepared: Prepared) -> subprocess.Popen[bytes]:
-    """Start the successor of a process that was killed while it answered for a run."""
+    """Start a new supervisor, or follower of a Slurm job, for a leased run whose previous one was killed."""
     if is_submitted(prepared):
         from gputrain_tui.lifecycle import slurm_jobs
 
@@ -367,31 +382,35 @@ def take_over(run: Run, prepared: Prepared) -> subprocess.Popen[bytes]:
 
 
 def adopt(run: Run) -> Run:
-    """Give a run whose supervisor was killed a new one; return once that has taken over or ended the run."""
+    """Start a new supervisor for a run whose supervisor was killed; return once it has taken over or ended the run.
+
+    Raises:
+        RequestError: the new supervisor did not start.
+    """
     status = read_status(run.dir) or run.status
     supervisor = start_supervisor(run.dir, leased=False, adopting=True)
-    await_supervisor(run, supervisor, was=status.supervisor)
+    await_supervisor(run, supervisor, previous=status.supervisor)
     return open_run(run.dir.path) or run
 
 
 def await_supervisor(
-    run: Run, supervisor: subprocess.Popen[bytes], *, was: ProcessIdentity | None, patience_s: float = 30.0
+    run: Run, supervisor: subprocess.Popen[bytes], *, previous: ProcessIdentity | None, patience_s: float = 30.0
 ) -> None:
-    """Wait until a new supervisor has taken over, so that no command takes the run for lost.
+    """Wait until a new supervisor is in the status of its run, which other commands take for lost until then.
 
     Args:
         run: the run.
-        supervisor: the process that was started for it.
-        was: the supervisor before.
-        patience_s: how long it may take.
+        supervisor: the new supervisor.
+        previous: the supervisor before, as in the status.
+        patience_s: time limit.
 
     Raises:
-        RequestError: it did not start.
+        RequestError: the new supervisor did not start.
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         status = read_status(run.dir)
-        if status is not None and (status.supervisor != was or status.status in ENDED):
+        if status is not None and (status.supervisor != previous or status.status in ENDED):
             return
         try:
             supervisor.wait(0.01)
@@ -399,16 +418,16 @@ def await_supervisor(
             continue
         break
     status = read_status(run.dir)
-    if status is None or (status.supervisor == was and status.status not in ENDED):
+    if status is None or (status.supervisor == previous and status.status not in ENDED):
         raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """Return the recipe as the run keeps it: loading it again gives the same run."""
+    """Return the recipe as TOML for the run directory; as written by the user if nothing was overridden or derived."""
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
     if as_written:
         return recipe.text
-    from gputrain_tui.recipe.toml_writer import dump_toml  # tomlkit is needed only by what writes recipes
+    from gputrain_tui.recipe.toml_writer import dump_toml  # a slow import (tomlkit) that few runs need
 
     return dump_toml(recipe)

@@ -1,4 +1,4 @@
-"""Stops a run everywhere and names the processes that are left."""
+"""Stops the processes of a run on all its nodes, and reports those that do not end."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from trainer.host.processes import is_held
 from trainer.host.stop_request import signal_of
 
 SUPERVISOR_EXIT_S = 5.0
-"""How long the supervisor may take beyond the time limits of the ranks, and to end once it is killed."""
+"""Time for the supervisor beyond the time limits of the ranks, and time to end after SIGKILL."""
 SUPERVISOR_START_S = 3.0
-"""How long the supervisor of a new run may take to appear as a process; its modules may take longer to load."""
+"""Time for the supervisor process of a new run to exist; its modules may take longer to load."""
 POLL_S = 0.02
-"""Time between two looks for the supervisor of a new run."""
-MOST_SUPERVISORS = 3
-"""Supervisors that are stopped in turn: the run's own, and adopters that another command may start meanwhile."""
+"""Time between two checks for the supervisor of a new run."""
+MAX_SUPERVISORS = 3
+"""Supervisors that are stopped in turn: the run's own, and adopting ones that another command may start meanwhile."""
 
 
 def stop_by_name(wanted: str) -> tuple[str, list[int]]:
-    """Stop a run by its id, a prefix of it or ``last``, also one whose directory is gone while its processes live.
+    """Stop a run by its id, a prefix of it or ``last``; also a run with processes but without a readable directory.
 
     Returns:
-        The end of the run in one line, and the processes that do not end.
+        One line about the end of the run, and the processes that do not end.
 
     Raises:
         RequestError: there is no such run, or it belongs to another machine.
@@ -67,9 +67,9 @@ def stop_by_name(wanted: str) -> tuple[str, list[int]]:
 
 
 def stop(found: Run) -> tuple[str, list[int]]:
-    """Stop a run everywhere; return its end in one line, and the processes that do not end.
+    """Stop a run on all its nodes; return one line about its end, and the processes that do not end.
 
-    The supervisor is found by its environment: what ``status.json`` has about it may be out of date, copied or forged.
+    The supervisor is found by its environment: its pid in ``status.json`` may be out of date, copied or forged.
 
     Raises:
         RequestError: the run belongs to another machine, or no supervisor could end it.
@@ -94,13 +94,13 @@ def stop(found: Run) -> tuple[str, list[int]]:
         and is_alive(supervisor) is None
     ):
         if supervisor_beats(found.dir):
-            return _stop_from_here(found, supervisor.host)
+            return _stop_through_file(found, supervisor.host)
         if not all(attempt_folders(found.dir, node.node) for node in read_plan(found.dir).nodes):
             raise RequestError(f"stop: {found.id} runs on {supervisor.host}, also some of its ranks; stop it there")
         print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
         found = start.adopt(found)
-    now, trouble = found, ""
-    for _ in range(MOST_SUPERVISORS):
+    now, problem = found, ""
+    for _ in range(MAX_SUPERVISORS):
         _end_supervisors(path, _stop_timeout_s(found.dir))
         if not path.exists():
             return _stop_without_record(path)
@@ -109,19 +109,19 @@ def stop(found: Run) -> tuple[str, list[int]]:
             break
         try:
             now = start.adopt(now)
-        except RequestError as error:  # or another supervisor was faster, and is stopped in the next round
-            trouble = str(error)
+        except RequestError as error:  # or another command's supervisor has adopted it, and is stopped next
+            problem = str(error)
     left = kill_processes(path)
     if now.state not in ENDED:
-        raise RequestError(f"{trouble or f'{now.id} is {now.state}'}; {_left(left)}")
+        raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left)}")
     return _report(now, left, was_over=found.state in ENDED), left
 
 
-def _stop_from_here(found: Run, host: str) -> tuple[str, list[int]]:
-    """Ask the supervisor on another host through the run directory, and wait for the end.
+def _stop_through_file(found: Run, host: str) -> tuple[str, list[int]]:
+    """Stop a run whose supervisor is on another host, through the stop file in the shared run directory.
 
     Raises:
-        RequestError: it does not answer.
+        RequestError: the file cannot be written, or the run does not end.
     """
     try:
         write_stop_file(found.dir)
@@ -136,25 +136,26 @@ def _report(run: Run, left: list[int], *, was_over: bool) -> str:
     if was_over:
         how = f"was {run.state} already"
     else:
-        kept = attempt_outcome.describe_kept(run.dir, _nodes(run.dir)) if run.state == "stopped" else ""
+        kept = attempt_outcome.describe_kept(run.dir, _recorded_nodes(run.dir)) if run.state == "stopped" else ""
         how = f"is {run.state}" + (kept and f" {kept}")
     return f"{run.id} {how}; {_left(left)}"
 
 
-def _nodes(run_dir: RunDir) -> list[int]:
+def _recorded_nodes(run_dir: RunDir) -> list[int]:
+    """Return the nodes with a recorded outcome."""
     numbers = (int(path.stem) for path in run_dir.nodes.glob("*.json") if path.stem.isdecimal())
     return sorted(number for number in numbers if number < MAX_RANKS)
 
 
 def _stop_without_record(path: Path) -> tuple[str, list[int]]:
-    """Stop the processes of a run whose directory is gone or cannot be read."""
+    """Stop the processes of a run whose directory was deleted or cannot be read."""
     _end_supervisors(path, _stop_timeout_s(RunDir(path)))
     left = kill_processes(path)
     found = open_run(path)
     if found is not None and found.state in ENDED:  # its supervisor has written the status again
         return _report(found, left, was_over=False), left
-    what = "cannot be read" if path.exists() else "was deleted"
-    return f"{path.name} is stopped; its run directory {what}; {_left(left)}", left
+    problem = "cannot be read" if path.exists() else "was deleted"
+    return f"{path.name} is stopped; its run directory {problem}; {_left(left)}", left
 
 
 def _left(pids: list[int]) -> str:
@@ -162,7 +163,7 @@ def _left(pids: list[int]) -> str:
 
 
 def _stop_timeout_s(run_dir: RunDir) -> float:
-    """Return how long a run may take to stop: its ranks answer, save and leave."""
+    """Return the time limit of a stop: the ranks answer, save and exit, and the supervisor ends."""
     try:
         grace_s = max(stop_grace(node.argv) for node in read_plan(run_dir).nodes)
     except RecordError:
@@ -171,7 +172,7 @@ def _stop_timeout_s(run_dir: RunDir) -> float:
 
 
 def _await_supervisor(found: Run) -> None:
-    """Wait until the supervisor of a new run is there, while the command that made the run may still be starting it."""
+    """Wait until the supervisor process of a new run exists, as long as the command that created the run is alive."""
     creator = found.status.supervisor
     until = time.monotonic() + SUPERVISOR_START_S
     while found.state == "starting" and creator is not None and time.monotonic() < until:
@@ -180,25 +181,19 @@ def _await_supervisor(found: Run) -> None:
         time.sleep(POLL_S)
 
 
-def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
-    """Send the supervisors of a run a stop request, and wait; return whether there was one.
-
-    A run that is stopping already goes on with that. The ranks of a run die with their node agents.
-    """
-    asked = False
+def _end_supervisors(run_dir: Path, patience_s: float) -> None:
+    """Send a stop request to the supervisors of a run, and wait until they have ended."""
     for pid in supervisors_of(run_dir):
         descriptor = open_process(pid, run_dir, SUPERVISOR)
         if descriptor is not None:
-            asked = True
             try:
                 _end_supervisor(pid, descriptor, patience_s)
             finally:
                 os.close(descriptor)
-    return asked
 
 
 def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
-    """Send a supervisor a stop request; kill it where it is held, or takes longer than all its time limits."""
+    """Send a stop request to a supervisor; kill it if it is held (stopped or traced) or too slow."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Passes a stop on through the run directory, where the supervisor is on another host that sees it too."""
+"""Stops a run through a file in its directory, if the supervisor is on another host with the same file system."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainer.contract.record.regular_file import read_part
 from trainer.contract.stop_level import StopLevel
 
 POLL_S = 0.1
-"""Time between two looks at what the supervisor does."""
+"""Time between two checks for the supervisor's answer."""
 BEAT_TIMEOUT_S = 5.0
-"""How long a supervisor's lock may keep its time, which changes once a second, on a file system of a network."""
+"""Time for the mtime of the lock to change; a supervisor updates it once a second, a network file system delays it."""
 
 
 def read_stop_file(run_dir: RunDir) -> StopLevel:
-    """Return the level that another host has asked for."""
+    """Return the stop level requested by another host."""
     try:
         return StopLevel(int(read_part(run_dir.stop, 0, 8)))
     except (OSError, ValueError):
@@ -24,7 +24,7 @@ def read_stop_file(run_dir: RunDir) -> StopLevel:
 
 
 def write_stop_file(run_dir: RunDir) -> None:
-    """Ask for a stop that saves; asked again, for one that does not wait for that.
+    """Request a stop with a checkpoint; if there is a request already, a stop without one.
 
     Raises:
         OSError: the run directory cannot be written.
@@ -34,7 +34,7 @@ def write_stop_file(run_dir: RunDir) -> None:
 
 
 def supervisor_beats(run_dir: RunDir) -> bool:
-    """Whether a supervisor on some host lives, seen by its lock; waits for it."""
+    """Whether a supervisor on any host is alive: wait until it updates the mtime of the lock."""
     try:
         before = run_dir.lock.stat().st_mtime_ns
         deadline = time.monotonic() + BEAT_TIMEOUT_S
@@ -48,7 +48,7 @@ def supervisor_beats(run_dir: RunDir) -> bool:
 
 
 def await_end(run_dir: RunDir, timeout_s: float) -> bool:
-    """Wait until the status has how the run ended; return whether it has."""
+    """Wait until the status is final; return whether it is within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = read_status(run_dir)

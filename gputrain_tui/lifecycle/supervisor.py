@@ -1,9 +1,9 @@
-"""One run from start to end: launch the plan's nodes, watch, restart or stop them, record the end.
+"""Supervisor of one run: launches the nodes of its plan, watches, restarts or stops them, and records the end.
 
-``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to wait for these
-words. It never imports torch, so that it is there at once. Only its main thread starts node agents: they may ask to die
-with the thread that started them. With ``--lease`` the run lives as long as the other end of standard input. With
-``--adopt`` it takes over from a supervisor that was killed.
+``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to read these
+arguments from standard input. It never imports torch, so that it starts fast. Only its main thread starts node agents,
+as they may end with the thread that started them (``PR_SET_PDEATHSIG``). With ``--lease`` the run ends when standard
+input is closed. With ``--adopt`` it takes over from a supervisor that was killed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
-    is_temporary_of,
-    read_launched,
+    read_attempt,
     temporary_prefix,
-    write_launched,
+    write_attempt,
 )
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
@@ -58,27 +57,27 @@ if TYPE_CHECKING:
     from gputrain_tui.state import RunState
 
 STOP_GRACE_S = 5.0
-"""How long the nodes may take to leave when they are stopped at once; when asked in order, besides what the ranks may
-take to answer and to save."""
+"""Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
+ranks to answer and to save."""
 FAILURE_GRACE_S = 1.5
-"""How long the other nodes may take once one has failed; all are gone within two seconds."""
+"""Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
 SWEEP_S = 5.0
-"""How long killed processes may take to end."""
+"""Time for killed processes to end."""
 TEMPORARY_LENGTH = 60
-"""Longest name of a temporary folder in which a Unix socket can still be named (108 bytes with everything)."""
+"""Longest path of a temporary folder, so that paths of Unix sockets in it fit into 108 bytes."""
 LOCK_TIMEOUT_S = 1.0
-"""How long a successor waits for the lock, which outlives a killed supervisor in a process that it was starting."""
+"""Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
 DIRECTORY_CHECK_S = 1.0
-"""Time between two checks that the run directory is there."""
+"""Time between two checks of the run directory."""
 SILENT_S = 5.0
-"""How long a host may be silent, which answers once a second; until it answers its ranks are not diagnosed, as their
-record ends where the connection broke."""
+"""Silence of a host, which answers once a second, from which it is reported; the run is not diagnosed meanwhile, as
+the record of its ranks ends where the connection broke."""
 FIRST_DIAGNOSIS_S = 1.0
-"""When a run is first diagnosed; until then its ranks have better use for the processor."""
+"""Time of the first diagnosis after the start; until then it would slow down the start of the ranks."""
 
 
 class Supervisor:
-    """Runs one plan: its attempts, its stop, its record of both."""
+    """Supervisor of one plan: its attempts, its stop and the record of both."""
 
     def __init__(
         self,
@@ -104,35 +103,35 @@ class Supervisor:
         self._diagnosis: LiveDiagnosis | None = None
         self._diagnose_at = time.monotonic() + FIRST_DIAGNOSIS_S
         self._directory_check_at = 0.0
-        """When the run directory is checked for next, monotonic seconds."""
+        """Time of the next check of the run directory, monotonic seconds."""
         self._silent: set[int] = set()
-        """Nodes of which nothing is heard."""
+        """Nodes whose hosts do not answer."""
         self._log_sizes: Mapping[str, int] = {}
-        """Sizes of the logs that Slurm prints into when the last attempt began."""
+        """Sizes of the logs that Slurm prints into, at the start of the last attempt."""
         self._report: RunReport | None = None
-        """What the recipe wants reported."""
+        """Report by ``[report]`` of the recipe; None without one."""
         self._deleted: Failure | None = None
-        """The failure of a run whose directory is gone."""
+        """Failure of a run whose directory was deleted."""
 
     def run(self) -> ExitCode:
-        """Take the run from start to end; return its exit code."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake
+        """Supervise the run to its end; return its exit code."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the poll
         self._stop_request.catch()
         self._poll.register(self._stop_request, select.POLLIN)
-        show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # from here on `gputrain stop` finds it
+        show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # by which `gputrain stop` finds it
         process_guard.adopt_orphans()
         try:
             ended = self._adopt() if self._adopting else self._run_attempts()
-        except BaseException as error:  # nothing is left behind, and the record has it; then it is raised
+        except BaseException as error:  # clean up and record the error before raising it
             left = self._sweep()
-            what = f"the supervisor failed: {type(error).__name__}: {error}"
-            self._close(AttemptResult(status="failed", failure=self._failure("launch", what)), left)
+            message = f"the supervisor failed: {type(error).__name__}: {error}"
+            self._close(AttemptResult(status="failed", failure=self._failure("launch", message)), left)
             raise
         left = self._sweep()
         if self._plan.launcher == "slurm":
             from gputrain_tui.lifecycle import slurm_jobs
 
-            ended = slurm_jobs.explained(ended, self._plan, self.dir, since=self._log_sizes)
+            ended = slurm_jobs.with_slurm_cause(ended, self._plan, self.dir, since=self._log_sizes)
         return self._close(ended, left)
 
     # ------------------------------------------------------------------------------------------------ attempts
@@ -160,22 +159,22 @@ class Supervisor:
         failed_before: Failure | None = None
         while True:
             attempt = self._launch(plan, node_launcher, env)
-            if restarts is None:  # the nodes are on their way: nothing before them delays the first step
+            if restarts is None:  # after the launch, so that it does not delay the first step
                 self._status_writer.started()
-            write_launched(self.dir, attempt, str(self._tmp))
+            write_attempt(self.dir, attempt, str(self._tmp))
             if restarts is None:
                 self._begin_report()
             self._watch(attempt)
             ended = self._result_of(attempt)
             if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
                 return ended
-            from gputrain_tui.lifecycle import restart  # a healthy run does not wait for it
+            from gputrain_tui.lifecycle import restart  # imported only after a failure
 
             restarts = restart.max_restarts(self.dir) if restarts is None else restarts
             if not restarts or self._stop_request.reason is not None or self._sweep():
                 return ended
             if restart.is_repeated(ended.failure, failed_before):
-                return replace(ended, failure=restart.given_up(ended.failure))
+                return replace(ended, failure=restart.with_repetition(ended.failure))
             failed_before = ended.failure
             restarts -= 1
             if not ended.recorded:
@@ -196,8 +195,8 @@ class Supervisor:
             try:
                 process = node_launcher.launch(node, self.dir, env=env, leased=self.leased)
             except OSError as error:
-                what = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
-                attempt.failure = self._failure("launch", what, host=node.host)
+                message = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
+                attempt.failure = self._failure("launch", message, host=node.host)
                 self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
                 break
             attempt.running[process.fileno()] = process
@@ -209,10 +208,9 @@ class Supervisor:
             self._status_writer.record(Finding(time=self._now(), kind="not_reported", message=problem))
 
     def _adopt(self) -> AttemptResult:
-        """Watch the nodes that a killed supervisor launched; those of a leased run have ended with it."""
-        launched = read_launched(self.dir)
-        tmp = Path(launched.tmp)
-        self._tmp = tmp if is_temporary_of(self.dir, tmp) else self.dir.tmp
+        """Take over the nodes of a killed supervisor and watch them; nodes of a leased run have ended with it."""
+        launched = read_attempt(self.dir)
+        self._tmp = Path(launched.tmp)
         self._status_writer.take_over()
         self._begin_report()
         node_launcher = launcher(self._plan.launcher)
@@ -234,7 +232,7 @@ class Supervisor:
         return self._result_of(attempt)
 
     def _watch(self, attempt: Attempt) -> None:
-        """Wait until no node is left, passing on the stop request and the first failure."""
+        """Wait until all nodes have ended; stop them at a stop request and at the first failure."""
         while attempt.running:
             if self._stop_request.level > attempt.stop_level:
                 self._stop(attempt, self._stop_request.level, self._grace_s())
@@ -248,8 +246,8 @@ class Supervisor:
                 code = process.poll() if process is not None else None
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
-                elif process is not None:  # its host has answered
-                    write_launched(self.dir, attempt, str(self._tmp))
+                elif process is not None:  # its identity is known, as its host has answered
+                    write_attempt(self.dir, attempt, str(self._tmp))
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
                 self._check_hosts(attempt)
@@ -262,10 +260,10 @@ class Supervisor:
                     process.kill()
 
     def _wait(self, due: float) -> list[int]:
-        """Sleep until a signal or the end of a node; return the descriptors.
+        """Sleep until a signal, an event of a node process or a time; return the readable file descriptors.
 
         Args:
-            due: when to wake at the latest, monotonic seconds; infinite for never.
+            due: time to wake at the latest, monotonic seconds; may be infinite.
         """
         timeout_ms = None if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
         ready = [descriptor for descriptor, _ in self._poll.poll(timeout_ms)]
@@ -273,19 +271,22 @@ class Supervisor:
         return ready
 
     def _check_directory(self) -> None:
-        """Stop a run whose directory was deleted, as no command would find it any more, or has a stop request."""
+        """Touch the lock, and stop the run at a request in the stop file or if its directory was deleted.
+
+        No command finds a run without a directory.
+        """
         self._directory_check_at = time.monotonic() + DIRECTORY_CHECK_S
         with suppress(OSError):
             os.utime(self.dir.lock)
         if (level := read_stop_file(self.dir)) > self._stop_request.level:
             self._stop_request.ask(level, "stopped from another host")
         if self._deleted is None and attempt_outcome.is_deleted(self.dir):
-            self._deleted = attempt_outcome.deleted(self.dir, self._now())
+            self._deleted = attempt_outcome.deletion_failure(self.dir, self._now())
             print(self._deleted.message, file=sys.stderr, flush=True)
-            self._stop_request.ask(StopLevel.SAVE, self._deleted.message)  # the ranks may save somewhere else
+            self._stop_request.ask(StopLevel.SAVE, self._deleted.message)  # ``save_dir`` may be somewhere else
 
     def _check_hosts(self, attempt: Attempt) -> None:
-        """Record which hosts are silent, and which are not any more."""
+        """Record a finding for each host that has become silent or answers again."""
         for process in attempt.running.values():
             silent_s = process.silent_s()
             if (silent_s >= SILENT_S) == (process.node in self._silent):
@@ -304,15 +305,14 @@ class Supervisor:
             )
 
     def _diagnose(self) -> None:
-        """Diagnose the run and record the findings."""
+        """Diagnose the run and record its findings."""
         if self._silent:
             self._diagnose_at = time.monotonic() + DIRECTORY_CHECK_S
             return
         try:
             if self._diagnosis is None:
-                from gputrain_tui.lifecycle.diagnosis_watch import (
-                    LiveDiagnosis,  # the nodes are under way before it is imported
-                )
+                # Imported after the launch of the nodes, which it would delay.
+                from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 
                 self._diagnosis = LiveDiagnosis(self.dir, now=self._now)
             for finding in self._diagnosis.check():
@@ -322,8 +322,9 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - a defect of the diagnosis must not end the run
             traceback.print_exc()
             self._diagnose_at = math.inf
-            what = f"this run is no longer diagnosed: {type(error).__name__}: {error}"
-            self._status_writer.record(Finding(time=self._now(), kind="not_diagnosed", severity="info", message=what))
+            message = f"this run is no longer diagnosed: {type(error).__name__}: {error}"
+            finding = Finding(time=self._now(), kind="not_diagnosed", severity="info", message=message)
+            self._status_writer.record(finding)
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
@@ -333,21 +334,21 @@ class Supervisor:
         ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
         missing = attempt_outcome.unfinished(self.dir, process.node, ranks, attempt.since)
         if missing and code == ExitCode.FINISHED and attempt_outcome.disk_is_full(self.dir):
-            missing = []  # neither they nor their node agent could write that they finished
+            missing = []  # neither the ranks nor their node agent could write their end
         code = attempt_outcome.exit_code(self.dir, process.node, code) if missing else code
         by_us = attempt.stop_level and (attempt.deadline is None or code == -NOW_SIGNAL)
         attempt.ended[process.node] = attempt_outcome.NodeEnd(
             host=process.host,
             exit_code=code,
             unfinished=missing,
-            why=printable(process.why),
+            host_error=printable(process.host_error),
             killed_by_us=bool(by_us),
         )
         if missing and not attempt.stop_level:
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 
     def _grace_s(self) -> float:
-        """Return how long the nodes may take to leave at the stop level; they time their ranks themselves."""
+        """Return the time for the nodes to exit at the stop level; node agents limit the time of their ranks."""
         if self._stop_request.level == StopLevel.KILL:
             return 0.0
         if self._stop_request.level == StopLevel.NOW:
@@ -376,45 +377,45 @@ class Supervisor:
         if attempt.failure is not None:
             return AttemptResult(status="failed", failure=attempt.failure)
         if not self._adopting and (stopped := attempt_outcome.first_stopped_node(attempt.ended)) is not None:
-            where = attempt.ended[stopped].host
-            return AttemptResult(status="stopped", reason=f"node {stopped} was stopped on {where}")
+            host = attempt.ended[stopped].host
+            return AttemptResult(status="stopped", reason=f"node {stopped} was stopped on {host}")
         failure = attempt_outcome.cause(self.dir, attempt.since, attempt.ended, self._now())
         failures = attempt_outcome.failures(self.dir, attempt.since)
         recorded = failure in failures
-        only_lost = bool(failures) and all(each.kind == "lost_peer" for each in failures)
-        # A node agent knows less of the run than its record.
-        if only_lost and failure.kind in LOST_PEER_KINDS and (missing := self._missing()) is not None:
+        only_lost = bool(failures) and all(other.kind == "lost_peer" for other in failures)
+        # The record of all ranks shows the lost one better than the failure of a node agent.
+        if only_lost and failure.kind in LOST_PEER_KINDS and (missing := self._missing_rank()) is not None:
             failure, recorded = missing, False
         if self._adopting and not recorded:
             failure = self._failure("signal", "the run's supervisor was killed, and its ranks ended with it")
         return AttemptResult(status="failed", failure=failure, recorded=recorded)
 
-    def _missing(self) -> Failure | None:
-        """Return the failure of the rank that others have lost, where the record shows which one that is."""
+    def _missing_rank(self) -> Failure | None:
+        """Return the failure of the rank that the others have lost; None if the record does not show which one."""
         from gputrain_tui.diagnosis.missing import lost_peer
 
         state = self._state_at_end()
         try:
             return None if state is None else lost_peer(state)
-        except Exception:  # noqa: BLE001 - without a diagnosis the ranks' own failures stand
+        except Exception:  # noqa: BLE001 - after a defect of the diagnosis the recorded failures count
             traceback.print_exc()
             return None
 
     def _state_at_end(self) -> RunState | None:
-        """Return the run's state after its whole record; None where that cannot be read."""
+        """Return the run's state after its whole record; None if it cannot be read."""
         from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 
         try:
             watch = self._diagnosis = self._diagnosis or LiveDiagnosis(self.dir, now=self._now)
             return watch.state_at_end()
-        except Exception:  # noqa: BLE001 - a defect in it must not keep the run from ending
+        except Exception:  # noqa: BLE001 - a defect of the diagnosis must not keep the run from ending
             traceback.print_exc()
             return None
 
     # --------------------------------------------------------------------------------------------------- the end
 
     def _sweep(self) -> list[int]:
-        """Kill every process of the run that is left; return the pids of those that do not end."""
+        """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
         keep = set() if self._report is None else self._report.pids()
         left = sorted(kill_descendants(keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait))
         reap()
@@ -425,7 +426,9 @@ class Supervisor:
             shutil.rmtree(self._tmp, ignore_errors=True)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
-        self._status_writer.remark = attempt_outcome.not_recorded(self.dir, [node.node for node in self._plan.nodes])
+        self._status_writer.remark = attempt_outcome.describe_missing_record(
+            self.dir, [node.node for node in self._plan.nodes]
+        )
         level = self._stop_request.level
         code = self._status_writer.close(ended, left=left, state=self._state_at_end())
         if self._report is not None:
@@ -433,19 +436,19 @@ class Supervisor:
         return code
 
     def _begin_report(self) -> None:
-        """Begin what the recipe wants reported; once the nodes are under way."""
+        """Start the report of the recipe; called after the launch of the nodes, which its imports would delay."""
         from gputrain_tui.lifecycle.report import read_report
 
         self._report = read_report(self.dir, adopted=self._adopting)
         self._warn([] if self._report is None else self._report.begin())
         if not self._adopting and slurm.is_requeued():
-            self.dir.on_end_log.unlink(missing_ok=True)  # of the end before
+            self.dir.on_end_log.unlink(missing_ok=True)  # of the end before the requeue, so that ``on_end`` runs again
 
     def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:
         return Failure(time=self._now(), kind=kind, message=message, host=host)
 
     def _environment(self) -> dict[str, str]:
-        """Return what all nodes of the run share: the mark that names their run, and a temporary folder."""
+        """Create the run's temporary folder; return the environment of all nodes: run directory and ``TMPDIR``."""
         self._tmp = self.dir.tmp
         if len(str(self._tmp)) > TEMPORARY_LENGTH:
             self._tmp = Path(tempfile.mkdtemp(prefix=temporary_prefix(self.dir)))
@@ -454,8 +457,8 @@ class Supervisor:
 
 
 def main() -> int:
-    """Supervise the run of a directory, unless another process does."""
-    os.environ.pop(leftovers.SUPERVISOR, None)  # what it starts is no supervisor
+    """Supervise the run of a directory, unless another supervisor does; return the exit code."""
+    os.environ.pop(leftovers.SUPERVISOR, None)  # its children are no supervisors
     words = sys.argv[1:]
     if words[0] != "--warm":
         return _supervise(words)

@@ -1,7 +1,6 @@
-"""Keeps a warm supervisor waiting while a launch is near, so that the run starts at once.
+"""Keeps a warm supervisor, with torch loaded in its node agent, while a launch is likely, so that a run starts fast.
 
-It ends with this process, after ten minutes without a request, or when it is closed; one that has taken over a run
-does not.
+The supervisor ends with this process, after ``IDLE_S`` without a request, or at ``close``; once it has a run it stays.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from trainer.contract.warm_pool import READY
 from trainer.host.proc_environ import ROOM
 
 IDLE_S = 600.0
-"""How long a warm supervisor waits for a launch."""
+"""Time that a warm supervisor waits for a launch."""
 OFFER_MARGIN_S = 2.0
-"""How long before that it is no longer offered: one that is leaving would not read the request."""
+"""Time before the end of that wait from which it is not used: an exiting supervisor would not read the request."""
 RESTART_INTERVAL_S = 30.0
-"""Least time between two starts: one that ended by itself would do so again."""
+"""Minimum time between two starts, for supervisors that fail at once."""
 END_S = 2.0
-"""How long a warm supervisor may take to end."""
+"""Time for a warm supervisor to end before it is killed."""
 
 
 class WarmPool:
-    """The warm supervisor that waits for the next launch, if there is one."""
+    """Pool of at most one warm supervisor, which waits for the next launch."""
 
     def __init__(self, *, idle_s: float = IDLE_S, now: Callable[[], float] = time.monotonic) -> None:
-        """Start nothing before ``open``.
+        """Make an empty pool; ``open`` starts the supervisor.
 
         Args:
-            idle_s: how long it waits.
+            idle_s: time that the supervisor waits for a launch.
             now: a monotonic clock, seconds.
         """
         self._idle_s = idle_s
@@ -49,11 +48,11 @@ class WarmPool:
 
     @property
     def pid(self) -> int | None:
-        """Of the warm supervisor."""
+        """Pid of the warm supervisor; None without one."""
         return self._process.pid if self._alive() and self._process is not None else None
 
     def open(self) -> None:
-        """Start a warm supervisor for a launch that is near, or let it wait longer."""
+        """Start the warm supervisor, or extend its wait, as a launch is likely."""
         now = self._now()
         if self._alive():
             assert self._process is not None
@@ -74,7 +73,7 @@ class WarmPool:
             )
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until torch is loaded; return whether it was in time."""
+        """Wait until torch is loaded; return whether it is within ``timeout_s``."""
         process = self._process
         if process is None or process.stdout is None:
             return False
@@ -82,7 +81,7 @@ class WarmPool:
         return bool(ready) and os.read(process.stdout.fileno(), len(READY)) == READY
 
     def launch(self, words: list[str]) -> subprocess.Popen[bytes] | None:
-        """Give the warm supervisor its run; return None when there is none.
+        """Send the warm supervisor its command line and return its process; None without a warm supervisor.
 
         Args:
             words: the supervisor's command line. With ``--lease``, its standard input stays open.
@@ -115,12 +114,12 @@ class WarmPool:
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # what it has started ends with it
+            process.kill()  # its warm agent ends with it
             process.wait()
         process.stdout.close()
 
     def _alive(self) -> bool:
-        """Whether it waits, and will for a while."""
+        """Whether the supervisor runs and still waits for ``OFFER_MARGIN_S`` or longer."""
         if self._process is None:
             return False
         if self._now() >= self._wanted + self._idle_s - OFFER_MARGIN_S or self._process.poll() is not None:

@@ -1,7 +1,7 @@
-"""A supervisor that is started before its run, with a warm agent that has torch loaded already.
+"""Supervisor that is started before its run, with a warm agent: a node agent that has loaded torch.
 
-Once it has its run it is like any other supervisor; a warm agent that does not fit the plan is ended, and a node agent
-is started as always.
+Once it has a run it is like any other supervisor. A warm agent that does not fit the plan is discarded, and node agents
+are started as usual.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from trainer.host.process_identity import ProcessIdentity
 
 LATE_ENVIRONMENT = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"}
-"""Environment variables of a node that may be set after torch is loaded."""
+"""Environment variables of a node that take effect even if set after torch is loaded."""
 CLEAN_UP_S = 1.0
-"""How long a discarded agent may take to delete the folder of a fork server that is just starting."""
+"""Time for a discarded agent to delete the folder of a fork server that is just starting."""
 END_S = 5.0
-"""How long a killed process may take to end."""
+"""Time for a killed process to end."""
 PIPE_BYTES = 1 << 20
-"""Size of the pipe, more than an environment: the writer does not wait for a reader that still loads torch."""
+"""Size of the pipe, larger than an environment: a write does not block on an agent that is still loading torch."""
 
 
 class WarmAgent:
-    """A node agent that waits for its run."""
+    """Node agent that waits for its run."""
 
     def __init__(self) -> None:
-        """Start it; it prints on this process's standard output that it is ready."""
+        """Start the agent; once ready, it prints ``ready`` on this process's standard output."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainer.warm_agent"],
             env={**os.environ, RUN: ROOM},
@@ -55,9 +55,9 @@ class WarmAgent:
         self.pidfd = os.pidfd_open(self._process.pid)
 
     def fits(self, node: PlannedNode) -> bool:
-        """Whether the node's command would run as in a process that was started for it."""
+        """Whether the agent can run the node's command with the same effect as a process started for it."""
         words = node.argv
-        # A script's ranks load torch themselves, and a rank that is alone is the node agent itself.
+        # A script's ranks load torch themselves; a single rank runs in the node agent, without a fork server.
         return (
             words[:3] == [sys.executable, "-m", "trainer"]
             and len(node.ranks) > 1
@@ -69,10 +69,10 @@ class WarmAgent:
         )
 
     def take(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
-        """Make it the node agent.
+        """Send the agent its run; return it as the process of the node.
 
         Raises:
-            OSError: it has ended.
+            OSError: the agent has ended.
         """
         environment = node_environment(node, env, leased=leased)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -86,11 +86,11 @@ class WarmAgent:
         return LocalProcess(node.node, node.host, self._process)
 
     def discard(self) -> None:
-        """End it and what it has started."""
+        """End the agent and its process group."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
             select.select([self.pidfd], [], [], CLEAN_UP_S)
-            # Not waited for yet, so the pid is still its own, and its group's.
+            # Not reaped yet, so pid and process group are still its own.
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -101,11 +101,11 @@ class WarmAgent:
 
 
 class WarmFirstLauncher:
-    """Launches the first node that fits the warm agent with it, and all others with the launcher of the plan."""
+    """Launcher that uses the warm agent for the first node that fits it, and another launcher for all other nodes."""
 
-    def __init__(self, warm_agent: WarmAgent, otherwise: Launcher, nodes: Sequence[PlannedNode]) -> None:
+    def __init__(self, warm_agent: WarmAgent, fallback: Launcher, nodes: Sequence[PlannedNode]) -> None:
         """Discard the warm agent if no node fits it."""
-        self._otherwise = otherwise
+        self._fallback = fallback
         self._warm_agent: WarmAgent | None = warm_agent
         if not any(warm_agent.fits(node) for node in nodes):
             warm_agent.discard()
@@ -124,20 +124,20 @@ class WarmFirstLauncher:
                 return warm_agent.take(node, run_dir, env=env, leased=leased)
             except BrokenPipeError:
                 warm_agent.discard()
-        return self._otherwise.launch(node, run_dir, env=env, leased=leased)
+        return self._fallback.launch(node, run_dir, env=env, leased=leased)
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
-        """Take over a node that a killed supervisor started; None when it is gone."""
-        return self._otherwise.adopt(node, run_dir, identity, leased=leased)
+        """Take over a node of a killed supervisor; None if it has ended."""
+        return self._fallback.adopt(node, run_dir, identity, leased=leased)
 
 
 def wait_for_run(idle_s: float) -> tuple[list[str], WarmAgent] | None:
-    """Wait on standard input for a supervisor's command line; return None when none comes.
+    """Read a supervisor's command line from standard input; return it with the warm agent, None without a line.
 
     Args:
-        idle_s: how long to wait since the last line; an empty line only prolongs the wait.
+        idle_s: time limit since the last line; an empty line extends the wait.
     """
     warm_agent = WarmAgent()
     line = b""
@@ -159,7 +159,13 @@ def wait_for_run(idle_s: float) -> tuple[list[str], WarmAgent] | None:
 
 
 def _read_line(descriptor: int, ended: int, idle_s: float) -> bytes:
-    """Return the first line that is not empty; nothing when the input or the other process ends, or time is up."""
+    """Return the first non-empty line; empty at the end of the input, of the process or of ``idle_s``.
+
+    Args:
+        descriptor: file descriptor of the input.
+        ended: pidfd of the process.
+        idle_s: time limit since the last line.
+    """
     text = b""
     until = time.monotonic() + idle_s
     while True:

@@ -78,7 +78,7 @@ def test_following_128_ranks_costs_little_more_than_decoding_their_events(
         for node in nodes:
             while node.identity is None:
                 assert select.select([node], [], [], 60.0)[0]
-                assert node.poll() is None, node.why
+                assert node.poll() is None, node.host_error
         began, cpu_s, size = time.monotonic(), time.process_time(), followed(run_dir)
         time.sleep(SECONDS)
         took_s, cpu_s, size = time.monotonic() - began, time.process_time() - cpu_s, followed(run_dir) - size

@@ -20,7 +20,7 @@ from ssh_server import ROOT, SshServer, free_port
 from gputrain_tui.hosts.inventory import is_free, take_inventory
 from gputrain_tui.hosts.ssh import Ssh, socket_folder
 from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
-from gputrain_tui.lifecycle.inventories import plan_here
+from gputrain_tui.lifecycle.inventories import plan_with_inventories
 from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
 
@@ -252,11 +252,9 @@ def test_there_is_no_password_prompt_even_on_a_terminal(server: SshServer, envir
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def planned(
-    host: str, wants: str, ssh: Ssh, remark: Callable[[str], None] = lambda line: None
-) -> list[list[int | str]]:
+def planned(host: str, wants: str, ssh: Ssh, warn: Callable[[str], None] = lambda line: None) -> list[list[int | str]]:
     recipe = build(RECIPE.format(host=host, wants=wants), name="r.toml")
-    plan, _ = plan_here(recipe, ask=lambda hosts: query_hosts(hosts, ssh=ssh), remark=remark)
+    plan, _ = plan_with_inventories(recipe, query=lambda hosts: query_hosts(hosts, ssh=ssh), warn=warn)
     return [node.devices for node in plan.nodes]
 
 
@@ -289,6 +287,6 @@ def test_an_unreachable_host_of_a_plan_is_one_line(server: SshServer, ssh: Ssh) 
     dead = server.host("dead", port=free_port())
     with pytest.raises(RequestError, match=r"r.toml:7: cluster.nodes\[1\].gpus is 'free', but .*refuses connections"):
         planned(dead, 'gpus = "free"', ssh)
-    remarks: list[str] = []
-    assert planned(dead, "gpus = [0, 2]", ssh, remarks.append) == [[0], [0, 2]]
-    assert remarks[0].endswith("its list of GPUs is believed")
+    warnings: list[str] = []
+    assert planned(dead, "gpus = [0, 2]", ssh, warnings.append) == [[0], [0, 2]]
+    assert warnings[0].endswith("its list of GPUs is believed")

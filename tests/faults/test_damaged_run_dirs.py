@@ -299,12 +299,12 @@ def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_killed_supervisor_s_file_names_is_not_deleted_unless_it_is_the_run_s(tmp_path: Path) -> None:
-    from gputrain_tui.lifecycle.attempt import read_launched
+    from gputrain_tui.lifecycle.attempt import read_attempt
 
     run = synthetic.run(tmp_path, steps=0)
     for named, kept in ((str(tmp_path), False), ("/", False), ("gputrain-abcdefgh", False), (str(run.dir.tmp), True)):
         run.dir.attempt.write_text(json.dumps({"since": {}, "processes": {}, "tmp": named}))
-        assert read_launched(run.dir).tmp == (named if kept else str(run.dir.tmp))
+        assert read_attempt(run.dir).tmp == (named if kept else str(run.dir.tmp))
 
 
 # --- any file --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from gputrain_tui.console.stack_request import request_stack
 from gputrain_tui.lifecycle.launchers import NodeProcess
-from gputrain_tui.lifecycle.launchers.ssh import SshLauncher, request_stacks, travelling
+from gputrain_tui.lifecycle.launchers.ssh import SshLauncher, forwarded_environment, request_stacks
 from gputrain_tui.lifecycle.leftovers import processes_of
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.state import RankView
@@ -95,7 +95,7 @@ def test_a_node_that_cannot_be_started_is_one_line(
     ssh_is(ssh, tmp_path, monkeypatch)
     process = launch(planned, run_dir)
     assert ended(process) not in (0, None)
-    assert (process.why or run_dir.node_log(0).read_text().splitlines()[-1]).startswith(line)
+    assert (process.host_error or run_dir.node_log(0).read_text().splitlines()[-1]).startswith(line)
     assert processes_of(run_dir.path) == []
 
 
@@ -178,4 +178,4 @@ def test_the_environment_that_travels_is_a_list() -> None:
         "GPUTRAIN_RUN_ID": "r",
     }
     staying = {"CUDA_VISIBLE_DEVICES": "0", "GPUTRAIN_HOME": "/h", "GPUTRAIN_RUN": "/r", "PATH": "/bin", "LANG": "C"}
-    assert travelling(environ | staying) == environ
+    assert forwarded_environment(environ | staying) == environ

@@ -58,7 +58,7 @@ def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
     assert found.path == {"own": folder, "kept": home / "kept"}[chosen.partition("/")[0]] / chosen.partition("/")[2]
     assert found.run is not None
     assert found.run.id == run
-    assert run in found.why
+    assert run in found.description
 
 
 @pytest.mark.parametrize(

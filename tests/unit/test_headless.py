@@ -8,7 +8,7 @@ from manual_clock import ManualClock
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
-from gputrain_tui.headless.closing_report import closing_lines, closing_table, ending, failure_block, finding_lines
+from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
 from gputrain_tui.headless.number_text import number, ranks_text
 from gputrain_tui.headless.progress import ProgressView, event_line, plain_line, progress_line
 from gputrain_tui.headless.styled_text import clip, length, paint
@@ -172,7 +172,7 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -
         "  │ def foo(",
         "  │ ␛[2Jself",
     ]
-    assert paint(ending(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+    assert paint(status_line(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
 
 
 def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agree() -> None:
@@ -208,7 +208,7 @@ def test_the_closing_table_of_an_evaluation_has_its_result_and_no_steps() -> Non
     state.apply(Validation(time=1003.0, step=340, epoch=3, split="test", loss=2.55, weights_step=340))
     state.apply(RunEnded(time=1004.0, status="finished", exit_code=0))
     assert plain(closing_lines(state, 80)).splitlines() == ["test       (weights of step 340)  loss 2.5500"]
-    assert paint(ending(state), colour=False) == "finished in 4 s"
+    assert paint(status_line(state), colour=False) == "finished in 4 s"
 
 
 def test_the_closing_table_has_raised_and_cleared_findings() -> None:

@@ -225,10 +225,27 @@ def test_values_that_a_gpu_does_not_report_are_absent() -> None:
 
 
 def test_a_gpu_that_ranks_share_belongs_to_none_of_them() -> None:
-    nvml = _nvml(nvmlDeviceGetHandleByUUID=7)
+    nvml = _nvml(nvmlDeviceGetHandleByUUID=7, nvmlDeviceGetIndex=0)
     gpus = Gpus({0: "GPU-a", 1: "GPU-a"}, nvml)
     (sample,) = gpus.sample()
     assert sample.rank is None
+
+
+def test_samples_stay_readable_after_a_gpu_has_fallen_off_the_bus(tmp_path: Path) -> None:
+    present = [True]
+
+    def index(_: Any, number: Any) -> int:
+        number._obj.value = 3
+        return 0 if present[0] else NOT_SUPPORTED
+
+    writer = EventWriter(tmp_path / "events/node-0.ndjson", shared=True)
+    gpus = Gpus({0: "GPU-a"}, _nvml(nvmlDeviceGetHandleByUUID=7, nvmlDeviceGetIndex=index))
+    present[0] = False
+    NodeSampler(0, "here", {}, writer=writer, gpus=gpus).poll(1.0)
+    writer.close()
+    (sample,) = decode_events((tmp_path / "events/node-0.ndjson").read_bytes())
+    assert isinstance(sample, NodeSample)
+    assert [gpu.index for gpu in sample.gpus] == [3]
 
 
 def test_a_missing_driver_means_no_gpu_samples() -> None:

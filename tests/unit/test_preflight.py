@@ -16,7 +16,6 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle import start
-from gputrain_tui.lifecycle.launchable import check_launcher
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.preflight import (
     CheckResult,
@@ -411,23 +410,12 @@ def test_gpus_that_are_missing_are_the_machines_fault() -> None:
     assert (result.key, result.check) == ("cluster.nodes[0].gpus", "GPUs")
 
 
-@pytest.mark.parametrize(
-    ("host", "launcher", "key", "words"),
-    [
-        ("far", "slurm", "cluster.launcher", "there is no sbatch on this machine"),
-    ],
-)
-def test_a_launcher_that_cannot_start_the_nodes_is_an_error_with_alternatives(
-    host: str, launcher: str, key: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_on_slurm_without_sbatch_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
-    wanted = recipe(f'host = "{host}"\ncpu_ranks = 1', cluster=f'launcher = "{launcher}"')
-    (result,) = check_launcher(wanted, plan(wanted, {}, local=HERE))
-    assert (result.status, result.key) == ("error", key)
-    assert result.where.endswith(f": {key}")
-    assert words in result.line
-
-
-@pytest.mark.parametrize("node", ["cpu_ranks = 1", 'host = "far"\ncpu_ranks = 1'])
-def test_a_node_that_can_be_started_from_here_gives_no_result(node: str) -> None:
-    assert check_launcher(recipe(node), plan(recipe(node), {}, local=HERE)) == []
+    wanted = recipe('host = "far"\ncpu_ranks = 1', cluster='launcher = "slurm"')
+    with pytest.raises(NotReadyError) as refused:
+        start.prepare(wanted)
+    (result,) = (found for found in refused.value.results if found.check == "Slurm")
+    assert (result.status, result.key) == ("error", "cluster.launcher")
+    assert result.where.endswith(": cluster.launcher")
+    assert "there is no sbatch on this machine" in result.line

@@ -9,8 +9,8 @@ import pytest
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.slurm import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm import placed
-from gputrain_tui.lifecycle.slurm_jobs import explained, log_sizes
+from gputrain_tui.lifecycle.launchers.slurm import place_on_allocation
+from gputrain_tui.lifecycle.slurm_jobs import log_sizes, with_slurm_cause
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.build import build
@@ -85,15 +85,15 @@ def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_
         "SLURM_JOB_NODELIST_HET_GROUP_0": "a",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "b",
     }
-    found = placed(planned(2, 1), environ)
+    found = place_on_allocation(planned(2, 1), environ)
     assert [node.host for node in found.nodes] == ["a", "b"]
     assert found.init_method == "tcp://a:12007"
     assert all("tcp://a:12007" in node.argv for node in found.nodes)
     assert not any("CUDA_VISIBLE_DEVICES" in node.env for node in found.nodes), "Slurm chooses the GPUs"
     moved = environ | {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_RESTART_COUNT": "1"}
-    assert [node.host for node in placed(found, moved).nodes] == ["c", "b"]
+    assert [node.host for node in place_on_allocation(found, moved).nodes] == ["c", "b"]
     with pytest.raises(RequestError, match="the plan needs 2 hosts, but Slurm has given 1"):
-        placed(planned(2, 1), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
+        place_on_allocation(planned(2, 1), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
 
 
 def test_a_job_is_read_from_the_lines_of_its_components() -> None:
@@ -154,7 +154,7 @@ def test_the_reason_of_a_run_ended_by_slurm_is_read_from_its_output(
     run_dir.logs.mkdir()
     run_dir.node_log(1).write_text(log + "\n")
     environ = {"SLURM_MEM_PER_NODE": "400"}
-    found = explained(ended, planned(1, 1), run_dir, environ=environ, requeues=lambda _: False)
+    found = with_slurm_cause(ended, planned(1, 1), run_dir, environ=environ, requeues=lambda _: False)
     assert (found.failure and found.failure.kind) == kind
     assert (found.failure.message if found.failure else found.reason) == words
 
@@ -165,11 +165,11 @@ def test_a_node_whose_step_broke_off_is_lost_and_a_run_that_is_requeued_is_stopp
         outcome = NodeOutcome(node=node, host=f"node-{node}", exit_code=130, stop_reason=reason)
         run_dir.node_result(node).parent.mkdir(exist_ok=True)
         outcome.write(run_dir.node_result(node))
-    found = explained(BY_NODE, there, run_dir, requeues=lambda _: True)
+    found = with_slurm_cause(BY_NODE, there, run_dir, requeues=lambda _: True)
     assert (found.failure and found.failure.message) == LOST_NODE, "Slurm has not noticed, and requeues nothing"
     run_dir.logs.mkdir()
     run_dir.node_log(0).write_text(f"{STEP} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n")
-    found = explained(BY_NODE, there, run_dir, requeues=lambda _: True)
+    found = with_slurm_cause(BY_NODE, there, run_dir, requeues=lambda _: True)
     assert (found.status, found.reason) == (
         "stopped",
         f"Slurm lost {HOST} with rank 1, and put the run back into its queue",
@@ -181,8 +181,8 @@ def test_slurm_output_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> 
     run_dir.logs.mkdir()
     run_dir.node_log(1).write_text(f"srun: error: Node failure on node-1\n{OVER_LIMIT}\n")
     since = log_sizes(run_dir)
-    assert explained(LOST, planned(1, 1), run_dir, since=since) == LOST
-    assert explained(LOST, planned(1, 1), run_dir) != LOST
+    assert with_slurm_cause(LOST, planned(1, 1), run_dir, since=since) == LOST
+    assert with_slurm_cause(LOST, planned(1, 1), run_dir) != LOST
 
 
 def test_a_path_is_a_word_of_the_jobs_script_whatever_it_holds() -> None:

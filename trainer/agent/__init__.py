@@ -1,1 +1,1 @@
-"""One node's processes: the node agent, its fork server, its workers, and how none outlives another."""
+"""One node's processes: the node agent, its fork server and its workers, from start to shutdown."""

@@ -1,4 +1,4 @@
-"""The assignment that a worker process gets at its start, and the pipe through which it reports."""
+"""Assignment that a worker process gets at its start, and the pipe through which it reports."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record import Failure, RankState
 
 ReportSink = Callable[[RankReport], None]
-"""Takes a rank's reports."""
+"""Receiver of a rank's reports."""
 
 
 class PipeSink:
-    """Sends reports to the node agent, which is a process of its own, unless it is gone or a script closed the pipe."""
+    """Sink that sends reports to the node agent; it drops them if the agent is gone or a script has closed the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._descriptor = OwnedDescriptor(pipe.fileno())
 
     def __reduce__(self) -> tuple[type[PipeSink], tuple[Connection]]:
-        """Make a new one where the pipe has another descriptor, in the process that reports."""
+        """Pickle the pipe alone: in the worker process it has another descriptor."""
         return PipeSink, (self._pipe,)
 
     def __call__(self, report: RankReport, /) -> None:
         """Send a report."""
-        if self._descriptor.is_ours:
+        if self._descriptor.is_unchanged:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send_bytes(msgspec.json.encode(report))
 
     def stop_requested(self) -> bool:
-        """Whether the node agent has sent a stop request, which is all it ever sends and stays in the pipe."""
-        return self._descriptor.is_ours and self._pipe.poll()
+        """Whether the node agent has sent a stop request; it sends nothing else, and the request stays in the pipe."""
+        return self._descriptor.is_unchanged and self._pipe.poll()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:
-    """One rank's place in the run."""
+    """Place of a rank in the run, its options, and its connection to the node agent."""
 
     rank: int
     local_rank: int
@@ -58,30 +58,30 @@ class RankAssignment:
     device_id: int | None
     """GPU as an index under CUDA_VISIBLE_DEVICES; None is the CPU."""
     device: str
-    """For the record: ``cpu`` or ``cuda:<index> <UUID or name>``."""
+    """Name in the record: ``cpu`` or ``cuda:<index> <UUID or name>``."""
     init_method: str | None
-    """None when the world is one rank."""
+    """None in a world of one rank."""
     backend: Literal["nccl", "gloo"]
     parent_pid: int | None
-    """The node agent, with which the rank dies; None when this process is the rank."""
+    """Pid of the node agent, with which the rank dies; None if the rank runs in the agent's process."""
     distributed: Distributed
     words: tuple[str, ...]
-    """The flags that are not ``Distributed``'s: training and task options."""
+    """Flags of training and task options; for a script its path and arguments."""
     run_dir: str | None
     run_id: str
-    """Equal on all nodes of a run and on no other's; empty when typed by hand without a run directory."""
+    """Equal on all nodes of a run and different between runs; empty without a run directory and GPUTRAIN_RUN_ID."""
     report: ReportSink
     stop_requested: Callable[[], bool] = lambda: False
-    """Whether the rank is to save and leave."""
+    """Whether the rank is to save and exit."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables to set in the rank's environment; None removes one."""
     terminal: int | None = None
-    """Descriptor to which the rank's narration goes besides its log: where a person typed the command, rank 0's."""
+    """Descriptor that gets the narration besides the log; only of rank 0, if the command was typed by hand."""
     is_script: bool = False
-    """Whether ``words`` are a script and its arguments, which has succeeded when it exits with 0 and no report."""
+    """Whether the rank runs a script; exit code 0 without a report then means success."""
 
     def spawned(self, pid: int | None) -> RankState:
-        """Return the event that the rank's process exists."""
+        """Return the event of the state ``spawned``."""
         return RankState(
             time=time.time(),
             rank=self.rank,
@@ -94,29 +94,28 @@ class RankAssignment:
         )
 
     def stoppable(self) -> None:
-        """Report that from here on the rank saves its work when it is to stop."""
+        """Report that from here on the rank saves its work on a stop request."""
         self.report(RankReport(stoppable=True))
 
     def step_took(self, seconds: float) -> None:
-        """Report how long steps take of late: a stop request is answered after a step."""
+        """Report the recent duration of a step: the rank answers a stop request between steps."""
         self.report(RankReport(step_s=seconds))
 
     def stopping(self) -> None:
-        """Report that the rank saves its work, which takes as long as the disk takes, and then leaves."""
+        """Report that the rank saves its work, for which it has ``SAVE_TIMEOUT_S``, and then exits."""
         self.report(RankReport(stopping=True))
 
     def stopped(self, step: int | None, saved: Path | None, *, not_kept: str = "", not_recorded: str = "") -> None:
-        """Report, before the teardown, where the rank stopped and what it has saved."""
-        path = (
-            None if saved is None else os.fsencode(saved).decode(errors="backslashreplace")
-        )  # names need not be UTF-8
+        """Report, before the teardown, the step at which the rank stopped, its checkpoint and its unsaved work."""
+        # File names need not be UTF-8.
+        path = None if saved is None else os.fsencode(saved).decode(errors="backslashreplace")
         not_kept = not_kept.encode(errors="backslashreplace").decode()
         self.report(RankReport(stopped=True, step=step, saved=path, not_kept=not_kept, not_recorded=not_recorded))
 
     def finished(self, *, not_recorded: str = "") -> None:
-        """Report, before the teardown, that the training is complete: from here on exit codes do not matter."""
+        """Report, before the teardown, that the training is complete; its exit code then does not matter."""
         self.report(RankReport(finished=True, time_ns=time.time_ns(), not_recorded=not_recorded))
 
     def failed(self, failure: Failure, *, not_recorded: str = "") -> None:
-        """Report, before the teardown, why this rank failed; the node agent prints it if it is the cause."""
+        """Report, before the teardown, the failure of this rank; the node agent prints it if it is the root cause."""
         self.report(RankReport(failure=failure, time_ns=time.time_ns(), not_recorded=not_recorded))

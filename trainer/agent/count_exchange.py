@@ -1,12 +1,12 @@
-"""Exchanges how many ranks each node of a Slurm step starts, which Slurm does not know where the nodes' GPUs differ.
+"""Exchange of the number of ranks that each node of a Slurm step starts, for nodes with unequal numbers of GPUs.
 
-Node 0 listens; every other node reports its count and is answered with the counts of all, or with who is missing.
+Node 0 listens; every other node reports its count and gets the counts of all nodes, or a list of the missing ones.
 
 Each line ends with its HMAC under the key of the step (``slurm.step_key``), and a line without it is dropped. That
-keeps out port scans, tasks of other jobs and of earlier steps, and whoever can ask Slurm nothing about the job. It does
-not keep out root, the job's own user, whoever reads the traffic and repeats a line, nor another user of the cluster who
-asks Slurm about the job and tries all ports on which its srun may listen: Slurm gives a step nothing that is secret
-from these. The process group that follows takes any connection, so more protection here would gain nothing.
+keeps out port scans, tasks of other jobs and of earlier steps, and users who cannot query the job from Slurm. It does
+not keep out root, the job's own user, an attacker who reads the traffic and replays a line, or a user of the cluster
+who queries the job from Slurm and tries all ports of its srun: Slurm gives a step no secret that is hidden from these.
+The process group that follows accepts any connection, so more protection here would gain nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trainer.contract.errors import RequestError, TrainingError
 from trainer.environments.decision import CountExchange
 
 REPORT_BYTES = 256
-"""Longest line that a node's report can be."""
+"""Maximum length of a node's report."""
 REPORT_S = 10.0
-"""How long a connection may take to report, and node 0 to acknowledge it."""
+"""Time-out of a new connection until its report, and of node 0 until its acknowledgement."""
 CONNECT_S = 5.0
-"""How long a connection may take to be made, and a line to be sent."""
-MOST_UNVERIFIED = 128
-"""Connections without a valid report that are kept; a further one takes the place of the oldest."""
+"""Time-out of connecting, and of sending a line."""
+MAX_UNVERIFIED = 128
+"""Maximum connections without a valid report; a further one replaces the oldest."""
 GRACE_S = 2.0
-"""How much longer than node 0 the others wait, so that they get its answer with the missing nodes."""
+"""Time that the other nodes wait longer than node 0, so that they get its list of missing nodes."""
 
 
 def exchange_counts(exchange: CountExchange, count: int, *, timeout_s: float) -> list[int]:
-    """Report how many ranks start here and return the counts of all nodes, in their order.
+    """Report the number of ranks of this node and return the counts of all nodes, in their order.
 
     Raises:
         RequestError: node 0 cannot listen.
@@ -54,7 +54,7 @@ def _signed(exchange: CountExchange, *words: object) -> bytes:
 
 
 def _verified(exchange: CountExchange, line: bytes) -> list[str]:
-    """Return the words of a line that was signed with the key of the step; none of any other."""
+    """Return the words of a line that was signed with the key of the step; an empty list for any other line."""
     text, _, signature = line.rstrip(b"\n").rpartition(b" ")
     if not hmac.compare_digest(signature, _signature(exchange, text)):
         return []
@@ -73,23 +73,23 @@ class _Peer:
     connection: socket.socket
     address: str
     until: float
-    """When it is dropped unless it has reported, monotonic seconds."""
+    """Time at which it is dropped if it has not reported, monotonic seconds."""
     received: bytes = b""
     node: int | None = None
-    """Which node it is; None before it has reported."""
+    """Index of its node; None before its report."""
 
 
 class _Collector:
-    """Node 0: reads all connections at once, so that none can hold up the others."""
+    """Server on node 0; it reads all connections at once, so that none can delay the others."""
 
     def __init__(self, exchange: CountExchange, count: int, timeout_s: float) -> None:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._counts = {0: count}
         self._peers: list[_Peer] = []
-        """In the order in which they came."""
+        """Open connections, oldest first."""
         self._refused: dict[str, int] = {}
-        """Connections without a valid report, by address."""
+        """Number of connections without a valid report, by address."""
         self._selector = selectors.DefaultSelector()
 
     def collect(self, deadline: float) -> list[int]:
@@ -104,7 +104,7 @@ class _Collector:
                 if now >= deadline:
                     missing = [node for node in nodes if node not in self._counts]
                     self._answer("missing", *missing)
-                    raise TrainingError(_missing(missing, self._timeout_s) + self._describe_refused())
+                    raise TrainingError(_missing_message(missing, self._timeout_s) + self._refused_message())
                 self._wait(server, min([deadline, *(peer.until for peer in self._peers if peer.node is None)]) - now)
             counts = [self._counts[node] for node in nodes]
             self._answer("counts", *counts)
@@ -114,7 +114,7 @@ class _Collector:
         for key, _ in self._selector.select(max(seconds, 0.0)):
             if key.data is None:
                 self._accept(server)
-            elif key.data in self._peers:  # not dropped for another one since
+            elif key.data in self._peers:  # not replaced by another one meanwhile
                 self._read(key.data)
         now = time.monotonic()
         for peer in [peer for peer in self._peers if peer.node is None and peer.until <= now]:
@@ -124,11 +124,11 @@ class _Collector:
         try:
             connection, address = server.accept()
         except OSError:
-            return  # gone again
+            return  # closed already
         connection.setblocking(False)
         peer = _Peer(connection, address[0], time.monotonic() + REPORT_S)
-        unverified = [other for other in self._peers if other.node is None]
-        if len(unverified) >= MOST_UNVERIFIED:
+        unverified = [each for each in self._peers if each.node is None]
+        if len(unverified) >= MAX_UNVERIFIED:
             self._refuse(unverified[0])
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -141,7 +141,7 @@ class _Collector:
         except OSError:
             part = b""
         if peer.node is not None:
-            if not part:  # it ended, or will come again
+            if not part:  # its task ended, or will connect again
                 del self._counts[peer.node]
                 self._drop(peer)
             return
@@ -153,12 +153,12 @@ class _Collector:
             self._refuse(peer)
 
     def _accept_report(self, peer: _Peer, line: bytes) -> bool:
-        """Take a report; return False when it is none of this step."""
+        """Take a report; return False if it is not one of this step."""
         words = _verified(self._exchange, line)
         if len(words) != 3 or words[0] != "count":
             return False
         peer.node = int(words[1])
-        for earlier in [other for other in self._peers if other.node == peer.node and other is not peer]:
+        for earlier in [each for each in self._peers if each.node == peer.node and each is not peer]:
             self._drop(earlier)
         self._counts[peer.node] = int(words[2])
         with contextlib.suppress(OSError):
@@ -178,12 +178,12 @@ class _Collector:
         line = _signed(self._exchange, *words)
         for peer in self._peers:
             if peer.node is not None:
-                peer.connection.settimeout(CONNECT_S)  # far more than such a line ever takes
+                peer.connection.settimeout(CONNECT_S)  # far more than one line needs
                 with contextlib.suppress(OSError):
                     peer.connection.sendall(line)
 
-    def _describe_refused(self) -> str:
-        """Describe the connections that were not of this step; they may be nodes with another environment."""
+    def _refused_message(self) -> str:
+        """Return a message about connections that were not of this step; they may be nodes with other variables."""
         if not self._refused:
             return ""
         some = ", ".join(list(self._refused)[:4]) + (", ..." if len(self._refused) > 4 else "")
@@ -207,7 +207,7 @@ def _listen(port: int) -> socket.socket:
     return server
 
 
-def _missing(nodes: list[int], timeout_s: float) -> str:
+def _missing_message(nodes: list[int], timeout_s: float) -> str:
     return f"nodes {nodes} did not come within {timeout_s:g} s to tell their GPUs"
 
 
@@ -218,16 +218,16 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
     where = f"node 0 ({exchange.host}, port {exchange.port})"
     reason = "its task has not started, or the port is blocked"
     replied = False
-    while (left := deadline - time.monotonic()) > 0:
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((exchange.host, exchange.port), timeout=min(left, CONNECT_S)) as connection:
+            with socket.create_connection((exchange.host, exchange.port), timeout=min(left_s, CONNECT_S)) as connection:
                 connection.sendall(_signed(exchange, "count", exchange.node, count))
                 for words in _replies(connection, exchange, deadline):
                     replied = True
                     if words[0] == "counts":
                         return [int(word) for word in words[1:]]
                     if words[0] == "missing":
-                        raise TrainingError(_missing([int(word) for word in words[1:]], timeout_s))
+                        raise TrainingError(_missing_message([int(word) for word in words[1:]], timeout_s))
             reason = "what answers there is not node 0 of this Slurm step"
         except TimeoutError:
             if not replied:
@@ -242,10 +242,10 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
 
 
 def _replies(connection: socket.socket, exchange: CountExchange, deadline: float) -> Iterator[list[str]]:
-    """Yield the words of each line of node 0, up to the first one that is not of it.
+    """Yield the words of each line of node 0, until the first line without a valid signature.
 
     Raises:
-        TimeoutError: it did not acknowledge the report soon, or did not answer in time.
+        TimeoutError: node 0 did not acknowledge the report within ``REPORT_S``, or did not answer in time.
     """
     limit = REPORT_BYTES + 12 * exchange.nodes
     received = b""

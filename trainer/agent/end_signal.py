@@ -1,4 +1,4 @@
-"""Write the rest of a rank's record when its node agent ends it, also while its training thread sits in C++."""
+"""Handler of the node agent's end signal: writes the rest of the record, even if the training thread is in C++."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from trainer.host.stop_request import NOW_SIGNAL
 
 _writers: list[Callable[[], object]] = []
-"""What writes the record."""
+"""Functions that write the record."""
 _ends: bool | None = None
-"""Whether the signal ends the process; None where it is not held."""
+"""Whether the signal ends the process; None if it is not blocked."""
 
 
-def hold(*, ends: bool) -> None:
-    """Block NOW_SIGNAL; call it before any other thread is started, all of which inherit that.
+def block(*, ends: bool) -> None:
+    """Block NOW_SIGNAL; call it before any other thread is started, so that all threads inherit the mask.
 
     Args:
-        ends: whether the signal ends the process once the record is written; a script is ended by a SIGTERM after it.
+        ends: whether the signal ends the process once the record is written; a script gets SIGTERM after it instead.
     """
     global _ends
     _ends = ends
@@ -27,10 +27,10 @@ def hold(*, ends: bool) -> None:
 
 
 def write_before_end(write: Callable[[], object]) -> None:
-    """Call a function when the node agent ends this rank; it has about a second.
+    """Register a function to call when the node agent ends this rank; it has about a second.
 
-    A thread of its own takes the signal: one that sits in a collective has let go of the interpreter. Where one holds
-    it, SIGKILL comes later.
+    A separate thread waits for the signal, since a training thread in a collective has released the GIL but runs no
+    handlers. If a thread in C++ holds the GIL, SIGKILL ends the rank without the call.
     """
     if _ends is not None and not _writers:
         threading.Thread(target=_wait, args=(_ends,), name="end-signal", daemon=True).start()

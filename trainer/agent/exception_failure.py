@@ -1,4 +1,4 @@
-"""Describes an exception that ended a rank as a failure of the record."""
+"""Conversion of the exception that ended a rank into a failure of the record."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def failure_of(
     message: str = "",
     defect: bool = True,
 ) -> Failure:
-    """Return the failure that an exception is.
+    """Return an exception as a failure.
 
     Args:
-        error: what was raised.
-        kind: of the record's kinds of failure.
-        rank: where it was raised.
+        error: the exception.
+        kind: one of ``Failure.kind``.
+        rank: rank that raised it.
         host: the rank's machine.
         step: optimizer steps done.
         message: one line; by default the exception's class and the first line of its message.
-        defect: whether it is worth its traceback: an error that a person can act on is not.
+        defect: whether to keep the traceback; not for an error that a person can act on.
     """
     return Failure(
         time=time.time(),

@@ -1,4 +1,4 @@
-"""Gathers the failures of a node's ranks and attributes the node's failure to one of them."""
+"""Failures of a node's ranks, and the attribution of the node's failure to one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.record.regular_file import read_tail
 from trainer.host.memory import oom_kills, read_memory_group
 
 LAST_BYTES = 4096
-"""Read of a record's end: a state with its line, and no more of a long record."""
+"""Bytes to read of a record's end: enough for the last ``rank_state`` event."""
 
 
 class FailureAttribution:
@@ -27,16 +27,16 @@ class FailureAttribution:
 
     def __init__(self, writer: EventWriter) -> None:
         self.failures: list[tuple[int, Failure]] = []
-        """When they happened, nanoseconds of the Unix clock, and what they were."""
+        """Failures with their times, nanoseconds of the Unix clock."""
         self.not_recorded = ""
-        """Why the end of a rank's record is not on disk."""
+        """Reason why the end of a rank's record is not on disk; empty if it is."""
         self._writer = writer
         self._oom_kills = oom_kills()
         self._group = read_memory_group()
         self._group_oom_kills = 0 if self._group is None else self._group.oom_kills()
 
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
-        """Take a rank's report that it failed."""
+        """Add the failure that a rank has reported."""
         kind = failure.kind
         if kind == "exception" and is_lost_peer(failure.message):
             kind = "lost_peer"
@@ -64,17 +64,17 @@ class FailureAttribution:
         )
 
     def finish(self, rank: WorkerProcess) -> None:
-        """Record the success of a script that has not reported it.
+        """Record the success of a script that exited with 0 and did not report it.
 
-        It left by ``os._exit(0)``, became another program, or closed the pipe of its reports with all descriptors; then
-        it is on record.
+        It called ``os._exit(0)``, replaced itself by another program, or closed the pipe of its reports with all other
+        descriptors; in the last case its success is already in the record.
         """
         rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
         assignment = rank.assignment
         if assignment.run_dir is None:
             return
         events = RunDir(assignment.run_dir).rank_events(assignment.rank)
-        if not _ends_finished(events):
+        if not _is_finished(events):
             writer = EventWriter(events, rank=assignment.rank)
             writer.write(RankState(time=time.time(), rank=assignment.rank, state="finished"))
             writer.close()
@@ -82,39 +82,39 @@ class FailureAttribution:
     def report_death(self, rank: WorkerProcess) -> None:
         """Record that a rank ended without a report, with its exit code and the last error in its log."""
         assert rank.exit_code is not None
-        words = last_error(rank.log, since=rank.log_from)
+        error = last_error(rank.log, since=rank.log_from)
         if rank.exit_code >= 0:
             message = f"the process ended with exit code {rank.exit_code} before its training was complete"
-            # A script that lost its peer ends by the exception which says so.
-            kind = "lost_peer" if is_lost_peer(words) else "exit"
-            self.fail(rank.assignment, kind, f"{message}: {words}" if words else message)
+            # A script that lost a peer ends with an exception about the connection.
+            kind = "lost_peer" if is_lost_peer(error) else "exit"
+            self.fail(rank.assignment, kind, f"{message}: {error}" if error else message)
             return
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
-        kind, why = self._why(-rank.exit_code)
-        message += why or (words and f": {words}")
+        kind, sender = self._kill_cause(-rank.exit_code)
+        message += sender or (error and f": {error}")
         # NCCL's watchdog ends a process whose collective took too long.
         if rank.assignment.run_dir is not None:
             collectives = RunDir(rank.assignment.run_dir).rank_collectives(rank.assignment.rank)
             if collectives.is_file():
                 message += f"; its last collectives are in {collectives}"
-        self.fail(rank.assignment, "lost_peer" if is_lost_peer(words) else kind, message)
+        self.fail(rank.assignment, "lost_peer" if is_lost_peer(error) else kind, message)
 
     def server_ended(self, host: str, number: int | None) -> None:
-        """Record that the fork server has ended, and all ranks with it."""
+        """Record that the fork server has ended, and all ranks with it; ``number`` is the signal that killed it."""
         now_ns = time.time_ns()
-        how = "ended" if number is None else f"was ended by {signal_name(number)}"
-        kind, why = self._why(number)
+        end = "ended" if number is None else f"was ended by {signal_name(number)}"
+        kind, sender = self._kill_cause(number)
         failure = Failure(
             time=now_ns / 1e9,
             kind=kind,
-            message=f"the fork server, from which the ranks of this node come, {how}{why}",
+            message=f"the fork server, from which the ranks of this node come, {end}{sender}",
             host=host,
         )
         self.failures.append((now_ns, failure))
         self._writer.write(failure)
 
-    def _why(self, number: int | None) -> tuple[str, str]:
-        """Return the kind of failure and what killed a process; no words for other signals than SIGKILL."""
+    def _kill_cause(self, number: int | None) -> tuple[str, str]:
+        """Return the kind of failure and the sender of SIGKILL for a message; no sender for other signals."""
         if number != signal.SIGKILL:
             return "signal", ""
         if self._group is not None and self._group.oom_kills() > self._group_oom_kills:
@@ -134,19 +134,20 @@ class FailureAttribution:
         unanswered: list[int],
         stop_reason: str = "",
     ) -> NodeOutcome:
-        """Describe how the node ended.
+        """Return the outcome of the node.
 
         Args:
-            first: of its ranks.
-            ranks: those that were started.
-            stopped: whether there was a stop request before anything failed.
+            first: assignment of the node's first rank.
+            ranks: ranks that were started.
+            stopped: whether there was a stop request before any failure.
             unanswered: ranks that did not answer it.
-            stop_reason: what asked this node to stop.
+            stop_reason: source of the stop request.
         """
         failure = root_cause(self.failures)
         if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
-            known = {each.rank for _, each in self.failures}
-            failure = _missing([rank for rank in ranks if rank.assignment.rank not in known], failure) or failure
+            failed = {each.rank for _, each in self.failures}
+            others = [rank for rank in ranks if rank.assignment.rank not in failed]
+            failure = _lost_rank_failure(others, failure) or failure
         complete = bool(ranks) and all(rank.finished_at is not None for rank in ranks)
         orderly = [rank.stopped for rank in ranks if rank.stopped is not None]
         if (stopped or (orderly and failure is None)) and not complete:
@@ -165,20 +166,20 @@ class FailureAttribution:
             failure=failure,
             stopped_at=max((report.step for report in orderly if report.step is not None), default=None),
             saved=next((report.saved for report in orderly if report.saved is not None), None),
-            not_kept=next((report.not_kept for report in orderly if report.not_kept), self._not_kept()),
+            not_kept=next((report.not_kept for report in orderly if report.not_kept), self._lost_checkpoint()),
             unanswered=unanswered,
             stop_reason=stop_reason,
             not_recorded=self.not_recorded,
         )
 
-    def _not_kept(self) -> str:
-        """Return what a rank could not save after its last update, while which a stop request may have come."""
+    def _lost_checkpoint(self) -> str:
+        """Return the message of a failed save after the last update, or an empty string; a stop may follow it."""
         lost = (failure.message for _, failure in self.failures if failure.kind == "checkpoint_lost")
         return next(lost, "").removeprefix("trained, but ")
 
 
-def _ends_finished(events: Path) -> bool:
-    """Return whether a rank's record ends with its success."""
+def _is_finished(events: Path) -> bool:
+    """Whether the last event of a rank's record is the state ``finished``."""
     try:
         last = decode_events(read_tail(events, LAST_BYTES))[-1:]
     except OSError:
@@ -186,23 +187,23 @@ def _ends_finished(events: Path) -> bool:
     return any(isinstance(event, RankState) and event.state == "finished" for event in last)
 
 
-def _missing(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:
-    """Return the failure of the rank that others of a run on one node have lost; None where all of them lost any.
+def _lost_rank_failure(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:
+    """Return the failure of the rank that its peers have lost, in a run on one node; None if it is not known.
 
     Args:
-        ranks: those of which no failure is known.
-        lost: the first failure.
+        ranks: ranks without a failure of their own.
+        lost: the first failure, of kind ``lost_peer``.
     """
     gave_up = f"rank {lost.rank} gave up: {lost.message}"
     early = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
     unreported = [rank for rank in ranks if rank.unreported]
-    for found, kind, what in (
+    for found, kind, predicate in (
         (early, "left_early", "had left with exit code 0, and others went on"),
         (unreported, "silent", "said nothing"),
     ):
         if found:
             assignment = found[0].assignment
             names = ", ".join(str(rank.assignment.rank) for rank in found)
-            message = f"rank{'s' * (len(found) > 1)} {names} {what}; {gave_up}"
+            message = f"rank{'s' * (len(found) > 1)} {names} {predicate}; {gave_up}"
             return Failure(time=lost.time, kind=kind, message=message, rank=assignment.rank, host=assignment.host)
     return None

@@ -1,7 +1,7 @@
-"""The fork server from which a node's ranks fork: torch loaded early, ended with everything below it.
+"""The fork server from which a node's ranks fork, with torch loaded before.
 
-The standard library's fork server, with what it lacks here: an environment of its own, death with its parent, an end,
-and a socket without a name, so that no file is left of it however this process ends.
+The standard library's fork server with additions: its own environment, death with its parent, ``stop``, and a socket
+without a name, so that no file is left even if this process is killed.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from typing import Any
 from trainer.host.stop_request import SAVE_SIGNALS
 
 PRELOADED = ["trainer.agent.preload_first", "trainer.agent.preload_torch"]
-"""What the server imports before it forks."""
+"""Modules that the server imports before it forks."""
 FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Environment that keeps threads, and a CUDA driver that no fork could use, out of a process that loads torch."""
+"""Environment in which importing torch starts no thread and does not initialise CUDA: neither survives a fork."""
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
-"""Environment variable: pid of the node agent whose fork server it is; ``trainer.agent.preload_first`` reads it."""
+"""Environment variable with the pid of the server's node agent; ``trainer.agent.preload_first`` reads it."""
 
 _environment: dict[str, str] | None = None
-"""Environment of this process when the server was started, and so of the server."""
+"""Environment of this process at the start of the server, which inherited it."""
 _socket: int | None = None
-"""Descriptor by which this process reaches the server."""
+"""Descriptor of the server's socket, through which this process connects."""
 
 
 def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     """Start the fork server and return the context that starts processes from it.
 
     Args:
-        preloaded: what the server imports; default: ``PRELOADED``, and so torch.
+        preloaded: modules that the server imports; default: ``PRELOADED``, which include torch.
     """
     global _environment
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED if preloaded is None else preloaded))
-    # Ctrl-C goes to the whole foreground group, and Slurm may signal every process of a job. The server inherits that
-    # they are blocked; here they stay pending.
+    # Ctrl-C goes to the whole foreground group, and Slurm may signal every process of a job. The server inherits the
+    # mask; in this process such signals stay pending until the mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
     if _environment is None:
         _environment = dict(os.environ)
     try:
-        resource_tracker.ensure_running()  # ignores SIGINT and SIGTERM by itself, and unblocks them here
+        resource_tracker.ensure_running()  # it ignores SIGINT and SIGTERM itself, and unblocks them in this process
         signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
         with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
             _ensure_running()
@@ -58,10 +58,10 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
 
 
 def ended(timeout_s: float) -> tuple[bool, int | None]:
-    """Whether the server has ended, and the signal that ended it; False where none was started.
+    """Return whether the server has ended, and the signal that killed it; False if none was started.
 
     Args:
-        timeout_s: how long to wait for that: its connections are closed a moment before.
+        timeout_s: time to wait for its end: its connections close a moment before.
     """
     server: Any = forkserver._forkserver
     pid = server._forkserver_pid
@@ -81,9 +81,9 @@ def ended(timeout_s: float) -> tuple[bool, int | None]:
 
 
 def _ensure_running() -> None:
-    """Start the server, and delete its socket's name at once: this process reaches it by a descriptor.
+    """Start the server and delete its socket's name: this process connects through a descriptor.
 
-    Only for the milliseconds in which the server is started is there a folder that a kill could leave behind.
+    The folder of the socket, which a kill could leave behind, exists only for the milliseconds of the start.
     """
     global _socket
     server: Any = forkserver._forkserver
@@ -95,7 +95,7 @@ def _ensure_running() -> None:
             forkserver.ensure_running()
         finally:
             settings["tempdir"] = before
-        if Path(server._forkserver_address).parent == Path(folder):  # it has not been running already
+        if Path(server._forkserver_address).parent == Path(folder):  # the server was not running before
             _close_socket()
             _socket = os.open(server._forkserver_address, os.O_PATH | os.O_CLOEXEC)
             server._forkserver_address = f"/proc/self/fd/{_socket}"
@@ -109,16 +109,16 @@ def _close_socket() -> None:
 
 
 def environment_changes() -> dict[str, str | None]:
-    """Return the variables that have changed since the server was started; its processes must set them."""
+    """Return the variables that have changed since the server was started, for its processes to set; None removes."""
     if _environment is None:
         return {}
-    gone: dict[str, str | None] = dict.fromkeys(_environment.keys() - os.environ.keys())
-    return gone | {name: value for name, value in os.environ.items() if _environment.get(name) != value}
+    removed: dict[str, str | None] = dict.fromkeys(_environment.keys() - os.environ.keys())
+    return removed | {name: value for name, value in os.environ.items() if _environment.get(name) != value}
 
 
 def stop() -> None:
-    """End the server and the resource tracker that came with it; what they forked must have ended."""
-    # The standard library ends both when this process does; a moment later is too late for "nothing is left".
+    """End the server and its resource tracker; call it after all processes forked from the server have ended."""
+    # The standard library ends both at the exit of this process, too late for its report that no process is left.
     global _environment
     _environment = None
     server: Any = forkserver._forkserver
@@ -126,7 +126,7 @@ def stop() -> None:
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        server._forkserver_address = "\0"  # as if it had no file, which is so
+        server._forkserver_address = "\0"  # an abstract address, of which ``_stop`` deletes no file
         server._stop()
         _close_socket()
     tracker: Any = resource_tracker._resource_tracker
@@ -135,7 +135,7 @@ def stop() -> None:
 
 
 def tracker_pid() -> int | None:
-    """Pid of the resource tracker, which clears up shared memory of ranks that were killed and then ends by itself."""
+    """Return the pid of the resource tracker, which frees shared memory of killed ranks and then ends by itself."""
     tracker: Any = resource_tracker._resource_tracker
     pid: int | None = tracker._pid
     return pid
@@ -143,7 +143,7 @@ def tracker_pid() -> int | None:
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that are started meanwhile."""
+    """Set environment variables for processes that are started in the body."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,6 +1,6 @@
-"""The in-process agent: runs a rank in this very process, under a launcher or where there is only one.
+"""The in-process agent: runs a rank in this process, under a launcher or if the node has only one rank.
 
-No other process watches it, so a thread follows the stop request, also while the rank sits in C++.
+There is no other process to watch it, so a thread follows the stop request, even while the rank is in C++.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NoReturn
 from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
-from trainer.agent.node_sampler import NodeSampler, gpus_of
+from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.contract.errors import ExitCode, narration_line
 from trainer.contract.outcome import (
     SAVE_TIMEOUT_S,
@@ -35,16 +35,12 @@ from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
 from trainer.host.stop_request import LEASE, StopRequest
 
-SAMPLE_S = 1.0
-"""Time between two samples of the node, when a record is kept."""
 FLUSH_S = 0.15
-"""Before a stopped rank leaves: a little more than the record's writer may hold events back."""
+"""Time before a stopped rank exits: a little more than ``EventWriter.interval_s``."""
 
 
-def run_in_process(
-    assignment: RankAssignment, *, environ: Mapping[str, str], target: str = "trainer.engine.worker:run_rank"
-) -> int:
-    """Run the rank to its end in this process and return its exit code."""
+def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], target: str) -> int:
+    """Run the rank, ``module:function``, to its end in this process and return its exit code."""
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
     process_guard.adopt_orphans()
@@ -60,20 +56,20 @@ def run_in_process(
             terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
             assignment = dataclasses.replace(assignment, terminal=terminal)
             process_guard.redirect_output(run_dir.rank_log(assignment.rank))
-        # Imports torch, which a fork server would have done for the rank.
+        # Import torch as a fork server does for its ranks.
         importlib.import_module("trainer.agent.preload_torch")
         code = worker_entry.run(
             target, dataclasses.replace(assignment, report=agent.report, stop_requested=agent.stop_requested)
         )
         code = agent.exit_code(code)
-    # torch's DataLoader raises in this handler when one of its workers is killed, as the next line does.
+    # torch's DataLoader raises in its handler when one of its workers is killed, as by the next line.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kill_descendants()
     return code
 
 
 class _InProcessAgent:
-    """Does for the rank of this process what the node agent does for its worker processes."""
+    """Agent of the rank in this process: its stop request, reports, outcome and node samples."""
 
     def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, stop_request: StopRequest) -> None:
         self._assignment = assignment
@@ -82,19 +78,19 @@ class _InProcessAgent:
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
         self._not_recorded = ""
-        """Why the end of the rank's record is not on disk."""
+        """Reason why the end of the rank's record is not on disk; empty if it is."""
         self._reported: ExitCode | None = None
-        """How it ended, once that is reported."""
+        """Exit code by the rank's report; None before it."""
         self._over = threading.Event()
-        """Set when there is nothing left to sample."""
+        """Set when the rank has reported its end; ends the sampling."""
         self._stoppable = False
         self._grace_s = assignment.distributed.stop_grace
-        """How long the rank may take after a stop request."""
+        """Seconds that the rank has after a stop request."""
         self._leave_at: float | None = None
-        """When the process leaves after a stop request, on the monotonic clock."""
+        """Time at which the process exits after a stop request, on the monotonic clock."""
 
     def write_spawned(self) -> None:
-        """Record that the rank's process exists."""
+        """Record the state ``spawned`` of the rank."""
         assert self._run_dir is not None
         assignment = self._assignment
         writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
@@ -102,29 +98,27 @@ class _InProcessAgent:
         writer.close()
 
     def sample_node(self) -> None:
-        """Sample this node once a second; on a thread of its own.
+        """Sample this node once a second; runs on its own thread.
 
-        It waits in the kernel nearly all of the time, and holds the interpreter for less than a thousandth of it. The
-        file is this machine's alone: lines of several writers would not keep apart on a network file system.
+        The thread sleeps nearly all of the time, and holds the GIL for less than a thousandth of it. Each machine has
+        its own file: on a network file system, lines of several writers would mix.
         """
         assert self._run_dir is not None
         assignment = self._assignment
         local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
         writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
         log_of = self._run_dir.rank_log
-        sampler = NodeSampler(
-            assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of, interval_s=SAMPLE_S
-        )
-        asked_gpus = False
+        sampler = NodeSampler(assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of)
+        gpus_known = False
         while not self._over.wait(SAMPLE_S):
             local_ranks.read()
-            if local_ranks.complete and not asked_gpus:
+            if local_ranks.complete and not gpus_known:
                 sampler.watch_gpus(gpus_of(local_ranks.devices))
-                asked_gpus = True
+                gpus_known = True
             sampler.poll(time.time())
 
     def report(self, report: RankReport) -> None:
-        """Take the rank's report, before its teardown, which may never return."""
+        """Take the rank's report; called before its teardown, which may never return."""
         self._stoppable |= report.stoppable
         if report.step_s is not None:
             if self._leave_at is None:
@@ -146,7 +140,7 @@ class _InProcessAgent:
             self._write_outcome(exit_code_of(report.failure), failure=report.failure)
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code that the rank's report means; a rank that ended without a report has failed."""
+        """Return the exit code by the rank's report; without a report, record a failure and return ``code``."""
         if self._reported is not None:
             return self._reported
         message = f"the rank ended with exit code {code} before its training was complete"
@@ -156,14 +150,11 @@ class _InProcessAgent:
         return code
 
     def stop_requested(self) -> bool:
-        """Whether the rank is to save and leave."""
+        """Whether the rank is to save and exit."""
         return self._leave_at is not None
 
     def follow_stop_request(self) -> None:
-        """Leave when a stop request asks for it; on a thread of its own.
-
-        A rank that can save has some time for it first.
-        """
+        """End the process on a stop request, after the time that a rank has to save; runs on its own thread."""
         while True:
             now, level = time.monotonic(), self._stop_request.level
             if level and self._leave_at is None:
@@ -172,7 +163,7 @@ class _InProcessAgent:
                 self._leave()
             try:
                 self._stop_request.wait(None if self._leave_at is None else self._leave_at - now)
-            except (OSError, ValueError):  # the rank has ended, and the request is closed
+            except (OSError, ValueError):  # the rank has ended, and the request's descriptors are closed
                 return
 
     def _leave(self) -> NoReturn:
@@ -190,7 +181,7 @@ class _InProcessAgent:
         failure: Failure | None = None,
         stopped: RankReport | None = None,
     ) -> None:
-        """Write the node's outcome, where this rank is all of the node, and print what failed or what was saved."""
+        """Print the end of the rank, and write the node's outcome if this rank is the node's only one."""
         self._reported = code
         self._over.set()
         assignment = self._assignment
@@ -214,10 +205,10 @@ class _InProcessAgent:
                 stop_reason=self._stop_request.reason or "",
                 not_recorded=self._not_recorded,
             )
-            with contextlib.suppress(OSError):  # on a full disk the exit code alone has how the rank ended
+            with contextlib.suppress(OSError):  # on a full disk only the exit code shows the outcome
                 node.write(self._run_dir.node_result(assignment.node))
 
     def _narrate(self, line: str) -> None:
         text = narration_line(line, program="trainer") + "\n"
-        with contextlib.suppress(OSError):  # who read it may be gone, which is why the rank ends
+        with contextlib.suppress(OSError):  # the terminal may be gone, which may be why the rank ends
             os.write(self._terminal, text.encode(errors="backslashreplace"))

@@ -1,6 +1,6 @@
-"""Makes a decided init method usable: a free port, a fresh file, the counts of uneven nodes.
+"""Preparation of the decided init method: a free port, or a fresh file.
 
-The acting side of ``trainer.environments.dispatch``: sockets and files, but no torch.
+Does the I/O for ``trainer.environments.dispatch``: sockets and files, but no torch.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from trainer.host.ports import bind_error, free_port
 
 @contextlib.contextmanager
 def usable_init_method(decision: Decision) -> Iterator[str | None]:
-    """Yield the init method, checked, with a free port for port 0; a file is deleted by the last node.
+    """Check the init method and yield it, with a free port instead of port 0; the last node deletes its file.
 
     Raises:
-        RequestError: the port is in use, or the file is left from an earlier run or cannot be written.
+        RequestError: the port is in use, or the file is from an earlier run or cannot be written.
     """
     url = decision.init_method
     method = None if url is None else parse_rendezvous_url(url)
     if url is not None and method is not None and method.scheme == "tcp":
         yield _check_tcp(decision, url, method)
     elif method is not None and method.scheme == "file":
-        with _rendezvous_file(method.path, all_here=len(decision.ranks) == decision.world_size):
+        with _rendezvous_file(method.path, single_node=len(decision.ranks) == decision.world_size):
             yield url
     else:
         yield url
@@ -45,22 +45,22 @@ def _check_tcp(decision: Decision, url: str, method: RendezvousUrl) -> str:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RequestError(f"{url}: the host {host!r} cannot be resolved here ({error.strerror})") from None
-    taken = bind_error(port) if decision.first_rank == 0 else 0
-    if taken == errno.EACCES:
+    error_number = bind_error(port) if decision.first_rank == 0 else 0
+    if error_number == errno.EACCES:
         raise RequestError(f"port {port} needs root: choose one above 1023")
-    if taken:
+    if error_number:
         raise RequestError(f"{url}: port {port} is in use on this machine: choose another one")
     return url
 
 
 @contextlib.contextmanager
-def _rendezvous_file(path: Path, *, all_here: bool) -> Iterator[None]:
-    """Hold a rendezvous file, once it is known not to be left from an earlier run.
+def _rendezvous_file(path: Path, *, single_node: bool) -> Iterator[None]:
+    """Check that a rendezvous file is not from an earlier run, and hold a shared lock beside it in the body.
 
-    The file is never empty once a rank has registered, so its content alone does not distinguish a run that is starting
-    from one that failed. Every node holds a shared lock beside it: one that can lock it exclusively is alone.
+    The file is not empty once a rank has registered, so its content alone does not distinguish a run that is starting
+    from one that failed. A node that can take the lock exclusively is the only one that holds it.
     """
-    if path.exists() and not path.is_file():  # the last node deletes it, and as root also a device
+    if path.exists() and not path.is_file():  # the last node deletes the path: as root even a device
         raise RequestError(f"file://{path} is no regular file: choose a name that is free (one for every run)")
     lock_path = path.with_name(path.name + ".lock")
     try:
@@ -70,8 +70,8 @@ def _rendezvous_file(path: Path, *, all_here: bool) -> Iterator[None]:
             f"file://{path}: cannot be written ({error.strerror}): every node needs the folder"
         ) from None
     try:
-        alone = all_here or _lock_alone(lock)
-        if alone and path.exists() and path.stat().st_size > 0:
+        is_first = single_node or _lock_exclusively(lock)
+        if is_first and path.exists() and path.stat().st_size > 0:
             lock_path.unlink(missing_ok=True)
             raise RequestError(
                 f"file://{path} is left from an earlier run: delete it, or choose another name (one for every run)"
@@ -79,15 +79,15 @@ def _rendezvous_file(path: Path, *, all_here: bool) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)
         yield
-        if _lock_alone(lock):
+        if _lock_exclusively(lock):
             path.unlink(missing_ok=True)
             lock_path.unlink(missing_ok=True)
     finally:
         os.close(lock)
 
 
-def _lock_alone(lock: int) -> bool:
-    """Whether no other node holds the lock; assumed not so on a file system without locks."""
+def _lock_exclusively(lock: int) -> bool:
+    """Try to lock exclusively; return False if another node holds the lock or the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""Carries out a dispatch decision: exchange counts, make the init method usable, run this node's ranks."""
+"""Execution of a dispatch decision: exchange counts, prepare the init method, run this node's ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.host.proc_environ import RUN
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
-"""Environment variable: the run's id, where the run directory has another name."""
+"""Environment variable with the run's id, if the run directory has another name."""
 
 STDOUT = 1
 
@@ -38,7 +38,7 @@ RANK_TARGET = "trainer.engine.worker:run_rank"
 SCRIPT_TARGET = "trainer.agent.script:run_script"
 MEASURED_SCRIPT_TARGET = "trainer.telemetry.instrument:run_script"
 SCRIPT_PRELOADED = ("trainer.agent.preload_first", "trainer.agent.script", "trainer.telemetry.instrument")
-"""What the fork server imports for scripts: no torch, because a script may set how it loads in its environment."""
+"""Modules that the fork server imports for scripts: no torch, since a script may set variables before it imports it."""
 
 
 def launch(
@@ -50,15 +50,15 @@ def launch(
     environ: Mapping[str, str],
     script: Script | None = None,
 ) -> int:
-    """Run what was decided and return the exit code; where this process was the rank, it ends here.
+    """Run the ranks of a decision and return the exit code; if this process is the rank, end the process instead.
 
     Args:
-        decision: which ranks start here.
+        decision: the ranks to start on this node.
         options: the flags of ``Distributed``.
-        words: the flags that are left: training and task options.
+        words: the remaining flags: training and task options.
         devices: the visible GPUs.
         environ: the environment.
-        script: what the ranks run instead of a task.
+        script: script that the ranks run instead of a task.
 
     Raises:
         RequestError: the rendezvous, a GPU or the run directory cannot be used.
@@ -68,23 +68,24 @@ def launch(
         decision = apply_counts(decision, counts)
     if script is not None:
         words = (script.script, *script.args)
-    # CUDA numbers GPUs by speed unless told to number them as NVML and everybody else does.
+    # By default CUDA numbers the fastest GPU as 0; NVML and nvidia-smi have PCI order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     claimed = [devices[index].uuid for index in decision.device_ids if index is not None]
     run_id = environ.get(RUN_ID) or (Path(options.run_dir).name if options.run_dir else "")
     with (
         _claim(claimed, run_id, options, environ),
         usable_init_method(decision) as init_method,
-        _full_disk_in_one_line(options),
+        _disk_errors_as_training_errors(options),
     ):
         run_dir = _run_dir(options)
         if script is None:
-            words = _resumed(words, run_dir, environ)
+            words = _with_resume(words, run_dir, environ)
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
         if script is not None:
-            # Also a single rank: a script may end its process in any way, and another one must report that.
+            # In a process of its own even for one rank: a script may end its process in any way, which the node agent
+            # must report.
             address = master_address(init_method, environ, free_port=free_port() if init_method is None else 0)
             outcome = run_node(
                 [_for_script(assignment, address, environ) for assignment in assignments],
@@ -113,7 +114,7 @@ def assign(
     devices: Sequence[Device],
     environ: Mapping[str, str],
 ) -> list[RankAssignment]:
-    """Return the assignments of the ranks that start here; a world of one rank has no init method."""
+    """Return the assignments of the ranks that start on this node; a world of one rank has no init method."""
     run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
     host = socket.gethostname()
     return [
@@ -146,11 +147,11 @@ def _for_script(assignment: RankAssignment, address: tuple[str, int], environ: M
 
 
 def _ignore_report(_: RankReport) -> None:
-    """Take reports until the process that starts the rank has set another sink."""
+    """Drop a report: the sink until ``start_worker`` or ``run_in_process`` sets another."""
 
 
 def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
-    """Return the index of this node; one srun or torchrun command line is the same on all nodes and lacks it."""
+    """Return the index of this node: ``--node``, else that of srun or torchrun, whose nodes share one command line."""
     names = {"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}
     index = environ.get(names.get(decision.mode, ""), "")
     return int(index) if options.node == 0 and index.isdecimal() else options.node
@@ -169,26 +170,28 @@ def _run_dir(options: Distributed) -> Path | None:
     return path
 
 
-def _resumed(words: Sequence[str], run_dir: Path | None, environ: Mapping[str, str]) -> Sequence[str]:
-    """Return the flags that continue a job which Slurm has requeued from what it has saved, if it has; else as given.
+def _with_resume(words: Sequence[str], run_dir: Path | None, environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the flags, with ``--resume`` added in a job that Slurm has requeued after it wrote a checkpoint.
 
-    Every node finds the same: the run directory of several nodes is shared, and the ranks compare their flags.
+    Every node finds the same checkpoint: nodes share the run directory, and the ranks compare their flags.
     """
     if run_dir is None or not slurm.is_requeued(environ):
         return words
-    found = checkpoint_to_resume(RunDir(run_dir))
-    if found is None:
+    checkpoint = checkpoint_to_resume(RunDir(run_dir))
+    if checkpoint is None:
         return words
-    narrate(f"Slurm has requeued this job, which goes on from {found}", program="trainer")
-    return [*words, "--resume", str(found)]
+    narrate(f"Slurm has requeued this job, which goes on from {checkpoint}", program="trainer")
+    return [*words, "--resume", str(checkpoint)]
 
 
 @contextlib.contextmanager
-def _full_disk_in_one_line(options: Distributed) -> Iterator[None]:
-    """Refuse in one line where the record cannot be begun; later a full disk costs parts of it, and not the training.
+def _disk_errors_as_training_errors(options: Distributed) -> Iterator[None]:
+    """Turn the error of a full or read-only disk at the start of the record into a message of one line.
+
+    Once ranks run, a full disk costs parts of the record and not the training.
 
     Raises:
-        TrainingError: a file cannot be made.
+        TrainingError: a file of the run directory cannot be created.
     """
     try:
         yield
@@ -200,10 +203,10 @@ def _full_disk_in_one_line(options: Distributed) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Mapping[str, str]) -> Iterator[None]:
-    """Claim the GPUs of this node's ranks until they have ended.
+    """Claim the GPUs of this node's ranks in the body.
 
     Raises:
-        MachineNotReadyError: another run has one of them.
+        MachineNotReadyError: another run has claimed one of them.
     """
     known = [uuid for uuid in uuids if uuid]
     with contextlib.ExitStack() as held:
@@ -217,7 +220,7 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
 
 
 def print_outcome(outcome: NodeOutcome) -> None:
-    """Print on standard error how the node ended, unless it finished."""
+    """Print the stop or the failure of the node to standard error; nothing if it finished."""
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
         parts = [describe_stop(outcome.stopped_at, outcome.saved, outcome.not_kept)]

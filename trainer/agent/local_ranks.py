@@ -1,6 +1,6 @@
-"""Finds the processes of this node's ranks where a launcher started each of them by itself.
+"""Processes of this node's ranks under a launcher that starts each rank as a separate command.
 
-Each writes into the record that it exists; the one with local rank 0, which samples the node, reads that.
+Each rank records the state ``spawned`` with its pid; local rank 0, which samples the node, reads these events.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from trainer.host.proc_files import PROC
 from trainer.host.processes import CLOCK_TICKS_HZ, read_stat
 
 CLOCK_SLACK_S = 1.0
-"""How much later than its word a process may seem to have started: the kernel counts in ticks since boot."""
+"""Tolerance between the start time of a process, in ticks since boot, and the time of its event."""
 
 
 class LocalRanks:
-    """The ranks of a node, as far as they have recorded that they exist.
+    """Ranks of a node that have recorded their process.
 
     Args:
         run_dir: the record.
         node: index of the node.
-        host: name of this machine; nodes that were given one number are told apart by it.
-        count: how many ranks the node has; when all are known, nothing more is read.
-        proc: where the process file system is.
+        host: name of this machine, for nodes that were given the same index.
+        count: number of ranks on the node; once all are known, nothing more is read.
+        proc: mount point of procfs.
     """
 
     def __init__(self, run_dir: RunDir, node: int, host: str, count: int, *, proc: Path = PROC) -> None:
@@ -39,15 +39,15 @@ class LocalRanks:
         self.pids: dict[int, int] = {}
         """Rank to process id."""
         self.devices: dict[int, str] = {}
-        """Rank to the name of its device in the record."""
+        """Rank to the label of its device in the record."""
 
     @property
     def complete(self) -> bool:
-        """Whether all are known."""
+        """Whether all ranks are known."""
         return len(self.pids) >= self._count
 
     def read(self) -> Mapping[int, int]:
-        """Read the record since the last call; return rank to process id."""
+        """Read the events since the last call; return rank to process id."""
         if self.complete:
             return self.pids
         try:
@@ -62,13 +62,13 @@ class LocalRanks:
                 and event.state == "spawned"
                 and event.host == self._host
                 and event.pid is not None
-                and self._is(event.pid, event.time)
+                and self._started_before(event.pid, event.time)
             ):
                 self.pids[event.rank] = event.pid
                 self.devices[event.rank] = event.device or ""
         return self.pids
 
-    def _is(self, pid: int, said_at: float) -> bool:
-        """Whether the process lives and is the one that said so: in an older record its number is another's by now."""
+    def _started_before(self, pid: int, recorded_at: float) -> bool:
+        """Whether a process lives and started before its event: the pid of an older event may have been reused."""
         stat = read_stat(pid, self._proc)
-        return stat is not None and self._boot_s + stat.start_ticks / CLOCK_TICKS_HZ <= said_at + CLOCK_SLACK_S
+        return stat is not None and self._boot_s + stat.start_ticks / CLOCK_TICKS_HZ <= recorded_at + CLOCK_SLACK_S

@@ -1,4 +1,4 @@
-"""Finds the last error in the log of a process that ended without a report."""
+"""The last error in the log of a process that ended without a report."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from pathlib import Path
 from trainer.contract.record.regular_file import read_part, size_of
 
 TAIL_BYTES = 64 << 10
-"""How much of the end of a log is searched."""
+"""Bytes at the end of a log that are searched."""
 MESSAGE_LENGTH = 300
-"""Longest message, in characters."""
+"""Maximum length of a message, in characters."""
 
-_CARRIED = re.compile(r"Caught \S+ in (.+?)\.?$")
-"""First line of an error that torch carries from another process or thread, before that one's traceback."""
+_RERAISED = re.compile(r"Caught \S+ in (.+?)\.?$")
+"""First line of an error that torch re-raises from another process or thread, before the original traceback."""
 _GROUP = re.compile(r"^(?:\[rank\d+\]:)?\[[EF]\S+ \S+ (?:\S+ )?(ProcessGroup\w+\.cpp:\d+\] .+)")
-"""An error in torch's own log of a process group, which ends a process without an exception."""
+"""Error line of a process group in torch's own log; such an error ends the process without an exception."""
 _CPP = re.compile(r"^\s*what\(\):\s+(.+)|^(Fatal Python error: .+)")
 
 
 def error_line(error: BaseException) -> str:
     """Return the class of an exception and the first line of its message.
 
-    For one that torch carries from a data loading process, return the error there.
+    For an error that torch re-raises from a data loading process, return the original error.
     """
     lines = [line for line in str(error).splitlines() if line.strip()]
-    if lines and (carried := _CARRIED.match(lines[0])) and (inner := _last_error(lines[1:])):
-        return f"{inner} (in {carried[1]})"
+    if lines and (reraised := _RERAISED.match(lines[0])) and (original := _last_error(lines[1:])):
+        return f"{original} (in {reraised[1]})"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> str:
-    """Return the line that names the error of the last traceback, else of a process group, or an empty string.
+    """Return the last line of the last traceback, else the last error of a process group, else an empty string.
 
     Args:
-        log: the file; None where a rank prints to the terminal.
-        since: size of the log before, in bytes.
-        any_line: without a traceback, return the last line.
+        log: the file; None if the rank prints to the terminal.
+        since: byte from which to search: the size of the log at the rank's start.
+        any_line: without an error, return the last line that is not blank.
     """
     if log is None:
         return ""

@@ -1,7 +1,7 @@
-"""Prints the trainer's own lines in a thread, so that no rank waits for a disk.
+"""The trainer's own lines of output, printed on a thread so that no rank waits for a disk.
 
-Torch-free. What a task or a script prints is written before ``print`` returns, so that a rank that is killed has
-shown it; the trainer's narration, which the record holds as well, is handed to a thread.
+Torch-free. Output of a task or a script is written before ``print`` returns, so that a killed rank has shown it. The
+trainer's narration repeats the record, so it may be printed later.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import threading
 from trainer.contract.errors import printable_lines
 
 LEAVE_S = 1.0
-"""How long a rank that ends waits for a disk to take its narration."""
+"""Time-out of printing the remaining narration at the end of a rank."""
 
 
 class Narration:
-    """Prints lines in their order without making the caller wait."""
+    """Printer of lines, in order, that does not block the caller."""
 
     def __init__(self, terminal: int | None = None) -> None:
         """Start with nothing to print.
 
         Args:
-            terminal: descriptor that gets each line too, when standard output is a log.
+            terminal: descriptor that gets each line too, if standard output is a log.
         """
         self._terminal = terminal
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def say(self, line: str) -> None:
-        """Print a line without waiting for it."""
+        """Queue a line for printing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="narration", daemon=True)
             self._thread.start()
         self._lines.put(line)
 
     def close(self) -> None:
-        """Wait until all is printed, for a short time at most."""
+        """Wait until all lines are printed, at most ``LEAVE_S``."""
         if self._thread is not None:
             self._lines.put(None)
             self._thread.join(LEAVE_S)

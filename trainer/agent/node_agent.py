@@ -1,7 +1,7 @@
 """The node agent: starts this node's ranks, stops all when one fails, and attributes the failure.
 
-It never imports torch, except when ``--start-method spawn`` asks for ``torch.multiprocessing``. What a rank
-reported before its teardown decides about success; exit codes do not (pytorch issue 190489).
+It never imports torch, except for ``--start-method spawn``, which uses ``torch.multiprocessing``. A rank's report
+before its teardown decides about success, not its exit code (pytorch issue 190489).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.agent import forkserver
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.failure_attribution import FailureAttribution
 from trainer.agent.local_ranks import LocalRanks
-from trainer.agent.node_sampler import NodeSampler, gpus_of
+from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess, start_worker
@@ -30,12 +30,10 @@ from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
 
-SAMPLE_S = 1.0
-"""Time between two samples of the node, when a record is kept."""
 UNKNOWN_EXIT = 255
-"""Exit code that ``multiprocessing`` gives a process whose fork server has ended."""
+"""Exit code that ``multiprocessing`` assigns to a process whose fork server has ended."""
 SERVER_EXIT_S = 1.0
-"""How long the fork server may take from closing its connections to its end."""
+"""Time-out of the fork server's end after its connections have closed."""
 
 
 def run_node(
@@ -43,61 +41,61 @@ def run_node(
     *,
     start_method: Literal["forkserver", "spawn"],
     environ: Mapping[str, str],
-    target: str = "trainer.engine.worker:run_rank",
+    target: str,
     preloaded: Sequence[str] | None = None,
 ) -> NodeOutcome:
     """Run the ranks to their end and leave no process behind.
 
     Args:
-        assignments: the ranks to start here; how they report is filled in.
-        start_method: how to start them.
+        assignments: the ranks to start; their sink for reports is filled in.
+        start_method: of their processes.
         environ: the environment, for the lease.
-        target: what a rank runs, ``module:function``.
-        preloaded: what the fork server imports; default: torch and what ranks of a task need.
+        target: function that a rank runs, ``module:function``.
+        preloaded: modules that the fork server imports; default: ``forkserver.PRELOADED``.
     """
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
-    # Under a launcher that starts the ranks one by one, no process is the agent of the whole node.
+    # Under a launcher that starts each rank as a separate command, no process is the agent of the whole node.
     node_dir = run_dir if len(assignments) == first.local_world_size else None
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
     process_guard.adopt_orphans()
     with StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request, scratch_folder(node_dir, first.node):
-        ranks = _NodeAgent(writer, stop_request)
+        agent = _NodeAgent(writer, stop_request)
         try:
-            ranks.start(assignments, start_method, target, preloaded)
-            ranks.watch()
+            agent.start(assignments, start_method, target, preloaded)
+            agent.watch()
         except StopRequested:
-            ranks.abandon()
+            agent.abandon()
         finally:
-            left = _kill_leftovers()
-            ranks.close()
-    outcome = ranks.outcome(first)
-    outcome.left = sorted(left)
+            survivors = _kill_leftovers()
+            agent.close()
+    outcome = agent.outcome(first)
+    outcome.left = sorted(survivors)
     if node_dir is not None:
         try:
             outcome.write(node_dir.node_result(first.node))
-        except OSError as error:  # on a full disk the exit code alone has how the ranks ended
+        except OSError as error:  # on a full disk only the exit code shows the outcome
             narrate(f"cannot write {node_dir.node_result(first.node)}: {error.strerror}", program="trainer")
     writer.close()
     return outcome
 
 
 def _kill_leftovers() -> set[int]:
-    """Kill what ranks have left, such as data loading processes, and the fork server; return what does not end."""
+    """Kill the fork server and all processes of ended ranks, such as data loading ones; return the survivors' pids."""
     tracker = forkserver.tracker_pid()
-    left = kill_descendants(keep=() if tracker is None else (tracker,))
-    if left and tracker is not None:
-        # What the kernel cannot end keeps the tracker waiting for it.
+    survivors = kill_descendants(keep=() if tracker is None else (tracker,))
+    if survivors and tracker is not None:
+        # The tracker ends by itself only after all processes that hold its pipe, so after the survivors.
         os.kill(tracker, signal.SIGKILL)
     forkserver.stop()
     reap()
-    return left
+    return survivors
 
 
 class _NodeAgent:
-    """The ranks of this node, from the first to be started to the last to end."""
+    """Agent of the ranks of this node, from the start of the first to the end of the last."""
 
     def __init__(self, writer: EventWriter, stop_request: StopRequest) -> None:
         self._writer = writer
@@ -106,9 +104,9 @@ class _NodeAgent:
         self._attribution = FailureAttribution(writer)
         self._shutdown = Shutdown(stop_request)
         self._pids: dict[int, int] = {}
-        """Rank to process id, of those that run; for the sampler."""
+        """Rank to process id, of running ranks; for the sampler."""
         self._local_ranks: LocalRanks | None = None
-        """The ranks of this node where a launcher starts each by itself; else None."""
+        """All ranks of this node, if a launcher starts each as a separate command; else None."""
         self._server_gone = False
         """Whether the fork server ended before its ranks."""
         self._sampler: NodeSampler | None = None
@@ -126,9 +124,9 @@ class _NodeAgent:
         """Start all ranks.
 
         Raises:
-            StopRequested: a stop request came meanwhile.
+            StopRequested: a stop request interrupted the start.
         """
-        # Starting waits until the fork server has loaded torch, which takes seconds.
+        # The start blocks until the fork server has loaded torch, which takes seconds.
         with self._stop_request.raising():
             context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
             for assignment in assignments:
@@ -148,14 +146,13 @@ class _NodeAgent:
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
             log_of=RunDir(first.run_dir).rank_log,
-            interval_s=SAMPLE_S,
         )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
         rank = start_worker(context, assignment, target)
         if rank is None:
-            what = "the fork server ended while it was loading torch; its output says why"
-            self._attribution.fail(assignment, "launch", what)
+            message = "the fork server ended while it was loading torch; its output says why"
+            self._attribution.fail(assignment, "launch", message)
             return
         self._ranks.append(rank)
         assert rank.process.pid is not None
@@ -195,13 +192,13 @@ class _NodeAgent:
             self._sampler.close()
 
     def abandon(self) -> None:
-        """End the ranks that were started before a stop request ended the start."""
+        """End the ranks that were started before a stop request interrupted the start."""
         self._shutdown.stopped = True
         self._shutdown.stop(self._ranks)
         self.watch()
 
     def _collect(self) -> None:
-        """Take reports before exits: a rank that reported and ended did so in this order."""
+        """Take the ranks' reports, then their exits: a rank that has ended reported before."""
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
@@ -220,7 +217,7 @@ class _NodeAgent:
                 rank.ended = True
                 rank.exit_code = rank.process.exitcode
                 rank.reports.close()
-                self._pids.pop(rank.assignment.rank, None)  # the number may be given to another process
+                self._pids.pop(rank.assignment.rank, None)  # the kernel may reuse the pid
                 if rank.unreported and self._shutdown.kill_at is None:
                     if rank.exit_code == UNKNOWN_EXIT and self._server_ended(rank):
                         continue
@@ -230,15 +227,15 @@ class _NodeAgent:
                         self._attribution.report_death(rank)
 
     def _server_ended(self, rank: WorkerProcess) -> bool:
-        """Record once that the fork server has ended, if it has; the kernel ends its ranks with it."""
-        over, number = forkserver.ended(SERVER_EXIT_S)
-        if over and not self._server_gone:
+        """Return whether the fork server has ended, with which the kernel kills its ranks; record that once."""
+        ended, number = forkserver.ended(SERVER_EXIT_S)
+        if ended and not self._server_gone:
             self._server_gone = True
             self._attribution.server_ended(rank.assignment.host, number)
-        return over
+        return ended
 
     def outcome(self, first: RankAssignment) -> NodeOutcome:
-        """Describe how the node ended."""
+        """Return the outcome of the node."""
         shutdown = self._shutdown
         return self._attribution.outcome(
             first,
@@ -250,8 +247,8 @@ class _NodeAgent:
 
 
 def _torch_context() -> BaseContext:
-    """Return torch's spawn context, as the seeds use it: torch is loaded here, and again in every rank."""
-    # numpy is no dependency; torch says so while it is imported.
+    """Return torch's spawn context, as fairseq uses it: torch is imported here, and again in every rank."""
+    # numpy is no dependency; torch warns of that while it is imported.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch.multiprocessing
 

@@ -1,7 +1,4 @@
-"""Samples the node's cores, memory, GPUs and rank processes once a second, from the node agent.
-
-Torch-free.
-"""
+"""Sampler of the node's cores, memory, GPUs and rank processes, run by the node agent; torch-free."""
 
 from __future__ import annotations
 
@@ -20,16 +17,18 @@ from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, read_u
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
 
+SAMPLE_S = 1.0
+"""Minimum time between two samples."""
 ASLEEP_PERCENT = 2.0
-"""Of a core: with less a process does next to nothing; two ticks of the kernel's clock in a second."""
+"""Use of a core below which a process counts as asleep; two ticks of the kernel's clock in a second."""
 WAITS_PERCENT = 10.0
-"""Of the time: where its main thread waits so long for a core, all threads of a process are looked at."""
+"""Share of the time that a main thread waits for a core, from which on all threads of its process are sampled."""
 
 
 def rank_sample(
     rank: int, before: ProcessUsage | None, after: ProcessUsage, *, seconds: float, tick_hz: int
 ) -> RankSample:
-    """Turn two readings of a rank's process into shares of the time between them."""
+    """Return the sample of a rank from two readings of its process, with shares of the time between them."""
     sample = RankSample(rank=rank, rss_bytes=after.rss_bytes, held=after.held)
     if before is None or seconds <= 0:
         return sample
@@ -45,19 +44,19 @@ def _percent(part: float, whole: float) -> float:
 
 
 class Gpus:
-    """The GPUs that this node's ranks use, asked through NVML; what a card does not tell is absent.
+    """GPUs of this node's ranks, sampled through NVML; values that a GPU does not report are absent.
 
     Args:
-        uuids: Rank to the UUID of its GPU.
-        nvml: The driver; None loads it when there is a GPU to ask about.
+        uuids: rank to the UUID of its GPU.
+        nvml: the driver; None loads it if there is a GPU.
     """
 
     def __init__(self, uuids: Mapping[int, str], nvml: Nvml | None = None) -> None:
-        self._handles: dict[str, tuple[Any, int | None]] = {}
-        """UUID to handle and rank; a GPU that several ranks share belongs to none."""
+        self._handles: dict[str, tuple[Any, int, int | None]] = {}
+        """UUID to handle, index in PCI order, and rank; None for a GPU that several ranks share."""
         self._nvml = nvml
         if uuids and nvml is None:
-            from trainer.host.nvml import load_driver  # ranks on the CPU do not wait for it
+            from trainer.host.nvml import load_driver  # CPU ranks need not import it
 
             self._nvml = load_driver()
         if not uuids or self._nvml is None or self._nvml.start():
@@ -67,27 +66,28 @@ class Gpus:
             ranks.setdefault(uuid, []).append(rank)
         for uuid, users in ranks.items():
             handle = self._nvml.handle_of(uuid)
-            if handle is not None:
-                self._handles[uuid] = (handle, users[0] if len(users) == 1 else None)
+            # Read once: a GPU that falls off the bus later has no index any more, which every sample needs.
+            index = None if handle is None else self._nvml.index_of(handle)
+            if index is not None:
+                self._handles[uuid] = (handle, index, users[0] if len(users) == 1 else None)
 
     def sample(self) -> list[GpuSample]:
-        """Ask every GPU; some milliseconds each."""
-        return [self._sample(uuid, handle, rank) for uuid, (handle, rank) in self._handles.items()]
+        """Return a sample of every GPU; each takes some milliseconds."""
+        return [self._sample(uuid, *entry) for uuid, entry in self._handles.items()]
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Shut NVML down."""
         if self._nvml is not None and self._handles:
             self._handles.clear()
             self._nvml.stop()
 
-    def _sample(self, uuid: str, handle: Any, rank: int | None) -> GpuSample:
+    def _sample(self, uuid: str, handle: Any, index: int, rank: int | None) -> GpuSample:
         from trainer.host.nvml import throttle_reasons
 
         assert self._nvml is not None
-        index = self._nvml.index_of(handle)
         now = self._nvml.readings(handle)
         return GpuSample(
-            index=-1 if index is None else index,
+            index=index,
             uuid=uuid,
             rank=rank,
             utilization_percent=now.utilization,
@@ -102,27 +102,26 @@ class Gpus:
 
 
 def gpus_of(devices: Mapping[int, str]) -> Gpus | None:
-    """Return the GPUs that ranks were given, None for CPU ranks.
+    """Return the GPUs of ranks; None for CPU ranks.
 
     Args:
-        devices: rank to what its device is called in the record, ``cpu`` or ``cuda:<index> <UUID or name>``.
+        devices: rank to the label of its device in the record, ``cpu`` or ``cuda:<index> <UUID or name>``.
     """
     uuids = {rank: uuid for rank, device in devices.items() if (uuid := device.partition(" ")[2]).startswith("GPU-")}
     return Gpus(uuids) if uuids else None
 
 
 class NodeSampler:
-    """Writes a ``node_sample`` event once a second.
+    """Sampler that writes a ``node_sample`` event once a second.
 
     Args:
-        node: Index of the node in the plan.
-        host: Name of this machine.
-        pids: Rank to process id; read at each sample, so ranks may be added and taken away.
-        gpus: The GPUs of this node's ranks; None for CPU ranks.
-        writer: Where events go; when it is not enabled nothing is read.
-        log_of: Rank to its log, whose size is sampled; None: none is.
-        interval_s: Least time between two samples.
-        proc: Where the process file system is.
+        node: index of the node in the plan.
+        host: name of this machine.
+        pids: rank to process id; read at each sample, so ranks may be added and removed.
+        gpus: the GPUs of this node's ranks; None for CPU ranks.
+        writer: writer of the events; if it is not enabled, nothing is sampled.
+        log_of: returns the log of a rank, whose size is sampled; None samples no logs.
+        proc: mount point of procfs.
     """
 
     def __init__(
@@ -134,14 +133,12 @@ class NodeSampler:
         writer: EventWriter,
         gpus: Gpus | None = None,
         log_of: Callable[[int], Path] | None = None,
-        interval_s: float = 1.0,
         proc: Path = PROC,
     ) -> None:
         self._node = node
         self._host = host
         self._pids = pids
         self._writer = writer
-        self._interval_s = interval_s
         self._proc = proc
         self._gpus = gpus
         self._log_of = log_of
@@ -150,7 +147,7 @@ class NodeSampler:
         self._cores: CoreTimes | None = None
         self._processes: dict[int, ProcessUsage] = {}
         self._busy_ns: dict[int, dict[str, int]] = {}
-        """By rank, of those whose threads were looked at in the last sample."""
+        """Rank to ``busy_ns`` of its process, for ranks whose threads were in the last sample."""
 
     def poll(self, now: float) -> NodeSample | None:
         """Take a sample when one is due, write it and return it.
@@ -158,7 +155,7 @@ class NodeSampler:
         Args:
             now: Unix seconds.
         """
-        if not self._writer.enabled or (self._last is not None and 0 <= now - self._last < self._interval_s):
+        if not self._writer.enabled or (self._last is not None and 0 <= now - self._last < SAMPLE_S):
             return None
         seconds = 0.0 if self._last is None else now - self._last
         self._last = now
@@ -190,8 +187,8 @@ class NodeSampler:
             if (of_rank.wait_percent or 0.0) >= WAITS_PERCENT:
                 threads[rank] = busy_ns(pid, proc=self._proc)
                 if rank in self._busy_ns:
-                    known = self._busy_ns[rank]
-                    busy = sum(total - known.get(thread, 0) for thread, total in threads[rank].items())
+                    previous = self._busy_ns[rank]
+                    busy = sum(total - previous.get(thread, 0) for thread, total in threads[rank].items())
                     of_rank.busy_threads = round(busy / 1e9 / seconds, 1)
             if self._log_of is not None:
                 of_rank.log_bytes = size_of(self._log_of(rank))
@@ -210,11 +207,11 @@ class NodeSampler:
         return sample
 
     def watch_gpus(self, gpus: Gpus | None) -> None:
-        """Look at these from now on: where ranks start one by one, theirs are known only then."""
+        """Replace the sampled GPUs; under a launcher they are known only after all ranks have started."""
         self.close()
         self._gpus = gpus
 
     def close(self) -> None:
-        """Let go of the GPUs."""
+        """Shut the driver down."""
         if self._gpus is not None:
             self._gpus.close()

@@ -1,4 +1,4 @@
-"""Step aside where a script's folder has a module of this package's name, which the script means by it."""
+"""Hiding of this package from a script whose folder has a module of the same name, ``trainer``."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from types import ModuleType
 PACKAGE = __name__.partition(".")[0]
 
 _hidden: dict[str, ModuleType] = {}
-"""The modules of this package, while an import of them would find the script's; else empty."""
+"""The modules of this package while they are hidden; else empty."""
 
 
 def hide_from_script(folder: Path) -> None:
-    """Take this package out of the imported modules, if the folder has a module of its name."""
+    """Remove this package from ``sys.modules`` if the folder has another module of its name."""
     spec = PathFinder.find_spec(PACKAGE, [str(folder)])
-    ours = sys.modules[PACKAGE].__spec__
-    if spec is not None and spec.origin is not None and ours is not None and spec.origin != ours.origin:
-        _hidden.update(_take_out())
+    own_spec = sys.modules[PACKAGE].__spec__
+    if spec is not None and spec.origin is not None and own_spec is not None and spec.origin != own_spec.origin:
+        _hidden.update(_pop_modules())
 
 
 @contextmanager
 def own_package() -> Iterator[None]:
-    """Have imports find this package, as they do where nothing is hidden."""
+    """Make imports in the body find this package, even if it is hidden from the script."""
     if not _hidden:
         yield
         return
-    theirs = _take_out()
+    script_modules = _pop_modules()
     sys.modules.update(_hidden)
     try:
         yield
     finally:
-        _hidden.update(_take_out())
-        sys.modules.update(theirs)
+        _hidden.update(_pop_modules())
+        sys.modules.update(script_modules)
 
 
-def show_again() -> None:
-    """Have imports find this package from here on."""
+def restore() -> None:
+    """Make imports find this package again, for good."""
     if _hidden:
-        _take_out()
+        _pop_modules()
         sys.modules.update(_hidden)
         _hidden.clear()
 
 
-def _take_out() -> dict[str, ModuleType]:
+def _pop_modules() -> dict[str, ModuleType]:
     names = [name for name in sys.modules if name == PACKAGE or name.startswith(PACKAGE + ".")]
     return {name: sys.modules.pop(name) for name in names}

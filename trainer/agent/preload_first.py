@@ -1,6 +1,6 @@
-"""Imported first by the fork server: has the kernel end the server with the node agent.
+"""First import of the fork server: makes the kernel kill the server when the node agent ends.
 
-A module of its own, because it must act before the seconds in which ``trainer.agent.preload_torch`` loads torch.
+A separate module, because it must run before ``trainer.agent.preload_torch``, whose import takes seconds.
 """
 
 from __future__ import annotations

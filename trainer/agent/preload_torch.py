@@ -1,7 +1,7 @@
-"""Imported by the fork server: loads torch, which forked ranks then have in memory already.
+"""Import of the fork server that loads torch, so that forked ranks have it in memory.
 
-Nothing here starts a thread, makes a tensor or touches CUDA: a process that did could not fork safely. The server
-has OMP_NUM_THREADS=1 in its environment for the same reason; ranks set their threads themselves.
+Starts no thread, makes no tensor and does not touch CUDA: a process that did could not fork safely. The server has
+OMP_NUM_THREADS=1 in its environment for the same reason; ranks set their threads themselves.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import gc
 import warnings
 
-# A fifth of the import time would go to collecting garbage that there is not.
+# Garbage collection would take a fifth of the import time and find nothing.
 gc.disable()
 with warnings.catch_warnings():
-    # numpy is no dependency; torch says so at the first use of what would work without it.
+    # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
     import torch._dynamo  # DDP's constructor and the optimizers import it on first use
     import torch.nn.parallel.distributed  # noqa: F401
 
-# Out of the collector's sight, pages with imported objects stay shared between the ranks.
+# The collector skips frozen objects, so their memory pages stay shared between the ranks.
 gc.freeze()
 gc.enable()

@@ -1,4 +1,4 @@
-"""Keeps a run's temporary files in its run directory, and deletes them at its end."""
+"""Temporary files of a run, kept in its run directory and deleted at its end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trainer.agent.forkserver import environment
 from trainer.contract.record import RunDir
 
 LONGEST_SOCKET_FOLDER = 71
-"""Bytes that a folder's path may have for sockets in its subfolders, 36 bytes more, to stay under the kernel's 108.
+"""Maximum bytes of a folder's path: sockets in its subfolders have 36 more, and the kernel's limit is 108.
 
-The supervisor's limit, 60 for the folder above that of the node, keeps below it: no folder is needed in that one then.
+The supervisor limits the folder above that of the node to 60, so its folders are never too long.
 """
 
 
 @contextlib.contextmanager
 def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
-    """Point TMPDIR of this process and its children into the run directory, where there is one.
+    """Set TMPDIR of this process and its children to a folder of the run directory, and delete that afterwards.
 
-    Ranks that are killed cannot delete what they have there, so the node agent does.
+    Killed ranks cannot delete their own temporary files. Without a run directory nothing is changed.
     """
     if run_dir is None:
         yield
@@ -35,11 +35,11 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
     folder = run_dir.tmp / str(node)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     system = tempfile.gettempdir()
-    # What torch.compile has built is worth keeping from run to run.
+    # The compile cache stays outside, since it speeds up the next run.
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(system) / f"torchinductor_{_user()}")
     short = len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER
     sockets = str(folder) if short else tempfile.mkdtemp(prefix="gputrain-")
-    # Where multiprocessing, here and in ranks, puts its sockets; set, it makes no folder of its own to clear away.
+    # multiprocessing, here and in ranks, puts its sockets there, and makes no folder that a kill would leave behind.
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     with environment({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": cache}):
         settings["tempdir"] = sockets
@@ -57,5 +57,5 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        # A container's user without an entry in the password file.
+        # A container's user may have no entry in the password file.
         return str(os.getuid())

@@ -1,8 +1,8 @@
-"""Runs somebody else's script as a rank: what ``python -u script.py args`` does under torchrun, and its end on record.
+"""A user's script run as a rank, like ``python -u script.py args`` under torchrun, with its end in the record.
 
-The script runs in a process that forks from a small server without torch: what it sets before it imports torch counts,
-as in an interpreter of its own. That its code has returned is known before the interpreter is taken down, where torch's
-gloo may abort a successful process (pytorch issue 190489); the process then leaves by ``os._exit``.
+The script runs in a process that forks from a small server without torch, so variables that it sets before it imports
+torch have an effect, as in a new interpreter. Its end is reported before the interpreter is finalized, during which
+torch's gloo may abort a successful process (pytorch issue 190489); the process then exits by ``os._exit``.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from trainer.contract.record import Event, EventWriter, Failure, RankState, Rank
 def run_script(
     assignment: RankAssignment, *, at_end: Callable[[], None] = lambda: None, hidden: str | None = None
 ) -> int:
-    """Run the script, report how it ended, and return the exit code for ``os._exit``.
+    """Run the script, report its end, and return the exit code for ``os._exit``.
 
     Args:
-        assignment: The rank.
-        at_end: Called when the script's code has ended, before its end is recorded.
-        hidden: Folder whose frames the tracebacks of the script leave out.
+        assignment: the rank.
+        at_end: called when the script's code has ended, before its end is recorded.
+        hidden: folder whose frames are removed from the script's tracebacks.
     """
     script, *arguments = assignment.words
     pid = os.getpid()
-    # By this pid trainer.watch knows that the states of the rank are recorded here.
+    # With this pid in the environment, trainer.watch leaves the rank's states to this module.
     os.environ[RANK_PID] = str(os.getpid())
     _write(assignment, _state(assignment, "training"))
-    _look_like_an_interpreter(script, arguments)
+    _imitate_new_interpreter(script, arguments)
     code, failure = _run(script, assignment, hidden)
     if os.getpid() != pid:
         return code  # a process that the script has forked: its end is not the rank's
-    own_package.show_again()
+    own_package.restore()
     at_end()
     if failure is not None:
         _write(assignment, _state(assignment, "failed", failure.message), failure)
         assignment.failed(failure)
         return code
     if assignment.stop_requested():
-        assignment.stopped(None, None)  # it left on the stop request: whether its training is complete is not known
+        assignment.stopped(None, None)  # it exited on the stop request: its training may be incomplete
         return ExitCode.STOPPED
     _write(assignment, _state(assignment, "finished"))
     assignment.finished()
     return ExitCode.FINISHED
 
 
-def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
-    """Remove the traces of how the process was started that a script could depend on."""
+def _imitate_new_interpreter(script: str, arguments: list[str]) -> None:
+    """Set arguments, import path, streams and multiprocessing as in a new interpreter that runs the script."""
     sys.argv = [script, *arguments]
     folder = Path(script).resolve().parent
     sys.path.insert(0, str(folder))
@@ -73,7 +73,7 @@ def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
-    # A child of the fork server would start its own children, such as data loading processes, from there too.
+    # Otherwise the script's children, such as data loading processes, would come from the fork server too.
     multiprocessing.set_start_method(None, force=True)
     process: Any = multiprocessing.process
     process._parent_process = None
@@ -81,23 +81,23 @@ def _look_like_an_interpreter(script: str, arguments: list[str]) -> None:
 
 
 def _run(script: str, assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None]:
-    """Run the script as ``__main__``; return its exit code and what went wrong."""
-    began_at = _log_size(assignment)
+    """Run the script as ``__main__``; return its exit code and its failure, None for a success."""
+    log_start = _log_size(assignment)
     try:
         exec(_compiled(script), _main_module(script).__dict__)
-        _end_interpreter()
+        _run_exit_functions()
     except SystemExit as error:
         if error.code is None or error.code == 0:
-            _end_interpreter()
+            _run_exit_functions()
             return ExitCode.FINISHED, None
         code = error.code if isinstance(error.code, int) else 1
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-            return code, _left(assignment, f"the script left with: {error.code}".splitlines()[0])
-        words = last_error(_log(assignment), since=began_at, any_line=True)
-        return code, _left(assignment, f"the script left by sys.exit({code})" + (words and f": {words}"))
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the record says it and the rank ends)
-        error.__traceback__ = _of_the_script(error.__traceback__)
+            return code, _exit_failure(assignment, f"the script left with: {error.code}".splitlines()[0])
+        line = last_error(_log(assignment), since=log_start, any_line=True)
+        return code, _exit_failure(assignment, f"the script left by sys.exit({code})" + (line and f": {line}"))
+    except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
+        error.__traceback__ = _without_own_frames(error.__traceback__)
         if hidden is not None:
             _hide_frames(error, hidden, set())
         sys.excepthook(type(error), error, error.__traceback__)
@@ -107,12 +107,12 @@ def _run(script: str, assignment: RankAssignment, hidden: str | None) -> tuple[i
 
 def _compiled(script: str) -> CodeType:
     with io.open_code(str(Path(script).absolute())) as file:
-        # Not with this module's own __future__ imports.
+        # Without this module's own __future__ imports.
         return compile(file.read(), str(Path(script).absolute()), "exec", dont_inherit=True)
 
 
 def _main_module(script: str) -> ModuleType:
-    """Return a new ``__main__`` as the interpreter makes it for a script."""
+    """Return a new ``__main__`` module with the attributes that the interpreter sets for a script."""
     path = str(Path(script).absolute())
     module = ModuleType("__main__")
     module.__file__ = path
@@ -122,22 +122,22 @@ def _main_module(script: str) -> ModuleType:
     return module
 
 
-def _end_interpreter() -> None:
-    """Do what a script may count on at the end: its threads are waited for, its exit functions run."""
+def _run_exit_functions() -> None:
+    """Join the script's threads and call its ``atexit`` functions, as the interpreter does at its end."""
     interpreter: Any = threading
     interpreter._shutdown()
     atexit._run_exitfuncs()
 
 
-def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Leave out the frames above the script."""
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the outer frames, which are those of this module."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
 def _hide_frames(error: BaseException | None, folder: str, done: set[int]) -> None:
-    """Leave out the frames of the files in a folder, also in what an exception was raised from."""
+    """Remove the frames of files in a folder from a traceback and those of its causes and contexts."""
     while error is not None and id(error) not in done:
         done.add(id(error))
         shown: TracebackType | None = None
@@ -156,13 +156,13 @@ def _hide_frames(error: BaseException | None, folder: str, done: set[int]) -> No
 
 
 def _kind(error: BaseException) -> str:
-    # By its name: torch's class would import torch into scripts that do without.
+    # By its name: importing torch's class would load torch into scripts without it.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out_of_memory"
     return "lost_peer" if is_lost_peer(str(error)) else "exception"
 
 
-def _left(assignment: RankAssignment, message: str) -> Failure:
+def _exit_failure(assignment: RankAssignment, message: str) -> Failure:
     return Failure(time=time.time(), kind="exit", message=message, rank=assignment.rank, host=assignment.host)
 
 
@@ -181,7 +181,7 @@ def _state(assignment: RankAssignment, state: RankStateName, message: str | None
 
 
 def _write(assignment: RankAssignment, *events: Event) -> None:
-    """Write events, and leave no thread behind in the script's process."""
+    """Write events, and end the writer's thread, so that the script's process has no thread of ours."""
     if assignment.run_dir is None:
         return
     writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)

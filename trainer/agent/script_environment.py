@@ -1,4 +1,4 @@
-"""Pure: the environment that a launcher such as torchrun gives a script; torch-free."""
+"""Environment that a launcher such as torchrun gives a script; pure, torch-free."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of
 from trainer.host.addresses import is_loopback
 
 RUN_DIR = "GPUTRAIN_RUN_DIR"
-"""Environment variable with the run directory, by which ``trainer.watch`` in a script finds the record."""
+"""Environment variable with the run directory, where ``trainer.watch`` in a script finds the record."""
 RANK_PID = "GPUTRAIN_RANK_PID"
-"""Environment variable: the process whose states and end are recorded by the trainer that started it."""
+"""Environment variable with the pid of the rank whose states and end ``trainer.agent.script`` records."""
 NO_RUN_ID = "none"
-"""The id that torchrun gives a run without one."""
-OF_THE_LAUNCHER = (
+"""Run id of torchrun for a run without one."""
+TORCHRUN_STORE_VARIABLES = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
-"""Variables that stay as torchrun has set them where its ranks meet in its store: rank 0 must not serve another one."""
+"""Variables that keep torchrun's values if ranks meet in the store of its agent: rank 0 must not serve another one."""
 
 
 def refuse_file_rendezvous(init_method: str | None) -> None:
-    """Refuse a rendezvous that the launcher environment has no variables for.
+    """Refuse a file rendezvous, for which the environment of a launcher has no variables.
 
     Raises:
-        RequestError: it is a file.
+        RequestError: the init method is ``file://``.
     """
     if init_method is not None and scheme_of(init_method) == "file":
         raise RequestError(
@@ -34,10 +34,10 @@ def refuse_file_rendezvous(init_method: str | None) -> None:
 
 
 def master_address(init_method: str | None, environ: Mapping[str, str], *, free_port: int) -> tuple[str, int]:
-    """Return address and port where rank 0 of a script listens.
+    """Return the address and the port on which rank 0 of a script listens.
 
     Args:
-        init_method: ``tcp://HOST:PORT`` or ``env://``; None for a single rank, whose script may still make a group.
+        init_method: ``tcp://HOST:PORT`` or ``env://``; None for a single rank, whose script may still create a group.
         environ: the environment, for ``env://``.
         free_port: a port for a single rank.
     """
@@ -54,12 +54,12 @@ def master_address(init_method: str | None, environ: Mapping[str, str], *, free_
 def launcher_environment(
     assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """Return the variables of a script's rank, named as torchrun names them; None takes one away.
+    """Return the variables of a script's rank, named as torchrun names them; None removes one.
 
     Args:
         assignment: the rank.
-        address: where rank 0 listens.
-        environ: the environment of the command, whose own settings stay.
+        address: host and port on which rank 0 listens.
+        environ: environment of the command, whose own settings of NCCL, OpenMP and accelerate are kept.
     """
     host, port = address
     rank, world = str(assignment.rank), str(assignment.world_size)
@@ -79,26 +79,26 @@ def launcher_environment(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": None,
-        **_of_the_launcher(assignment.init_method, environ),
+        **_torchrun_store_settings(assignment.init_method, environ),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        # The fork server has 1; ranks that share a machine get 1 unless somebody says otherwise, as under torchrun.
+        # The fork server has 1; ranks that share a machine get 1 unless the user has set it, as under torchrun.
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or ("1" if assignment.local_world_size > 1 else None),
         "PYTORCH_NVML_BASED_CUDA_CHECK": environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
         RUN_DIR: assignment.run_dir,
     }
     if assignment.device_id is None:
-        # Ranks on the CPU were asked for: a script would take a GPU that it sees.
+        # For CPU ranks: a script would use a GPU that it sees.
         settings["CUDA_VISIBLE_DEVICES"] = ""
         # Without it accelerate, and so Hugging Face's Trainer, lets each rank on a CPU train alone.
         settings["ACCELERATE_USE_CPU"] = environ.get("ACCELERATE_USE_CPU", "true")
     if is_loopback(host) and "GLOO_SOCKET_IFNAME" not in environ:
-        # Gloo otherwise asks what the machine's own name resolves to, which need not be reachable.
+        # Otherwise gloo uses the address to which the machine's name resolves, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings
 
 
-def _of_the_launcher(init_method: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun has set for a rendezvous at its own address, where it serves the store itself."""
+def _torchrun_store_settings(init_method: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's values of ``TORCHRUN_STORE_VARIABLES`` for ``env://``, else an empty dict."""
     if init_method is None or scheme_of(init_method) != "env":
         return {}
-    return {name: environ[name] for name in OF_THE_LAUNCHER if name in environ}
+    return {name: environ[name] for name in TORCHRUN_STORE_VARIABLES if name in environ}

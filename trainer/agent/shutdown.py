@@ -1,4 +1,4 @@
-"""Ends the ranks of a node: after they have saved, at once, or because one of them has failed."""
+"""Shutdown of a node's ranks: after they have saved, at once, or because one of them has failed."""
 
 from __future__ import annotations
 
@@ -13,50 +13,51 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
 LAST_WRITE_S = 0.2
-"""Time for the rest of a script's record before SIGTERM, which may end it without another line of Python."""
+"""Time to write the rest of a script's record before SIGTERM, which may kill it before Python runs again."""
 TERMINATION_S = 1.5
 """Time from the signal that ends a rank to SIGKILL."""
 CAUSE_WAIT_S = 1.0
-"""How long the cause may take to be reported after a rank has reported no more than a lost peer."""
+"""Time to wait for the report of the root cause after a rank has reported only a lost peer."""
 PROCESS_EXIT_S = 20.0
-"""How long a rank's process may take to end after its training is complete."""
+"""Time-out of the end of a rank's process after its training is complete."""
 KILLED_EXIT_S = 5.0
-"""How long a killed process may take to end; longer is one that the kernel cannot end."""
+"""Time-out of the end of a killed process; one that takes longer cannot be ended by the kernel."""
 
 
 class Shutdown:
-    """What the ranks have been asked, and the time limits for it."""
+    """Shutdown of the ranks: its state, and the deadlines of its steps."""
 
     def __init__(self, stop_request: StopRequest) -> None:
         self._stop_request = stop_request
         self.stopped = False
-        """Whether there was a stop request before anything failed."""
+        """Whether there was a stop request before any failure."""
         self.unanswered: list[int] = []
         """Ranks that were asked to stop and did not answer in time."""
         self.kill_at: float | None = None
-        """When ranks that were asked to end are killed, on the monotonic clock."""
+        """Time of SIGKILL to all ranks that have not ended, on the monotonic clock; None before a signal to end."""
         self._terminate_at: float | None = None
-        """When scripts that were asked to write their record are ended."""
+        """Time of SIGTERM to scripts, after NOW_SIGNAL has made them write their record."""
         self._cause_until: float | None = None
+        """End of the wait for a root cause."""
         self._killed_at: float | None = None
         self._answer_until: float | None = None
-        """When ranks that were asked to stop and have not answered are killed."""
+        """Deadline for ranks to answer a stop request."""
         self._save_until: float | None = None
-        """When ranks that have answered are killed."""
+        """Deadline for ranks that have answered to save."""
 
     def stop(self, ranks: Sequence[WorkerProcess], grace_s: float = TERMINATION_S) -> None:
-        """End all ranks now; those that a signal does not end are killed after a grace."""
+        """Send all ranks the signal that ends them, and SIGKILL after a grace."""
         if self.kill_at is None:
             now = time.monotonic()
             self.kill_at = now + grace_s
             self._terminate_at = now + LAST_WRITE_S
             for rank in ranks:
-                # A rank that can save takes SIGTERM as a request to do so.
+                # A rank that can save treats SIGTERM as a stop request.
                 has_record = rank.stoppable or rank.assignment.is_script
                 rank.signal(NOW_SIGNAL if has_record else signal.SIGTERM)
 
     def _follow_stop_request(self, running: Sequence[WorkerProcess], now: float) -> None:
-        """Let all ranks save and leave where each can; end all at once where one cannot, or the stop level says so."""
+        """Forward the stop request and enforce its deadlines; above level SAVE, or if a rank cannot save, end all."""
         self.stopped = True
         grace_s = running[0].assignment.distributed.stop_grace
         busy = [rank for rank in running if rank.finished_at is None and rank.stopped is None]
@@ -65,7 +66,7 @@ class Shutdown:
                 self.kill_at = min(self.kill_at, now + TERMINATION_S)
             self.stop(running)
         elif running[0].assignment.is_script:
-            # A script knows no other request than SIGTERM; one that saves on it has the time for that.
+            # A script gets the stop request as SIGTERM, and the grace if it saves on that.
             if self.kill_at is None:
                 for rank in busy:
                     rank.request_stop()
@@ -84,11 +85,11 @@ class Shutdown:
                 self.kill_at = now
 
     def act(self, running: Sequence[WorkerProcess], failures: Sequence[tuple[int, Failure]], now: float) -> bool:
-        """Do what is due; return True when no rank that is left can be waited for.
+        """Take the steps that are due; return True once killed ranks have had ``KILLED_EXIT_S`` to end.
 
         Args:
-            running: the ranks that have not ended; there is one.
-            failures: what has failed so far.
+            running: ranks that have not ended, at least one.
+            failures: failures so far.
             now: monotonic seconds.
         """
         if self._stop_request.level and not failures:
@@ -117,12 +118,12 @@ class Shutdown:
         return now >= self._killed_at + KILLED_EXIT_S
 
     def due_in_s(self, running: Sequence[WorkerProcess]) -> float | None:
-        """Return the time until ``act`` is due, None for never; reports and ends of ranks come before that."""
+        """Return the seconds until ``act`` is due; None if only a report or the end of a rank makes it due."""
         due = [rank.done_at + PROCESS_EXIT_S for rank in running if rank.done_at is not None]
         due += [moment for moment in (self.kill_at, self._terminate_at, self._cause_until) if moment is not None]
         answers = (self._answer_until, self._save_until)
         due += [moment for moment in answers if moment is not None and moment > time.monotonic()]
         if self._killed_at is not None:
             due = [self._killed_at + KILLED_EXIT_S]
-        # An overdue exit is checked at this interval until it has happened.
+        # An overdue exit is polled at this interval.
         return max(min(due) - time.monotonic(), 0.05) if due else None

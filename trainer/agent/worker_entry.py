@@ -1,4 +1,4 @@
-"""Entry and exit of a worker process: guarded before anything else runs, gone without destructors."""
+"""Entry and exit of a worker process: guards set before anything else runs, exit without destructors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainer.host.proc_environ import show_run_in_proc
 from trainer.host.stop_request import SAVE_SIGNALS, StopRequest
 
 RankFunction = Callable[[RankAssignment], object]
-"""Runs a rank. It reports ``finished`` or ``failed`` itself; an exception is reported for it."""
+"""Function that runs a rank. It reports ``finished`` or ``failed`` itself; its exception is reported for it."""
 
 
 def enter(target: str, assignment: RankAssignment) -> NoReturn:
-    """Run ``module:function`` as the rank of a process that was started for it."""
+    """Run ``module:function`` as the rank in a process started for it, and end the process."""
     assert assignment.parent_pid is not None
-    end_signal.hold(ends=not assignment.is_script)
+    end_signal.block(ends=not assignment.is_script)
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
     _set_environment(assignment)
@@ -38,8 +38,8 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
         process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
     else:
         process_guard.print_by_line()
-    # A scheduler that ends a job may signal every process of it, and a terminal its whole foreground group: a rank that
-    # died of that would lose what the node agent is about to ask it to save. The agent ends ranks by other signals.
+    # A scheduler that ends a job may signal all of its processes, and a terminal its whole foreground group. A rank
+    # that died of that could not save on the node agent's stop request. The agent ends ranks by other signals.
     stop_request = StopRequest([number for number in SAVE_SIGNALS if number != signal.SIGINT])
 
     def report(report: RankReport) -> None:
@@ -61,16 +61,16 @@ def _set_environment(assignment: RankAssignment) -> None:
             os.environ[name] = value
     show_run_in_proc()  # the fork server may have been started before the run
     if "TMPDIR" in assignment.environment:
-        tempfile.tempdir = None  # it may have been asked for before
+        tempfile.tempdir = None  # tempfile may have cached the old folder
 
 
 def run(target: str, assignment: RankAssignment) -> int:
     """Call the rank's function and return the exit code."""
-    # numpy is no dependency; torch says so at the first use of what would work without it.
+    # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         code = load(target)(assignment)
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is reported and the rank ends)
+    except Exception as error:  # noqa: BLE001  (any error is reported, and the rank ends)
         failure = _failure(error, assignment)
         if failure.traceback is not None:
             print(failure.traceback, file=sys.stderr)
@@ -80,14 +80,14 @@ def run(target: str, assignment: RankAssignment) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: gloo's destructors may hang or abort a rank that was successful."""
+    """End this process at once, without destructors: gloo's may hang or abort a successful rank."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def load(target: str) -> RankFunction:
-    """Import ``module:function``."""
+    """Import and return ``module:function``."""
     module, _, name = target.partition(":")
     function: RankFunction = getattr(importlib.import_module(module), name)
     return function

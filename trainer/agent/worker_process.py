@@ -1,4 +1,4 @@
-"""A worker process as the node agent holds it: its reports, its end, its outcome."""
+"""Worker process from the node agent's side: start, reports, signals, outcome."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from trainer.contract.record import RunDir
 
 @dataclass
 class WorkerProcess:
-    """A rank's process and what it has reported."""
+    """Process of a rank, with the state from its reports."""
 
     assignment: RankAssignment
     process: BaseProcess
     reports: Connection
     log: Path | None = None
     log_from: int = 0
-    """What the log held before this start, in bytes."""
+    """Size of the log at the start of the process, in bytes."""
     finished_at: float | None = None
-    """When it reported its success, on the monotonic clock."""
+    """Time at which its success was received, on the monotonic clock."""
     finished_ns: int = 0
-    """When it succeeded by its report, nanoseconds of the Unix clock."""
+    """Time of its success by its report, nanoseconds of the Unix clock."""
     failed: bool = False
     stoppable: bool = False
     """Whether it saves its work on a stop request."""
     step_s: float = 0.0
-    """How long its steps take of late."""
+    """Recent duration of its steps."""
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None
-    """Its report that it has saved and leaves."""
+    """Its report that it has saved and exits."""
     stopped_at: float | None = None
-    """When that came, on the monotonic clock."""
+    """Time at which that report was received, on the monotonic clock."""
     ended: bool = False
     exit_code: int | None = None
 
     @property
     def done_at(self) -> float | None:
-        """When it reported that only its exit is left, on the monotonic clock."""
+        """Time of its report ``finished`` or ``stopped``, after which only its exit is left, on the monotonic clock."""
         return self.finished_at if self.stopped is None else self.stopped_at
 
     @property
     def unreported(self) -> bool:
-        """Whether it has not reported how its training ended."""
+        """Whether it has reported neither success, nor a stop, nor a failure."""
         return self.finished_at is None and self.stopped is None and not self.failed
 
     def request_stop(self) -> None:
-        """Send it a stop request; a rank that is gone is seen to have ended."""
+        """Send it a stop request, ignored if it has ended."""
         with contextlib.suppress(OSError):
             self.reports.send_bytes(b"stop")
 
@@ -79,7 +79,7 @@ class WorkerProcess:
                 os.kill(self.process.pid, number)
 
     def outcome(self) -> RankOutcome:
-        """Describe how it ended."""
+        """Return its outcome."""
         number = -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
         return RankOutcome(
             exit_code=self.exit_code if number is None else None,
@@ -89,7 +89,7 @@ class WorkerProcess:
 
 
 def start_worker(context: BaseContext, assignment: RankAssignment, target: str) -> WorkerProcess | None:
-    """Start a rank's process; None when the fork server from which it was to come has ended."""
+    """Start a rank's process; return None if the fork server has ended."""
     log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
     log_from = log.stat().st_size if log is not None and log.exists() else 0
     reports, pipe = context.Pipe(duplex=True)

@@ -1,1 +1,1 @@
-"""What ranks and console share, torch-free: errors, options, the record of a run, outcomes of ranks and nodes."""
+"""Definitions that ranks and console share, torch-free: errors, options, the record of a run, outcomes."""

@@ -1,4 +1,4 @@
-"""List the built-in tasks and their options."""
+"""Built-in tasks and their options."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SEED_TASKS = {
     "DocNNTask": "docnn",
     "DocumentClassificationTask": "docnn",
 }
-"""Tasks of HetSeq, fairseq and PyText, and the built-in one that trains the same on data of its own format."""
+"""Task names of HetSeq, fairseq and PyText, and the built-in task that trains the same model on its own data format."""
 
 
 def options_schema(name: str) -> type[Any] | None:
-    """Return the options of a built-in task; None for a user's task, whose module would have to be imported.
+    """Return the options class of a built-in task; None for a user's task, which would have to be imported to get it.
 
     Raises:
         RequestError: the name is neither built in nor of the form ``module:Class``.

@@ -1,4 +1,4 @@
-"""Define errors that a user can act on, one line each; any other exception is a defect and keeps its traceback."""
+"""Errors that a user can act on, one line each; any other exception is a defect and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class ExitCode(IntEnum):
 
 
 class RequestError(ValueError):
-    """The request is wrong; exit code 2. The message is one line: what, where, what is allowed."""
+    """The request is wrong; exit code 2.
+
+    The message is one line with the value, where it comes from, and the allowed values.
+    """
 
 
 class MachineNotReadyError(RequestError):
@@ -61,7 +64,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return the text with all control characters escaped but line breaks and tabs."""
+    """Return the text with all control characters escaped except line breaks and tabs."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
@@ -75,12 +78,12 @@ def _escaped(char: str) -> str:
 
 
 def narration_line(line: str, *, program: str) -> str:
-    """Return a message of a program as one printable line, whatever it quotes."""
+    """Return a program's message as one printable line: control characters escaped, long words shortened."""
     return f"{program}: {printable(shorten_words(line))}"
 
 
 def narrate(line: str, *, program: str) -> None:
-    """Write one line to standard error, whatever it quotes."""
+    """Write one line to standard error, with control characters escaped and long words shortened."""
     print(narration_line(line, program=program), file=sys.stderr, flush=True)
 
 

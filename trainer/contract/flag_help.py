@@ -1,4 +1,4 @@
-"""Render the help of ``python -m trainer`` from the option schemas."""
+"""Help text of ``python -m trainer``, rendered from the option schemas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLUMN = 34
 
 
 def render(task: str, task_options: Sequence[Option] | None, width: int) -> str:
-    """Return the whole help for a terminal of ``width`` columns; task and its options may be absent."""
+    """Return the help text for a terminal of ``width`` columns; without ``task_options``, without those of a task."""
     parts = [USAGE]
     script = [msgspec.structs.replace(option, required=False) for option in describe(Script) if option.name != "args"]
     parts.append(_group("Ranks", [*describe(Distributed), *script], width))

@@ -1,7 +1,7 @@
 """Every option of ``python -m trainer``, declared once and rendered as flag, recipe key, form field and help.
 
 Torch-free: the console reads this schema. A field's ``Meta`` carries its help, its range and, in ``extra``, its
-group and the other names that the flag and its values answer to, such as those of the seeds;
+group and alternative names of the flag and its values, such as those of fairseq and HetSeq;
 ``trainer.contract.schema`` reads them.
 """
 
@@ -15,7 +15,7 @@ from msgspec import Meta
 from trainer.contract.errors import RequestError
 
 DEFAULT_BATCH_SIZE = 32
-"""Samples per rank and micro-step where neither ``--batch-size`` nor ``--max-tokens`` is given."""
+"""Samples per rank and micro-step if neither ``--batch-size`` nor ``--max-tokens`` is given."""
 
 
 OPTIMIZER_CLASSES = {
@@ -28,7 +28,7 @@ OPTIMIZER_CLASSES = {
     "_Adam": "adamw",
     "_Adadelta": "adadelta",
 }
-"""Optimizers by the name of their class in torch, PyText and HetSeq."""
+"""Class name of an optimizer in torch, PyText or HetSeq → choice of ``--optimizer``."""
 SCHEDULE_CLASSES = {
     "PolynomialDecayScheduler": "polynomial_decay",
     "PolynomialDecaySchedule": "polynomial_decay",
@@ -41,11 +41,11 @@ SCHEDULE_CLASSES = {
     "StepScheduler": "step",
     "StepLRSchedule": "step",
 }
-"""Schedules by the name of their class in HetSeq and fairseq."""
+"""Class name of a schedule in HetSeq or fairseq → choice of ``--lr-scheduler``."""
 
 
 class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Which ranks to start here and how they meet: the flags of the seeds, with their names and meaning."""
+    """Ranks to start on this node and their rendezvous: flags with the names and meaning of fairseq's and HetSeq's."""
 
     distributed_init_method: (
         Annotated[str, Meta(description="where ranks meet: tcp://HOST:PORT, file:///PATH or env://")] | None
@@ -79,7 +79,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 300.0
     stop_grace: Annotated[
         float,
-        # Or three of their steps, where those take longer.
+        # At least three of their steps, see ``outcome.answer_s``.
         Meta(ge=0, description="seconds that ranks have to answer when asked to stop and save; then they are killed"),
     ] = 10.0
     distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
@@ -110,7 +110,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody else's training script instead of a task."""
+    """Training script that ranks run instead of a task."""
 
     script: Annotated[
         str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
@@ -122,7 +122,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What to train and how: everything that a recipe's ``[train]`` table may hold."""
+    """Options of a training: all keys of a recipe's ``[train]`` table."""
 
     task: Annotated[
         str, Meta(description="lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")
@@ -639,18 +639,18 @@ def require_stop_condition(options: Training) -> None:
 
 
 RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
-"""Options that say what of a checkpoint is not taken."""
+"""Options that leave out a part of the checkpoint on resuming."""
 
 
 def require_consistent(options: Training) -> None:
-    """Require that options which mean nothing alone have the one that they belong to.
+    """Require ``resume`` for the options of ``RESETS``, and ``finetune_from`` for ``finetune_partial``.
 
     Raises:
-        RequestError: one stands alone.
+        RequestError: the required option is missing.
     """
-    lonely = [name for name in RESETS if getattr(options, name) and not options.resume]
+    incomplete = [name for name in RESETS if getattr(options, name) and not options.resume]
     if options.finetune_partial and not options.finetune_from:
-        lonely.append("finetune_partial")
-    if lonely:
-        needed = "--finetune-from FILE" if lonely[0] == "finetune_partial" else "--resume PATH"
-        raise RequestError(f"--{lonely[0].replace('_', '-')} belongs to {needed}, which is not given")
+        incomplete.append("finetune_partial")
+    if incomplete:
+        needed = "--finetune-from FILE" if incomplete[0] == "finetune_partial" else "--resume PATH"
+        raise RequestError(f"--{incomplete[0].replace('_', '-')} belongs to {needed}, which is not given")

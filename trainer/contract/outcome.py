@@ -1,6 +1,6 @@
-"""Define the outcome of ranks and nodes, and find the root cause among failures.
+"""Outcomes of ranks and nodes, and the root cause among failures.
 
-Torch-free: the node agent finds it among its ranks, and the supervisor among nodes, by the same rules.
+Torch-free: the node agent applies the rules to the failures of its ranks, the supervisor to those of the nodes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from trainer.contract.record.events import Count, ExitStatus, Rank
 from trainer.contract.record.regular_file import read_json
 
 NO_UPDATE_LEFT = "no_update_left"
-"""Kind of the finding that a resumed training had made all of its updates before."""
+"""Kind of the finding that a resumed training had already made all of its updates."""
 SEED_ON_RESUME = "seed_on_resume"
-"""Kind of the finding that a resumed training was given another seed, and what that does."""
+"""Kind of the finding that a resumed training was given another seed, and the effect of that."""
 BEST_NOT_TESTED = "best_not_tested"
-"""Kind of the finding that the last weights were tested because the best ones are not there any more."""
+"""Kind of the finding that the last weights were tested because ``best.pt`` is gone."""
 EVALUATED_CHECKPOINT = "evaluated_checkpoint"
 """Kind of the finding that names the checkpoint of an evaluation."""
 STOP_STEPS = 3
-"""Steps that ranks may take to answer a stop request: the one under way, the next, after which all know of it, and
-one more, as none is exactly as long as those before."""
+"""Steps that ranks may take to answer a stop request: the one under way, the next, at whose end all ranks agree to
+stop, and one more because step times vary."""
 SAVE_TIMEOUT_S = 60.0
 """Seconds that ranks have to save once they have agreed to stop."""
 
@@ -48,21 +48,21 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished: bool = False
     failure: Failure | None = None
     stoppable: bool = False
-    """From here on the rank answers a stop request, and saves its work first."""
+    """From this report on the rank answers a stop request, and saves its work first."""
     step_s: float | None = None
-    """Duration of the longer of the last two steps, where that has changed much; else None."""
+    """Duration of the longer of the last two steps, sent when it has changed much; else None."""
     stopping: bool = False
-    """It is about to save, because of a stop request or because training is complete."""
+    """The rank is about to save, because of a stop request or because training is complete."""
     stopped: bool = False
-    """It has saved after a stop request, and exits."""
+    """The rank has saved after a stop request, and exits."""
     step: int | None = None
-    """Optimizer steps done when it stopped."""
+    """Optimizer steps done when the rank stopped."""
     saved: str | None = None
     """The checkpoint of that step."""
     not_kept: str = ""
     """Unsaved work, in one line."""
     time_ns: int = 0
-    """When it happened, nanoseconds of the Unix clock."""
+    """Time of the success or failure, nanoseconds of the Unix clock."""
     not_recorded: str = ""
     """Reason why the end of the rank's record is not on disk; empty when it is."""
 
@@ -90,15 +90,15 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     left: list[Count] = []
     """Processes that the kernel could not end."""
     stopped_at: Count | None = None
-    """Optimizer steps done when its ranks stopped in order."""
+    """Optimizer steps done when its ranks stopped on request."""
     saved: str | None = None
-    """The checkpoint of that step, where it was written by a rank of this node."""
+    """The checkpoint of that step, if a rank of this node wrote it."""
     not_kept: str = ""
     """Unsaved work of a rank of this node, in one line."""
     unanswered: list[Rank] = []
     """Ranks that were asked to stop and did not answer in time."""
     stop_reason: str = ""
-    """What asked this node to stop; empty where nothing did, as where the ranks of other nodes were asked."""
+    """Source of this node's stop request, such as a signal; empty without one, as when only other nodes had one."""
     not_recorded: str = ""
     """Reason why the end of a rank's record is not on disk; empty when all are."""
 
@@ -106,18 +106,18 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     def reserve(path: Path, *, ranks: int) -> None:
         """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file."""
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # where there is no room any more, there is none to reserve
+        with contextlib.suppress(OSError):  # a full disk has no space to reserve
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b" " * (RESERVED_NODE_BYTES + RESERVED_RANK_BYTES * ranks))
 
     def write(self, path: Path) -> None:
-        """Write the file atomically; on a full disk in place, without the traceback.
+        """Write the file atomically; on a full disk overwrite the reserved one in place, without the traceback.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the file could not be written.
         """
         try:
-            path.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was deleted is not made again
+            path.parent.mkdir(exist_ok=True)  # without its parents: a deleted run directory stays deleted
             write_atomically(path, msgspec.json.encode(self))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -125,18 +125,18 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
             failure = self.failure and msgspec.structs.replace(self.failure, traceback=None)
             data = msgspec.json.encode(msgspec.structs.replace(self, failure=failure))
             with path.open("r+b", buffering=0) as file:
-                room = file.seek(0, 2)
-                if len(data) > room:
+                reserved = file.seek(0, 2)
+                if len(data) > reserved:
                     raise
                 file.seek(0)
-                file.write(data.ljust(room))  # blanks at the end of JSON mean nothing
+                file.write(data.ljust(reserved))  # JSON allows blanks at its end
 
 
 _decode_node = msgspec.json.Decoder(NodeOutcome)
 
 
 def node_outcome(run_dir: RunDir, node: int) -> NodeOutcome | None:
-    """Return the outcome of a node; None while there is no readable one."""
+    """Return the outcome of a node; None if its file is absent, blank or damaged."""
     try:
         return read_json(run_dir.node_result(node), _decode_node)
     except RecordError:
@@ -144,14 +144,14 @@ def node_outcome(run_dir: RunDir, node: int) -> NodeOutcome | None:
 
 
 # Messages of gloo, NCCL and the stores after the loss of a peer. They name the neighbour in the ring, which is often
-# not the culprit, so such a failure is never the root cause while there is another one.
+# not the rank that failed, so such a failure is never the root cause if there is another one.
 _LOST_PEER = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe|socket closed|"
     r"connectfullmesh|failed to recv|sendbytes failed|recvvalue failed|remote process exited|"
     r"ncclremoteerror|ncclsystemerror|nccl communicator was aborted|another rank|peer.{0,40}(gone|lost|failed)|"
     r"timed out waiting \d+ms for (recv|send)|wait timeout|watchdog caught collective operation timeout|"
     r"received errors while waiting for send/recv|timeout caused pair closure|"
-    # Aborts: gloo's of ranks that reduce unlike values, NCCL's of ranks whose collectives do not end.
+    # Aborts: gloo's when ranks reduce tensors of unequal size, NCCL's when a collective does not end.
     r"gloo/transport/tcp/(pair|buffer|unbound_buffer)\.cc:\d+\] op\.|"
     r"watchdog got stuck|heartbeat monitor timed out|flight recorder dump signal|"
     r"dump debug info, due to collective timeout",
@@ -160,14 +160,15 @@ _LOST_PEER = re.compile(
 
 
 def is_lost_peer(message: str) -> bool:
-    """Return whether an error message is only about the loss of another rank."""
+    """Whether an error message is only about the loss of another rank."""
     return _LOST_PEER.search(message) is not None
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
-    """Return the earliest failure that does not follow from another; a consequence only where there is no other.
+    """Return the earliest failure that does not follow from another one, else the earliest consequence.
 
-    Each comes with its time in nanoseconds of the Unix clock.
+    Args:
+        failures: each with its time, nanoseconds of the Unix clock.
     """
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
@@ -175,24 +176,24 @@ def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
 
 
 def answer_s(stop_grace_s: float, step_s: float) -> float:
-    """Return how long ranks may take to answer a stop request: at least the grace, and as many steps as they need."""
+    """Return the seconds in which ranks must answer a stop request: the grace, but at least ``STOP_STEPS`` steps."""
     return max(stop_grace_s, STOP_STEPS * step_s)
 
 
 def describe_stop(update: int | None, saved: str | None, not_kept: str = "") -> str:
-    """Return where a training stopped, what was saved and what was not."""
+    """Return a message with the update at which a training stopped, its checkpoint and its unsaved work."""
     where = "" if update is None else f" at update {update}"
     return f"stopped{where}" + (f", saved {saved}" if saved else "") + (f", but {not_kept}" if not_kept else "")
 
 
 def exit_code_of(failure: Failure) -> ExitCode:
-    """Return the exit code of a failure; 2 for a request that only a rank could refuse, 3 where a host refused it."""
+    """Return the exit code of a failure: 2 for a request that a rank refused, 3 for one that a host refused, else 1."""
     codes = {"request": ExitCode.BAD_REQUEST, "refused": ExitCode.REFUSED}
     return codes.get(failure.kind, ExitCode.FAILED)
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; real-time signals have no name of their own."""
+    """Return the name of a signal, ``SIGKILL`` for 9; ``signal N`` for a real-time signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""Write a file or a folder that a person has named: whole, or not at all, and over another one only when asked."""
+"""Output files and folders that a person has named: written whole or not at all, replacing others only with --force."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainer.contract.errors import RequestError
 
 
 class OutputError(RuntimeError):
-    """The output could not be written, and nothing is left of it; the message is one line."""
+    """The output could not be written and was removed; the message is one line."""
 
 
 def require_place(output: Path, *, force: bool) -> None:
-    """Refuse a place at which no file may be written.
+    """Check that a file may be written at a path.
 
     Raises:
-        RequestError: one line about why.
+        RequestError: the path is taken, or its folder is missing.
     """
     if output.is_dir():
         raise RequestError(f"{output} is a folder: name a file in it")
@@ -33,15 +33,15 @@ def require_place(output: Path, *, force: bool) -> None:
 
 
 def require_folder_place(output: Path, *, force: bool, prefix: str) -> None:
-    """Refuse a place at which no folder may be written; only one that holds files of one kind alone is replaced.
+    """Check that a folder may be written at a path: empty, or with ``force`` one that holds only our own files.
 
     Args:
         output: the folder.
-        force: whether one that is there may be replaced.
-        prefix: that all files of a folder have which may be replaced.
+        force: whether an existing folder may be replaced.
+        prefix: prefix of the names of all files in a folder that may be replaced.
 
     Raises:
-        RequestError: one line about why.
+        RequestError: the path is taken, or its parent folder is missing.
     """
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise RequestError(f"{output} is no folder, and is not replaced by one")
@@ -60,14 +60,14 @@ def _require_parent(output: Path) -> None:
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file under a temporary name, sync it and give it its name; on any failure nothing is left of it.
+    """Yield a temporary file, then sync it and rename it to ``path``; on any failure delete it.
 
     Raises:
-        OutputError: it could not be written; a file of that name is as it was.
+        OutputError: the file could not be written; an existing file of that name is unchanged.
     """
     temporary = _temporary(path)
     try:
-        with _explaining(path, temporary):
+        with _errors_naming(path, temporary):
             with temporary.open("xb") as file:
                 yield file
                 file.flush()
@@ -80,14 +80,14 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder under a temporary name and give it its name; on any failure nothing is left of it.
+    """Yield a temporary folder, then rename it to ``path``; on any failure delete it.
 
     Raises:
-        OutputError: it could not be written; a folder of that name is as it was.
+        OutputError: the folder could not be written; an existing folder of that name is unchanged.
     """
     temporary, before = _temporary(path), path.with_name(f".{path.name}.{os.getpid()}.old")
     try:
-        with _explaining(path, temporary):
+        with _errors_naming(path, temporary):
             temporary.mkdir()
             yield temporary
             if path.exists():
@@ -107,8 +107,8 @@ def _temporary(path: Path) -> Path:
 
 
 @contextmanager
-def _explaining(path: Path, temporary: Path) -> Iterator[None]:
-    """Turn what fails in writing, which names the temporary file or none, into an error that names the output."""
+def _errors_naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Turn an ``OSError`` that names the temporary file, or no file, into an ``OutputError`` that names the output."""
     try:
         yield
     except OSError as error:

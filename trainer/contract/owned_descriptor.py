@@ -1,4 +1,4 @@
-"""File descriptors in a process where somebody else's code runs, which may close any of them."""
+"""File descriptors in a process that also runs a user's script, which may close any of them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import os
 
 
 class OwnedDescriptor:
-    """A descriptor with what it was opened for.
+    """File descriptor that detects whether a script has closed it and reused its number.
 
-    A script may close all descriptors and open its own under the same numbers; what is written there afterwards would
-    be in the script's files.
+    Writing to a reused number would write into one of the script's files.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._opened_for = _identity(fd)
+        self._file = _identity(fd)
 
     @property
-    def is_ours(self) -> bool:
-        """Whether the number still stands for what it was opened for."""
+    def is_unchanged(self) -> bool:
+        """Whether the descriptor still refers to the file that it was opened for."""
         try:
-            return _identity(self.fd) == self._opened_for
+            return _identity(self.fd) == self._file
         except OSError:
             return False
 
     def close(self) -> None:
-        """Close it, unless the number stands for something else by now."""
-        if self.is_ours:
+        """Close the descriptor, unless its number was closed or reused."""
+        if self.is_unchanged:
             os.close(self.fd)
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

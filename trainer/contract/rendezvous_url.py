@@ -1,4 +1,4 @@
-"""Reads and writes init methods, the URLs of a rendezvous: ``tcp://HOST:PORT``, ``file:///PATH``, ``env://``."""
+"""Init methods, the URLs of a rendezvous: ``tcp://HOST:PORT``, ``file:///PATH``, ``env://``."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class RendezvousUrl:
 
     scheme: Scheme
     host: str = ""
-    """Of ``tcp``, in lower case and without brackets."""
+    """Host of ``tcp://``, in lower case and without brackets."""
     port: int = 0
-    """Of ``tcp``; 0 stands for one that is still to be found free."""
+    """Port of ``tcp://``; 0 stands for a free port that is still to be chosen."""
     path: Path = Path()
-    """Of ``file``, absolute."""
+    """Path of ``file://``, absolute."""
 
     @property
     def has_port(self) -> bool:
-        """Whether it names a port at which rank 0 can listen."""
+        """Whether the port is one at which rank 0 can listen."""
         return 1 <= self.port <= LAST_PORT
 
 
 def scheme_of(url: str) -> Scheme | None:
-    """Return the scheme of an init method, right or wrong behind it; None when it is none of the three."""
+    """Return the scheme of an init method, even if the rest is malformed; None if it is none of the three."""
     return next((scheme for scheme in SCHEMES if url.startswith(f"{scheme}://")), None)
 
 
 def parse_rendezvous_url(url: str) -> RendezvousUrl | None:
-    """Return a parsed init method; None when it is malformed. The port may be out of range."""
+    """Return a parsed init method; None if it is malformed. The port may be out of range."""
     scheme = scheme_of(url)
     if scheme == "env":
         return RendezvousUrl(scheme="env")
@@ -57,7 +57,7 @@ def parse_rendezvous_url(url: str) -> RendezvousUrl | None:
 
 
 def tcp_url(host: str, port: int | str) -> str:
-    """Return the init method of a host and a port; an IPv6 address gets its brackets where it has none."""
+    """Return the init method of a host and a port, with an IPv6 address in brackets."""
     host = host.strip("[]")
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 

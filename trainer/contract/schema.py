@@ -1,4 +1,4 @@
-"""Read option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
+"""Option schemas: one declaration becomes a flag, a recipe key, a form field and a line of help.
 
 A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose fields are annotated with ``Meta``:
 ``description`` is the help, ``ge``/``gt``/``le``/``lt`` the range, ``extra`` may hold ``group``, ``aliases``,
@@ -23,16 +23,16 @@ MAX_INT_BITS = 63
 """Bits of the largest integer that torch and the record can hold."""
 
 NONE = "none"
-"""Text for None, for an optional option whose default is a value."""
+"""Text that means None, for an optional option whose default is not None."""
 
 
 def option_meta(group: str, description: str, *, per_rank: bool = False, or_kind: str = "", **bounds: Any) -> Meta:
-    """Return the annotation of an option: heading and help, and bounds as ``Meta`` takes them."""
+    """Return the ``Meta`` of an option; ``bounds`` are further arguments of ``Meta``, such as ``ge``."""
     return Meta(description=description, extra={"group": group, "per_rank": per_rank, "or_kind": or_kind}, **bounds)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One option, with all that a flag, a form field or a help text needs."""
+    """One option, with everything that a flag, a form field or a help text needs."""
 
     name: str
     """Recipe key, with underscores."""
@@ -49,21 +49,21 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     exclusive_minimum: bool = False
     exclusive_maximum: bool = False
     min_items: int = 0
-    """Of a list."""
+    """Minimum length of a list."""
     max_items: int | None = None
-    """Of a list."""
+    """Maximum length of a list."""
     help: str = ""
     group: str = ""
     aliases: tuple[str, ...] = ()
     """Further flags, complete with their dashes."""
     spellings: dict[str, str] = {}
-    """Other names of choices, such as those that other programs give them, and the choice that each stands for."""
+    """Other names of choices, such as class names of fairseq, and the choice that each stands for."""
     switches: dict[str, str] = {}
     """Flags without a value, complete with their dashes, and the value that each stands for."""
     per_rank: bool = False
-    """Whether ranks of one training may have different values: a path, or how fast a rank works."""
+    """Whether ranks of one training may have different values: paths, and options of speed such as threads."""
     or_kind: Literal["", "int", "bool"] = ""
-    """Of a text: what else is taken, for its text, as a column has a name or a number."""
+    """Type that a text option accepts besides text and converts to it: a column has a name or a number."""
 
     @property
     def flag(self) -> str:
@@ -98,10 +98,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe(schema: type[Any]) -> list[Option]:
     """Return the options of a schema in the order of their declaration."""
-    return list(_options(schema))  # type: ignore[arg-type]  # mypy looks at the hash of instances
+    return list(_options(schema))  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class
 
 
-# Reading annotations takes milliseconds, and a recipe of many nodes asks for the same schemas again and again. Bounded,
+# Reading annotations takes milliseconds, and a recipe of many nodes needs the same schemas again and again. Bounded,
 # because the schemas of users' tasks are made at run time.
 @lru_cache(maxsize=64)
 def _options(schema: Hashable) -> tuple[Option, ...]:
@@ -117,7 +117,7 @@ def _hints(schema: Hashable) -> dict[str, Any]:
 
 
 def _meta(hint: Any) -> Meta:
-    """Find the ``Meta`` of a hint; ``Annotated[int, Meta(...)] | None`` keeps it inside the union."""
+    """Return the ``Meta`` of a hint, also inside a union such as ``Annotated[int, Meta(...)] | None``."""
     if get_origin(hint) is Annotated:
         return next((note for note in get_args(hint)[1:] if isinstance(note, Meta)), Meta())
     for member in get_args(hint):
@@ -197,8 +197,8 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
 
     Args:
         schema: the Struct or dataclass to build.
-        values: name to value, as a recipe holds them; a scalar stands for a list of one.
-        where: turns an option's name into that of its source (``--batch-size``, ``recipe.toml: train.batch_size``).
+        values: name to value, as a recipe holds them; a scalar is taken as a list of one.
+        where: returns the source of an option for messages (``--batch-size``, ``recipe.toml: train.batch_size``).
 
     Raises:
         RequestError: an unknown name, a wrong type, or a value out of range.
@@ -213,7 +213,7 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
     for option in options.values():
         if option.required and option.name not in complete:
             raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
-    types = _hints(schema)  # type: ignore[arg-type]  # mypy looks at the hash of instances
+    types = _hints(schema)  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class
     for name, value in complete.items():
         try:
             complete[name] = msgspec.convert(value, types[name])
@@ -245,7 +245,7 @@ def _coerce(option: Option, value: Any, where: str) -> Any:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """Return a list's items from a list, from one item, or from text: ``1,2``, ``[1, 2]`` or JSON."""
+    """Return the items of a list option given as a list, as one item, or as text: ``1,2``, ``[1, 2]`` or JSON."""
     if isinstance(value, list | tuple):
         return value
     if not isinstance(value, str):
@@ -257,7 +257,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _coerce_scalar(kind: str, value: Any) -> Any:
-    """Convert a value to the option's kind; raise ``ValueError`` where that is impossible."""
+    """Convert a value to the option's kind; raise ``ValueError`` if that is impossible."""
     if kind == "str":
         if not isinstance(value, str):
             raise ValueError(value)
@@ -298,7 +298,7 @@ def to_flags(options: Any) -> list[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return an option's value as a flag has it."""
+    """Return an option's value as the text of a flag."""
     if value is None:
         return NONE
     if isinstance(value, list | tuple):
@@ -312,7 +312,7 @@ def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[st
     """Read ``--flag value``, ``--flag=value``, ``--switch`` and ``--no-switch``.
 
     Returns:
-        The values as text (booleans for switches) by option name, and the words that no option claims.
+        The values as text (booleans for switches) by option name, and the words that belong to no option.
 
     Raises:
         RequestError: a flag without its value, or a ``--no-switch`` with one.

@@ -1,6 +1,6 @@
-"""Flags of fairseq and HetSeq that are no options here: those without an effect, and what to use instead of the others.
+"""Flags of fairseq and HetSeq that are no options here: accepted ones without an effect, and refused ones.
 
-Torch-free. A flag of theirs that means what an option here means is an alias of that option, in ``options``.
+Torch-free. A flag with the meaning of one of our options is an alias of that option, in ``options``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from trainer.contract.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class NoEffect:
-    """A flag that is accepted because what it asks for is so anyway."""
+    """Flag that is accepted without an effect, because the trainer always behaves that way."""
 
     why: str
     values: tuple[str, ...] = ()
-    """The values that may follow it; none for a switch."""
+    """Accepted values; empty for a switch."""
 
 
 NO_EFFECT: dict[str, NoEffect] = {
@@ -28,7 +28,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "--train-subset": NoEffect(why="training is on the split train", values=("train",)),
     "--valid-subset": NoEffect(why="validation is on the split valid", values=("valid",)),
 }
-"""By flag."""
+"""Flags without an effect."""
 
 _FRESH_WEIGHTS = "--finetune-from FILE begins with its weights and everything else fresh"
 _NO_SHARDS = "parameters and optimizer state are whole on every rank"
@@ -92,19 +92,19 @@ REFUSED: dict[str, str] = {
     "--log-file": "with --run-dir DIR every rank has a log in DIR/logs",
     "--quantization-config-path": "weights are trained in fp32",
 }
-"""What to use instead, by flag."""
+"""Refused flags, each with its replacement."""
 
 
 def settle(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take the flags of the seeds that have no effect out of words that no option claims.
+    """Remove the flags of ``NO_EFFECT`` from words that belong to no option.
 
     Returns:
-        The other words, and a line for each flag that was taken out.
+        The remaining words, and a line about each removed flag.
 
     Raises:
-        RequestError: a flag of the seeds asks for what is not done here; the line tells what to use instead.
+        RequestError: a flag of ``REFUSED``, or a value with an effect; the line names the replacement.
     """
-    left: list[str] = []
+    rest: list[str] = []
     notes: list[str] = []
     queue = list(words)
     while queue:
@@ -120,5 +120,5 @@ def settle(words: Sequence[str]) -> tuple[list[str], list[str]]:
         elif (instead := REFUSED.get(flag)) is not None:
             raise RequestError(f"{flag} is a flag of fairseq or HetSeq and none of this trainer: {instead}")
         else:
-            left.append(word)
-    return left, notes
+            rest.append(word)
+    return rest, notes

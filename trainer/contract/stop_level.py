@@ -1,4 +1,4 @@
-"""How urgently a run is to stop, in the same levels from the terminal to the training loop."""
+"""Levels of a stop request, the same from the terminal to the training loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ class StopLevel(IntEnum):
     """Level of a stop request; a higher one replaces a lower one."""
 
     NONE = 0
-    """Nobody has asked for a stop."""
+    """No stop request."""
     SAVE = 1
-    """Save, then leave."""
+    """Save, then exit."""
     NOW = 2
-    """Leave without saving."""
+    """Exit without saving."""
     KILL = 3
-    """Kill what has not left yet."""
+    """Kill the processes that have not exited yet."""

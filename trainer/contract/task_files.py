@@ -1,4 +1,4 @@
-"""Find the files that a task reads; refuse missing and unreadable ones."""
+"""Files that a task reads: found by name, pattern or folder, refused if missing or unreadable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.errors import RequestError, nearest
 from trainer.contract.home_folder import expand_home
 
 STDLIB = "stdlib"
-"""Value of ``data`` for the source of Python's standard library; a folder of that name is ``./stdlib``."""
+"""Value of ``data`` for the source of Python's standard library; a folder of that name is written ``./stdlib``."""
 
 
 @contextmanager
@@ -30,10 +30,10 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
 
 
 def require_file(name: str) -> Path:
-    """Return the path of a file that exists, can be read and is not empty.
+    """Return the path of a file, with ``~`` expanded.
 
     Raises:
-        RequestError: otherwise.
+        RequestError: the file is missing, unreadable, empty or a folder.
     """
     path = expand_home(name)
     if not path.exists():
@@ -54,7 +54,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
-    """Return the files that ``data`` names, in an order equal on every machine.
+    """Return the files of ``data``, in an order equal on every machine.
 
     Args:
         data: a file, a glob, a folder, or ``stdlib``.
@@ -99,7 +99,7 @@ def idx_file(folder: Path, name: str) -> Path:
     """Return the path of an IDX file of MNIST, compressed or not.
 
     Raises:
-        RequestError: it is in none of the folders that downloads use.
+        RequestError: the file is in none of the folders that downloads use.
     """
     folder = expand_home(folder)
     if not folder.exists():

@@ -1,7 +1,7 @@
 """Options of the built-in tasks; torch-free, so that the console can render and check them.
 
-Paths are relative to the folder in which the command is typed, as for every other command; ``~`` is the home folder.
-No name here may be a name of ``trainer.contract.options``: a task's options and the trainer's share one command line.
+Relative paths start at the working directory; ``~`` is the home folder. No name here may be a name of
+``trainer.contract.options``: a task's options and the trainer's share one command line.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ValidFraction = Annotated[
 Dropout = Annotated[float, option_meta("Model", "dropout probability", ge=0, lt=1)]
 
 COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
-"""Help of a column."""
+"""End of the help of ``text_column`` and ``label_column``."""
 TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options of a language model's text, for ``lm`` and ``masked_lm``."""
+    """Options of the text for ``lm`` and ``masked_lm``."""
 
     data: Text
     valid_data: ValidText | None = None
@@ -51,7 +51,7 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Check that the text exists, without reading it.
 
         Raises:
-            RequestError: a missing, unreadable or empty file, or a folder without any that match.
+            RequestError: a missing, unreadable or empty file, or a folder without a file that matches.
         """
         for source in (self.data, self.valid_data):
             if source is not None:
@@ -59,7 +59,7 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
-    """A byte-level Transformer decoder."""
+    """Options of ``lm``, a byte-level Transformer decoder."""
 
     context: Annotated[int, option_meta("Model", "bytes that a prediction may look back on", ge=1)] = 128
     dim: Annotated[int, option_meta("Model", "width of the model", ge=1)] = 128
@@ -80,7 +80,7 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
 
 
 class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """PyText's DocNN: convolutions over word embeddings classify a sentence."""
+    """Options of ``docnn``, PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
     train_path: Annotated[
         str, option_meta("Data", "TSV file to train on; it gives the words and the labels", per_rank=True)
@@ -124,7 +124,7 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """HetSeq's digit recognition."""
+    """Options of ``mnist``, HetSeq's digit recognition."""
 
     data: Annotated[
         str, option_meta("Data", "folder of MNIST's four IDX files, compressed (.gz) or not", per_rank=True)
@@ -145,7 +145,7 @@ class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
-    """BERT pretraining: predict masked words from both sides."""
+    """Options of ``masked_lm``, BERT pretraining: predict masked tokens from both sides."""
 
     vocab: (
         Annotated[

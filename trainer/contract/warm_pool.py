@@ -1,15 +1,15 @@
-"""Define the request that a supervisor of the warm pool sends to its node agent."""
+"""Request that a supervisor of the warm pool sends to its node agent."""
 
 from __future__ import annotations
 
 import msgspec
 
 READY = b"ready\n"
-"""Line on standard output once torch is loaded."""
+"""Line that the node agent writes to standard output once torch is loaded."""
 
 
 class WarmRequest(msgspec.Struct, kw_only=True):
-    """Run for a node agent that has torch loaded: one line of JSON on its standard input."""
+    """Run that a node agent with torch loaded is to start: one line of JSON on its standard input."""
 
     words: list[str]
     """The command line of ``python -m trainer``."""

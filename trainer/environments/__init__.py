@@ -1,1 +1,1 @@
-"""Decide, purely, from flags, environment and device count which ranks start on this node, and their init method."""
+"""Pure decision from flags, environment and device count: the ranks to start on this node, and their init method."""

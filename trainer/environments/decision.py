@@ -1,4 +1,4 @@
-"""Define the dispatch decision and the checks that all environments share."""
+"""The dispatch decision, and the checks that all environments share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Mode = Literal["explicit", "environment", "slurm", "single_node", "single_proces
 
 @dataclass(frozen=True, kw_only=True)
 class CountExchange:
-    """CountExchange of the nodes' rank counts before the ranks can be numbered.
+    """Exchange of the nodes' rank counts, needed before the ranks can be numbered.
 
-    Slurm starts one task per node and says nothing about the GPUs of the other nodes, which may have more or fewer.
+    A Slurm step with one task per node has no variable with the GPUs of the other nodes, which may have more or fewer.
     """
 
     node: int
@@ -28,43 +28,43 @@ class CountExchange:
     port: int
     """Port of the exchange, next to that of the init method."""
     expected_world: int | None
-    """``--distributed-world-size``, where it was given."""
+    """``--distributed-world-size``; None if it was not given."""
     key: str = dataclasses.field(repr=False)
-    """Key shared by all tasks of the step, with which they sign their lines."""
+    """Key shared by all tasks of the step, for the HMAC of their lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Ranks that this process starts or is, with their devices and init method."""
+    """Ranks that this process starts, or the rank that it is, with their devices and init method."""
 
     mode: Mode
     world_size: int
     first_rank: int
     """Lowest rank of this node."""
     ranks: tuple[int, ...]
-    """Ranks that this process starts; one when it is a rank itself."""
+    """Ranks that this process starts; its own rank if ``spawn`` is False."""
     local_ranks: tuple[int, ...]
     """Index within the node of each of ``ranks``."""
     local_world_size: int
-    """Ranks on this node, those of other launcher processes included where that is known."""
+    """Ranks on this node, including those that a launcher started as other processes, if their number is known."""
     device_ids: tuple[int | None, ...]
     """GPU of each of ``ranks``, as an index under CUDA_VISIBLE_DEVICES; None is the CPU."""
     init_method: str | None
-    """None in a world of one rank. ``tcp://127.0.0.1:0`` stands for a free port, which the agent looks for."""
+    """None in a world of one rank. In ``tcp://127.0.0.1:0`` the agent replaces port 0 by a free one."""
     spawn: bool
-    """Start worker processes; otherwise this process is the rank."""
+    """Whether to start worker processes; otherwise this process is the rank."""
     backend: Literal["nccl", "gloo"]
     why: str
     """Reason of the decision, one line, printed at the start."""
     exchange: CountExchange | None = None
-    """Set where ranks and world size assume nodes like this one; the nodes then exchange their counts first."""
+    """Exchange to make first, if ranks and world size were computed as if all nodes had the GPUs of this one."""
 
 
 def apply_counts(decision: Decision, counts: Sequence[int]) -> Decision:
     """Return the decision with rank offset and world size computed from the count of every node.
 
     Raises:
-        RequestError: the counts do not add up to the world size that was asked for.
+        RequestError: the counts do not add up to ``--distributed-world-size``.
     """
     exchange = decision.exchange
     assert exchange is not None
@@ -91,12 +91,15 @@ def _count_sum(counts: Sequence[int]) -> str:
 
 
 def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> Literal["nccl", "gloo"]:
-    """Return the backend of the flags, for ``auto`` nccl on GPUs and gloo on CPUs; refuse nccl where it cannot work.
+    """Return the backend of the flags; for ``auto`` nccl on GPUs, gloo on CPUs and on shared GPUs.
 
     Args:
         options: the flags.
         device_count: GPUs that the ranks use; 0 on the CPU.
         shared: whether two ranks share a GPU, which NCCL refuses.
+
+    Raises:
+        RequestError: nccl without a GPU, or on a shared one.
     """
     if options.distributed_backend == "nccl" and device_count == 0:
         raise RequestError("--distributed-backend nccl needs GPUs, but the ranks here run on the CPU: use gloo or auto")
@@ -110,7 +113,10 @@ def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> 
 def require_devices(options: Distributed, device_count: int, world_size: int) -> None:
     """Refuse several ranks without a GPU, unless ``--cpu`` is given.
 
-    A silent fallback would turn a broken driver into a job that is a hundred times slower.
+    With a silent fallback, a broken driver would mean a job that is a hundred times slower.
+
+    Raises:
+        RequestError: several ranks and no visible GPU.
     """
     if not options.cpu and device_count == 0 and world_size > 1:
         raise RequestError(
@@ -120,10 +126,10 @@ def require_devices(options: Distributed, device_count: int, world_size: int) ->
 
 
 def assign_devices(options: Distributed, device_count: int, count: int) -> tuple[tuple[int | None, ...], bool]:
-    """Return the devices of ``count`` ranks of this node, and whether ranks share one.
+    """Return the devices of ``count`` ranks of this node, and whether two ranks share one.
 
     Raises:
-        RequestError: there are fewer GPUs than ranks, and sharing is not allowed.
+        RequestError: fewer GPUs than ranks without ``--share-devices``.
     """
     if options.cpu or device_count == 0:
         return (None,) * count, False
@@ -136,7 +142,7 @@ def assign_devices(options: Distributed, device_count: int, count: int) -> tuple
 
 
 def check_device(device_id: int, device_count: int, name: str) -> int:
-    """Return the device index; refuse one that does not exist."""
+    """Return a device index after checking that it exists; ``name`` is its flag or variable in the message."""
     if device_id >= device_count:
         allowed = "no GPU is visible here" if device_count == 0 else f"the GPUs here are 0 to {device_count - 1}"
         raise RequestError(f"{name} is {device_id}, but {allowed}")

@@ -1,7 +1,7 @@
-"""Decide which ranks ``python -m trainer`` starts, from flags, environment and device count; pure.
+"""Dispatch: the ranks that ``python -m trainer`` starts, from flags, environment and device count; pure.
 
-The order is the contract: explicit init method, a launcher's environment, Slurm, several devices of this node, one
-device. A request that cannot be met raises; nothing is guessed that may differ between nodes.
+The order is a contract: explicit init method, a launcher's environment, Slurm, several devices of this node, one
+device. A request that cannot be met raises; values that may differ between nodes are never guessed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["CountExchange", "Decision", "Mode", "apply_counts", "decide"]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment of a rank that a launcher such as torchrun starts."""
 SINGLE_NODE_INIT = "tcp://127.0.0.1:0"
-"""Port 0 stands for a free port, which the agent looks for: looking for one is not pure."""
+"""Init method with port 0, which the agent replaces by a free one: finding one is not pure."""
 
 
 def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
@@ -61,7 +61,7 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
 
 
 def _scheme(url: str) -> Scheme:
-    """Check an init method and return its scheme."""
+    """Return the scheme of an init method; raise ``RequestError`` if it is malformed."""
     scheme, parsed = scheme_of(url), parse_rendezvous_url(url)
     where = f"--distributed-init-method is {quoted(url)}"
     if scheme is None:
@@ -141,7 +141,7 @@ def _check_ranks(first: int, nprocs: int, world: int) -> None:
 
 
 def _env_url_decision(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    """Decide for ``env://``: with the launcher's ranks if it sets them, else with the flags' ranks at its address."""
+    """Decide for ``env://``: a launcher's rank if it is set, else the flags' ranks at MASTER_ADDR and MASTER_PORT."""
     if _from_launcher(environ):
         return _launcher_decision(options, environ, device_count)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
@@ -187,9 +187,9 @@ def _launcher_decision(options: Distributed, environ: Mapping[str, str], device_
     if environ.get("LOCAL_WORLD_SIZE"):
         local_world = parse_integer("LOCAL_WORLD_SIZE", environ["LOCAL_WORLD_SIZE"], low=1)
         _require_equal("--distributed-gpus", options.distributed_gpus, "LOCAL_WORLD_SIZE", local_world)
-    # Without LOCAL_RANK the device follows from the rank only where all nodes have equally many; --device-id is safe.
-    spread = rank % device_count if device_count else 0
-    local_rank = _local_rank(environ, spread if options.device_id is None else options.device_id)
+    # Without LOCAL_RANK, rank modulo GPUs is right only if all nodes have equally many; --device-id is always right.
+    guess = rank % device_count if device_count else 0
+    local_rank = _local_rank(environ, guess if options.device_id is None else options.device_id)
     if (
         options.device_id is not None
         and device_count
@@ -212,7 +212,7 @@ def _launcher_decision(options: Distributed, environ: Mapping[str, str], device_
         local_world=local_world,
         init_method="env://",
         why=f"rank {rank} of {world}, started by a launcher",
-        # torchrun never narrows CUDA_VISIBLE_DEVICES, so one visible GPU is then the only one of the node.
+        # torchrun does not give each rank its own CUDA_VISIBLE_DEVICES: one visible GPU is all that its ranks have.
         own_device=_one_visible(environ) and not environ.get("TORCHELASTIC_RUN_ID"),
     )
 
@@ -222,9 +222,9 @@ def _require_equal(flag: str, requested: int | None, variable: str, found: int) 
         raise RequestError(f"{flag} is {requested}, but the launcher's {variable} is {found}: leave the flag out")
 
 
-def _local_rank(environ: Mapping[str, str], otherwise: int) -> int:
+def _local_rank(environ: Mapping[str, str], default: int) -> int:
     text = environ.get("LOCAL_RANK")
-    return parse_integer("LOCAL_RANK", text) if text else otherwise
+    return parse_integer("LOCAL_RANK", text) if text else default
 
 
 def _one_visible(environ: Mapping[str, str]) -> bool:
@@ -326,7 +326,7 @@ def _own_rank_decision(
 ) -> Decision:
     """Return the decision that this process is the rank.
 
-    With ``own_device`` the one visible GPU belongs to this process alone, whatever its local rank.
+    With ``own_device`` a single visible GPU belongs to this process alone, whatever its local rank is.
     """
     device = local_rank
     shared = False

@@ -1,4 +1,4 @@
-"""Expand Slurm's host lists and task counts without ``scontrol``, which containers do not have."""
+"""Slurm's host lists and task counts, expanded without ``scontrol``, which containers lack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from trainer.contract.errors import RequestError
 
 MAX_HOSTS = 100_000
-"""Maximum hosts of a list, more than any cluster has: a longer range is a typing error."""
+"""Maximum hosts of a list, more than any cluster has: a longer range is a typo."""
 
 
 def expand(hostlist: str) -> list[str]:

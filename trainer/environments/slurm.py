@@ -1,4 +1,4 @@
-"""Decide from a Slurm step's environment, without ``scontrol``: uneven nodes, heterogeneous jobs, one task per node."""
+"""Dispatch in a Slurm step, from its environment without ``scontrol``: also uneven nodes and heterogeneous jobs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.environments.decision import (
 from trainer.environments.hostlist import expand, task_counts
 
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""Lowest reserved step id (slurm.h): batch scripts, interactive shells and the like, not tasks of a parallel step."""
+"""Lowest reserved step id (slurm.h), of batch scripts and interactive shells, which are no parallel steps."""
 
 FIRST_DERIVED_PORT, DERIVED_PORT_PAIRS = 12_000, 9_000
 """Derived ports are pairs from 12000 to 29999, below Linux's ephemeral ports (32768 on)."""
@@ -33,27 +33,27 @@ STEP_KEY_VARIABLES = (
     "SLURM_STEP_NODELIST",
     "SLURM_STEP_LAUNCHER_PORT",
 )
-"""Variables that are equal in all tasks of a step. Other users can query all but the last, srun's own port, from Slurm
-unless PrivateData hides jobs."""
+"""Variables that are equal in all tasks of a step. Unless PrivateData hides jobs, other users can query all of them
+from Slurm except the last one, srun's own port."""
 
 TOTAL_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 """Variables with the number of tasks, the step's first."""
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a task of a step; batch scripts and salloc shells have job variables only."""
+    """Whether this process is a task of a parallel step, and not a batch script or a salloc shell."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
 
 def is_requeued(environ: Mapping[str, str]) -> bool:
-    """Return whether Slurm has started this job before, which then lost its node or was pre-empted."""
+    """Whether Slurm has requeued this job, after the loss of a node or a pre-emption."""
     count = environ.get("SLURM_RESTART_COUNT", "")
     return count.isdecimal() and int(count) > 0
 
 
 def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    """Decide for one task of a step: a task per rank is the rank, a task per node starts the node's ranks.
+    """Decide for one task of a step: with one task per node it starts the node's ranks, otherwise it is a rank.
 
     Raises:
         RequestError: the variables are incomplete, or contradict each other, the flags or the machine.
@@ -61,7 +61,7 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
     if options.distributed_rank > 0:
         raise RequestError("--distributed-rank is Slurm's to say: leave it out, or give --distributed-init-method")
     if environ.get("SLURM_HET_SIZE"):
-        # The components of a heterogeneous job describe only themselves; ranks are numbered across all of them.
+        # The variables of a heterogeneous job cover one component; ranks are numbered across all components.
         return _task_per_rank(options, environ, device_count, tasks=None)
     nodes = _count(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     node = _required(environ, "SLURM_NODEID")
@@ -74,7 +74,7 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
 
 
 def _tasks(environ: Mapping[str, str], nodes: int) -> list[int]:
-    """Return the tasks of each node, from the step's variables before the job's, whose allocation may be larger."""
+    """Return the number of tasks on each node; the step's variables go before the job's, which may have more nodes."""
     total = _count(environ, *TOTAL_TASKS, default=0)
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     per_node = environ.get("SLURM_NTASKS_PER_NODE")
@@ -102,7 +102,7 @@ def _tasks(environ: Mapping[str, str], nodes: int) -> list[int]:
 def _task_per_rank(
     options: Distributed, environ: Mapping[str, str], device_count: int, tasks: list[int] | None
 ) -> Decision:
-    """Decide where each task is a rank; ``tasks`` per node is None in a heterogeneous job, where it is unknown."""
+    """Decide for a step in which each task is a rank; ``tasks`` of each node are unknown in a heterogeneous job."""
     world = sum(tasks) if tasks is not None else _count(environ, *TOTAL_TASKS)
     rank, local_rank = _required(environ, "SLURM_PROCID"), _required(environ, "SLURM_LOCALID")
     local_world = tasks[_required(environ, "SLURM_NODEID")] if tasks is not None else local_rank + 1
@@ -116,7 +116,7 @@ def _task_per_rank(
             f"--distributed-world-size is {options.distributed_world_size}, but each of the {world} tasks that the "
             "Slurm step has is a rank: leave the flag out, or start one task per node"
         )
-    # Checked for all nodes, not only this one: the others would wait for a node that refuses alone.
+    # Checked for all nodes, not only this one: if one node alone refused, the others would wait for it.
     if tasks is not None and options.distributed_gpus is not None and set(tasks) != {options.distributed_gpus}:
         counts = ", ".join(map(str, tasks[:8])) + (", ..." if len(tasks) > 8 else "")
         raise RequestError(
@@ -125,6 +125,7 @@ def _task_per_rank(
         )
     require_devices(options, device_count, world)
     device, shared = _device_of_task(options, environ, device_count, local_rank, local_world)
+    single_node = tasks is not None and len(tasks) == 1
     return Decision(
         mode="slurm",
         world_size=world,
@@ -133,7 +134,7 @@ def _task_per_rank(
         local_ranks=(local_rank,),
         local_world_size=local_world,
         device_ids=(device,),
-        init_method=_init_method(options, environ, alone=tasks is not None and len(tasks) == 1) if world > 1 else None,
+        init_method=_init_method(options, environ, single_node=single_node) if world > 1 else None,
         spawn=False,
         backend=choose_backend(options, device_count, shared=shared),
         why=f"rank {rank} of {world}: task {local_rank} of its node in a Slurm step",
@@ -145,16 +146,16 @@ def _device_of_task(
 ) -> tuple[int | None, bool]:
     """Return the GPU of a task that is a rank, and whether it is shared.
 
-    With ``--gpu_text-per-task`` each task sees one GPU of its own, which is then number 0; otherwise every task sees
-    all of the node's. SLURM_GPUS_ON_NODE distinguishes the two where one GPU is visible.
+    With ``--gpus-per-task`` each task sees only its own GPU, as number 0; otherwise every task sees all GPUs of the
+    node. If one GPU is visible, SLURM_GPUS_ON_NODE distinguishes the two.
     """
     if device_count == 0:
         return None, False
     if options.device_id is not None:
         return check_device(options.device_id, device_count, "--device-id"), False
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-    narrowed = device_count == 1 and not (on_node.isdecimal() and int(on_node) < local_world)
-    if narrowed:
+    sees_only_its_own = device_count == 1 and not (on_node.isdecimal() and int(on_node) < local_world)
+    if sees_only_its_own:
         return 0, False
     if local_world <= device_count:
         return local_rank, False
@@ -196,7 +197,7 @@ def _task_per_node(
     devices, shared = assign_devices(options, device_count, nprocs)
     if options.device_id is not None and device_count:
         devices = (check_device(options.device_id, device_count, "--device-id"),)
-    init_method = _init_method(options, environ, alone=nodes == 1) if nprocs * nodes > 1 else None
+    init_method = _init_method(options, environ, single_node=nodes == 1) if nprocs * nodes > 1 else None
     exchange = None
     if not nodes_alike:
         exchange = CountExchange(
@@ -226,13 +227,13 @@ def _task_per_node(
 # --- the init method ------------------------------------------------------------------------------------------------
 
 
-def _init_method(options: Distributed, environ: Mapping[str, str], *, alone: bool) -> str:
-    host = "127.0.0.1" if alone else _first_host(environ)
+def _init_method(options: Distributed, environ: Mapping[str, str], *, single_node: bool) -> str:
+    host = "127.0.0.1" if single_node else _first_host(environ)
     return tcp_url(host, _port(options, environ))
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """Return the first node of the step; SLURM_LAUNCH_NODE_IPADDR is where srun runs, which may be a login node."""
+    """Return the first node of the step; not SLURM_LAUNCH_NODE_IPADDR, srun's host, which may be a login node."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not hosts:
         raise RequestError(
@@ -242,7 +243,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _port(options: Distributed, environ: Mapping[str, str]) -> int:
-    """Return a port that is equal on all nodes and differs between jobs and steps, without communication."""
+    """Return a port derived from job and step id: equal on all nodes without communication, differing between steps."""
     if options.distributed_port is not None:
         return options.distributed_port
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
@@ -258,7 +259,7 @@ def _neighbouring_port(port: int) -> int:
 
 
 def step_key(environ: Mapping[str, str]) -> str:
-    """Return a text that only tasks of this step have in common; hard to guess, but no secret."""
+    """Return a text that only tasks of this step have in common; hard to guess, but not secret."""
     return "\n".join(f"{name}={environ.get(name, '')}" for name in STEP_KEY_VARIABLES)
 
 

@@ -1,1 +1,1 @@
-"""Facts of this machine: processes, signals, memory, devices. Without torch."""
+"""Facts of this machine, torch-free: processes, signals, memory, devices."""

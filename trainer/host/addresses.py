@@ -1,4 +1,4 @@
-"""Reads the network interfaces of this machine, their addresses, and which hosts mean this machine.
+"""Network interfaces of this machine and their addresses; loopback names and addresses.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
@@ -20,15 +20,15 @@ SYS_NET = Path("/sys/class/net")
 SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
 """Ioctl numbers of interfaces, from ``linux/sockios.h``."""
 IFF_RUNNING = 0x40
-"""The flag of an interface that is up and has its cable, from ``linux/if.h``."""
+"""Flag of an interface that is up and has a carrier, from ``linux/if.h``."""
 IFREQ_BYTES = 40
-"""Size of ``struct ifreq``: a name of 16 bytes, then what was asked for, an IPv4 address at byte 20."""
-MOST_ADDRESSES = 1024
-"""IPv4 addresses for which the kernel gets space; container hosts have some hundred."""
+"""Size of ``struct ifreq``: a name of 16 bytes, then the requested value, an IPv4 address at byte 20."""
+MAX_ADDRESSES = 1024
+"""IPv4 addresses for which the kernel's reply has space; container hosts have some hundred."""
 LINK_SCOPE = "20"
-"""How ``/proc/net/if_inet6`` marks an address that holds on its link only."""
+"""Scope of a link-local address in ``/proc/net/if_inet6``."""
 OUTSIDE = "192.0.2.1"
-"""An unused address (RFC 5737): only the route to it is asked; nothing is sent."""
+"""Unused address (RFC 5737) whose route is looked up; nothing is sent to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class InterfaceAddress:
     bits: int
     """Length of the network's prefix."""
     link_only: bool = False
-    """An IPv6 address that holds on its link only."""
+    """Whether it is a link-local IPv6 address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +56,25 @@ class Network:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means the machine that uses it."""
+    """Whether a host name or address is one of the loopback, or ``0.0.0.0``."""
     host = host.lower()
     return host in ("localhost", "::1", "0.0.0.0") or host.startswith(("127.", "localhost."))
 
 
 def interface_addresses() -> list[InterfaceAddress]:
-    """Return every address of every interface, the loopback's too; IPv4 before IPv6."""
+    """Return every address of every interface, including the loopback; IPv4 before IPv6."""
     return [*_ipv4_addresses(), *ipv6_addresses(read_text(IF_INET6))]
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Return this machine's addresses: the one that reaches other networks first, IPv4 before IPv6."""
+    """Return this machine's addresses: that of the default route first, then IPv4 before IPv6."""
     outward = source_towards(OUTSIDE)
     found = {each.text for each in interface_addresses()}
     return tuple(sorted(found, key=lambda address: (address != outward, ":" in address, address)))
 
 
 def source_towards(address: str) -> str | None:
-    """Return this machine's address on the way to another one, by the routing table; nothing is sent."""
+    """Return the source address that the routing table chooses towards another address; nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -85,7 +85,7 @@ def source_towards(address: str) -> str | None:
 
 
 def plain(address: str) -> str:
-    """Return an address without its zone, and an IPv4 address as such."""
+    """Return an address without its zone; an IPv4-mapped IPv6 address as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")
 
 
@@ -93,15 +93,15 @@ def is_interface_up(name: str) -> bool:
     """Whether an interface is up and has a carrier."""
     request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            (flags,) = struct.unpack_from("H", fcntl.ioctl(asking, SIOCGIFFLAGS, request), 16)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, SIOCGIFFLAGS, request), 16)
     except OSError:
         return False
     return bool(flags & IFF_RUNNING)
 
 
 def networks() -> tuple[Network, ...]:
-    """Return the interfaces through which other machines may be reached."""
+    """Return the interfaces that have an address or are up, without the loopback."""
     addresses = interface_addresses()
     found = []
     for _, name in sorted(socket.if_nameindex(), key=lambda entry: entry[1]):
@@ -109,31 +109,31 @@ def networks() -> tuple[Network, ...]:
         up = is_interface_up(name)
         if name == "lo" or not (own or up):
             continue
-        speed = read_text(SYS_NET / name / "speed").strip()  # -1, or no answer at all, where there is no cable
+        speed = read_text(SYS_NET / name / "speed").strip()  # -1, or unreadable, without a cable
         found.append(Network(name=name, addresses=own, up=up, speed_mbits=int(speed) if speed.isdigit() else None))
     return tuple(found)
 
 
 def _ipv4_addresses() -> list[InterfaceAddress]:
-    buffer = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
+    buffer = array.array("B", bytes(IFREQ_BYTES * MAX_ADDRESSES))
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # struct ifconf: the size of the buffer and where it is; the kernel puts in how much it has filled.
+            # struct ifconf: size and address of the buffer; the kernel overwrites the size with that of its reply.
             request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
-            filled = struct.unpack_from("i", fcntl.ioctl(asking, SIOCGIFCONF, request))[0]
+            filled = struct.unpack_from("i", fcntl.ioctl(probe, SIOCGIFCONF, request))[0]
         except OSError:
             return []
         for start in range(0, filled, IFREQ_BYTES):
             entry = buffer[start : start + IFREQ_BYTES].tobytes()
             try:
-                mask = fcntl.ioctl(asking, SIOCGIFNETMASK, entry)[20:24]
+                mask = fcntl.ioctl(probe, SIOCGIFNETMASK, entry)[20:24]
             except OSError:
-                continue  # it was taken away meanwhile
+                continue  # the address was removed meanwhile
             label = entry[:16].partition(b"\0")[0].decode("utf-8", "replace")
             found.append(
                 InterfaceAddress(
-                    interface=label.partition(":")[0],  # a further address may be labelled eth0:1
+                    interface=label.partition(":")[0],  # a second address may be labelled eth0:1
                     text=socket.inet_ntoa(entry[20:24]),
                     bits=int.from_bytes(mask, "big").bit_count(),
                 )
@@ -142,7 +142,7 @@ def _ipv4_addresses() -> list[InterfaceAddress]:
 
 
 def ipv6_addresses(if_inet6: str) -> list[InterfaceAddress]:
-    """Read ``/proc/net/if_inet6``: address, index, length of the prefix, scope, flags, interface; all hexadecimal."""
+    """Parse ``/proc/net/if_inet6``: address, index, length of the prefix, scope, flags, interface; all hexadecimal."""
     entries = (line.split() for line in if_inet6.splitlines())
     return [
         InterfaceAddress(

@@ -1,4 +1,7 @@
-"""Keeps freed memory in the process: glibc's defaults give a step's large blocks back, and fault them in again."""
+"""Settings of glibc's malloc that keep freed memory in the process.
+
+By default a step's large blocks go back to the kernel, and are faulted in again at the next step.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ import os
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
 TRIM_BYTES = 1 << 29
-"""Free memory at the heap's end that stays: more than the temporaries of a step on CPU ranks."""
+"""Free memory kept at the end of the heap: more than the temporaries of a step on CPU ranks."""
 MMAP_BYTES = 1 << 25
-"""Size from which a block is mapped on its own; glibc allows no more."""
+"""Size from which a block gets its own mapping; the maximum that glibc allows."""
 USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-"""Environment variables by which a user has chosen."""
+"""Environment variables with which a user configures malloc or replaces it."""
 
 
 def keep_freed_memory() -> bool:
-    """Raise both thresholds of glibc's malloc; return whether it was done, which is not where a user has chosen."""
+    """Raise both thresholds of glibc's malloc, unless a user has configured it; return whether they were raised."""
     if any(name in os.environ for name in USER_SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none

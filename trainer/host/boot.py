@@ -1,4 +1,4 @@
-"""Reads the boot id and the boot time of this machine."""
+"""Boot id and boot time of this machine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from trainer.host.proc_files import PROC, read_text
 
 
 def boot_id(proc: Path = PROC) -> str:
-    """Return the kernel's name for this start of the machine; empty where that is unknown."""
+    """Return the id that the kernel draws at each boot; empty if it is unknown."""
     return read_text(proc / "sys/kernel/random/boot_id").strip()
 
 
 def boot_time_s(proc: Path = PROC) -> float:
-    """Return when the machine started, Unix seconds; 0 where that is unknown."""
+    """Return the time of the boot, Unix seconds; 0 if it is unknown."""
     lines = read_text(proc / "stat").splitlines()
     return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
 
 
 def uptime_s() -> float | None:
-    """Return for how long the machine has been running; None where that is unknown."""
+    """Return the seconds since the boot; None if they are unknown."""
     words = read_text(PROC / "uptime").split()
     return float(words[0]) if words else None

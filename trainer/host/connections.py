@@ -1,4 +1,4 @@
-"""Finds the network connections that this process holds, whoever in it has made them."""
+"""Network connections of this process, including those that libraries have opened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def own_connections() -> Iterator[socket.socket]:
-    """Yield a socket for each connection over IP, on a descriptor of its own that is closed afterwards."""
+    """Yield each IP socket of this process, on a duplicated descriptor that is closed afterwards."""
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if not str(entry.readlink()).startswith("socket:"):

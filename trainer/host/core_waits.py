@@ -1,4 +1,4 @@
-"""Counts a thread's waits for a core."""
+"""Time that a thread has waited for a core."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainer.host.processes import parse_wait_ns
 
 
 class CoreWaits:
-    """Waits for a core of the thread that made this, by the kernel's count.
+    """Clock of the time that the creating thread was runnable without a core, as the kernel counts it.
 
-    On a busy machine most of what makes one step longer than the next is this, and it says nothing about the code.
-    Reading it takes 1.3 µs in a loop and more between the phases of a step, where nothing of it is in the caches.
+    On a busy machine this explains most of the difference between steps, and has nothing to do with the code. Reading
+    it takes 1.3 µs in a loop, and more between the phases of a step, when the caches are cold.
     """
 
     def __init__(self) -> None:
@@ -20,22 +20,22 @@ class CoreWaits:
         self._fd = self._open()
 
     def __call__(self) -> float:
-        """Return seconds since the thread began."""
+        """Return the seconds of waiting since the thread started."""
         try:
             waited_ns = parse_wait_ns(os.pread(self._fd, 96, 0))
         except (OSError, ValueError):
-            # A script has closed the descriptor, and may have opened a file of its own under the number.
+            # A script has closed the descriptor, and may have opened one of its files under the number.
             self._fd = self._open()
             waited_ns = parse_wait_ns(os.pread(self._fd, 96, 0))
         return (waited_ns or 0) * 1e-9
 
     def _open(self) -> int:
-        # A descriptor that is read again and again; it goes with the process.
+        # Stays open until the process ends, since it is read at every phase.
         return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def core_waits() -> CoreWaits | None:
-    """Return the count of the calling thread, None on a machine that does not keep it."""
+    """Return the clock of the calling thread; None if the kernel has no ``schedstat``."""
     try:
         waits = CoreWaits()
         waits()

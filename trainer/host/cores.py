@@ -1,4 +1,4 @@
-"""Reads the cores of this machine: how many there are, how many this process may use, and how busy they are.
+"""Cores of this machine: their number, the number that this process may use, and their use.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
@@ -33,12 +33,12 @@ class CoreTimes:
     total: int
     busy: int
     stolen: int
-    """Taken by other guests of the same host."""
+    """Steal time: taken by other guests of the same host."""
 
 
 def read_cpus() -> Cpus:
     """Return the cores of this machine."""
-    # Threads of one core name each other.
+    # The hardware threads of one core list the same siblings.
     siblings = {read_text(path) for path in TOPOLOGY.glob("cpu[0-9]*/topology/thread_siblings_list")}
     return Cpus(
         model=_model(read_text(PROC / "cpuinfo")) or platform.processor() or platform.machine(),
@@ -49,9 +49,9 @@ def read_cpus() -> Cpus:
 
 
 def usable_cores(local_ranks: int = 1) -> int:
-    """Return the cores that each of so many ranks on this node may use.
+    """Return the number of cores for each of ``local_ranks`` ranks on this node.
 
-    More threads than that take turns on a core, or are all held back for the rest of a quota's period.
+    More threads than that share cores, or are throttled together for the rest of the quota's period.
     """
     try:
         own = len(os.sched_getaffinity(0))
@@ -65,10 +65,10 @@ def share_of_cores(*, own: int, parent: int, quota: float | None, local_ranks: i
     """Divide a node's cores among its ranks; each gets one at least.
 
     Args:
-        own: cores of this process's affinity mask.
-        parent: those of its parent's. A launcher that binds each rank, as ``srun`` and ``mpirun`` do, has a larger
-            mask itself, and the rank's own is not shared with others.
-        quota: cores that the ranks of the node may use together, at any time; None without a limit.
+        own: cores in this process's affinity mask.
+        parent: cores in its parent's mask. A launcher that binds each rank, as ``srun`` and ``mpirun`` do, has a larger
+            mask than the rank, whose own cores are then not shared with other ranks.
+        quota: cores of CPU time that the ranks of the node may use together; None without a limit.
         local_ranks: ranks on this node.
     """
     cores = own if own < parent else own // local_ranks
@@ -78,7 +78,7 @@ def share_of_cores(*, own: int, parent: int, quota: float | None, local_ranks: i
 
 
 def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:
-    """Return the cores that this process's cgroup, or one around it, may use at most; None without a limit."""
+    """Return the smallest CPU quota of this process's cgroup and its ancestors, in cores; None without a limit."""
     limits: list[float] = []
     for line in read_text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -88,26 +88,26 @@ def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:
             mount = cgroup / "cpu"
         else:
             continue
-        # In a container the path may be the host's, of which only the mount's root is to be seen.
+        # In a container the path may be the host's, of which only the mount's root is visible.
         folder = mount / path.strip("/")
         limits += [limit for place in (folder, *folder.parents) if (limit := _limit(place)) is not None]
     return min(limits, default=None)
 
 
 def _limit(folder: Path) -> float | None:
-    """Read the quota of one cgroup, of version 2 or 1; both are microseconds of every period's."""
+    """Return the quota of one cgroup, of version 2 or 1, in cores: both have it as microseconds per period."""
     words = read_text(folder / "cpu.max").split()
     quota, period = words or [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # "max", -1: no limit
 
 
 def read_core_times(proc: Path = PROC) -> CoreTimes | None:
-    """Return what the cores have done since boot; None where that is unknown."""
+    """Return the total, busy and stolen time of all cores since boot; None if ``/proc/stat`` is unreadable."""
     return parse_core_times(read_text(proc / "stat"))
 
 
 def parse_core_times(stat: str) -> CoreTimes | None:
-    """Read the first line of ``/proc/stat``: user nice system idle iowait irq softirq steal guest guest_nice."""
+    """Parse the first line of ``/proc/stat``: user nice system idle iowait irq softirq steal guest guest_nice."""
     words = stat.split("\n", 1)[0].split()
     if len(words) < 9 or words[0] != "cpu":
         return None
@@ -117,7 +117,7 @@ def parse_core_times(stat: str) -> CoreTimes | None:
 
 
 def load_average() -> tuple[float, float, float] | None:
-    """Return the runnable processes on average over 1, 5 and 15 minutes; None where that is unknown."""
+    """Return the load averages over 1, 5 and 15 minutes; None if they are unknown."""
     try:
         return os.getloadavg()
     except OSError:

@@ -1,4 +1,4 @@
-"""Kills every process below this one, however it was started."""
+"""Killing of every descendant of this process."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ POLL_S = 0.005
 def kill_descendants(
     *, keep: Collection[int] = (), timeout_s: float = 3.0, wait: Callable[[float], None] = time.sleep
 ) -> set[int]:
-    """Kill everything below this process and wait until it is gone; return what a kill could not end.
+    """Kill all descendants of this process and wait until they are gone; return the pids of survivors.
 
     Complete only in a process that adopts orphans: a daemon of a dead rank is then its child.
 
     Args:
         keep: pids to leave alone.
-        timeout_s: how long killed processes may take to disappear.
-        wait: returns after so many seconds, or when a child has ended.
+        timeout_s: time-out for killed processes to disappear.
+        wait: function that waits for the given seconds; it may return early when a child has ended.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        left = descendants(os.getpid()) - set(keep)
-        for pid in left:
+        alive = descendants(os.getpid()) - set(keep)
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not left or time.monotonic() > deadline:
-            return left
+        if not alive or time.monotonic() > deadline:
+            return alive
         wait(POLL_S)
 
 
 def reap() -> None:
-    """Take the exit codes of all children that have ended, so that no zombie is left."""
+    """Wait for all children that have ended, so that no zombie is left."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

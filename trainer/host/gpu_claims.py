@@ -1,7 +1,7 @@
-"""Claims GPUs on this machine: a locked file per GPU, by which runs of all users know that a GPU is taken.
+"""Claims of GPUs on this machine: a locked file per GPU shows runs of all users that the GPU is taken.
 
-A process gets a GPU's memory only after its libraries are loaded, so that the driver shows a run that was just started
-as late as ten seconds later. The kernel ends a claim with the process that holds it, however that ends.
+A process allocates GPU memory only after its libraries are loaded, so the driver shows a new run up to ten seconds
+late. The kernel releases a claim's lock when the process that holds it ends, even by a kill.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
@@ -20,29 +20,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 FOLDER = "GPUTRAIN_GPU_CLAIMS"
-"""Environment variable: the folder of the claims."""
+"""Environment variable with the folder of the claims."""
 DEFAULT_FOLDER = "/tmp/gputrain-gpus"
 MAX_CLAIM_BYTES = 1000
-"""What is read of a claim, which anybody may write."""
+"""Maximum bytes read of a claim, a file that all users can write."""
 FLOCK = "hhqqi"
 """``struct flock`` of fcntl(2): type, origin, start, length (0: all), pid (0 for locks of an open file)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuClaim:
-    """Who has taken a GPU."""
+    """Run, user and process that have claimed a GPU."""
 
     run: str = ""
     """Id of the run; empty for ranks without a run directory."""
     user: str = ""
     pid: int = 0
-    """Of the node agent, as its own PID namespace counts."""
+    """Pid of the node agent in its own PID namespace."""
 
     @property
     def text(self) -> str:
-        """Return who it is in words: ``run NAME (pid 7 of ada)``."""
-        who = f"run {self.run}" if self.run else "a training"
-        return f"{who} (pid {self.pid}{f' of {self.user}' if self.user else ''})" if self.pid else who
+        """Description for messages: ``run NAME (pid 7 of ada)``."""
+        holder = f"run {self.run}" if self.run else "a training"
+        return f"{holder} (pid {self.pid}{f' of {self.user}' if self.user else ''})" if self.pid else holder
 
 
 class GpuTakenError(Exception):
@@ -54,13 +54,13 @@ class GpuTakenError(Exception):
 
 @contextlib.contextmanager
 def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping[str, str]) -> Iterator[None]:
-    """Claim GPUs while the body runs; where there is no place for claims, go on without.
+    """Claim GPUs while the body runs; without a usable folder for claims, claim nothing.
 
     Args:
-        uuids: of the GPUs; those of the CPU have none.
+        uuids: of the GPUs; empty for CPU ranks.
         run: id of the run.
-        shared: allow other runs on them, and go on where another run allows none.
-        environ: may name the folder.
+        shared: allow other runs on them, and ignore an exclusive claim of another run.
+        environ: may set the folder.
 
     Raises:
         GpuTakenError: another process has claimed one of them.
@@ -81,14 +81,14 @@ def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping
                     if not shared:
                         raise GpuTakenError(uuid, _read(claim)) from None
                     continue
-                with contextlib.suppress(OSError):  # a full disk: taken, by nobody knows whom
+                with contextlib.suppress(OSError):  # on a full disk the lock remains, without the holder's name
                     os.ftruncate(claim, 0)
                     os.pwrite(claim, json.dumps(asdict(mine)).encode(), 0)
         yield
 
 
 def claims(uuids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, GpuClaim]:
-    """Return who has claimed which of these GPUs; nothing is locked for it."""
+    """Return the claims on these GPUs, by UUID, without locking anything."""
     folder = _open_folder(environ, make=False)
     if folder is None:
         return {}
@@ -113,12 +113,12 @@ def _flock(kind: int) -> bytes:
 
 
 def _open_folder(environ: Mapping[str, str], *, make: bool) -> int | None:
-    """Open the folder of the claims, never through a link; None where there is none that can be used."""
+    """Open the folder of the claims, never through a link; None if it cannot be opened."""
     path = environ.get(FOLDER) or DEFAULT_FOLDER
     if make:
-        with contextlib.suppress(OSError):  # it is there already
+        with contextlib.suppress(OSError):  # it exists already
             os.mkdir(path, 0o700)  # noqa: PTH102
-            os.chmod(path, 0o1777)  # noqa: PTH101 - as /tmp: all users make files in it, whatever the umask is
+            os.chmod(path, 0o1777)  # noqa: PTH101 - as /tmp: all users create files in it, whatever the umask is
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -126,12 +126,12 @@ def _open_folder(environ: Mapping[str, str], *, make: bool) -> int | None:
 
 
 def _open_claim(folder: int, uuid: str, *, make: bool) -> int | None:
-    """Open the file of a GPU: a regular one with a single name, so that nobody's other file is written."""
+    """Open the claim of a GPU; None if it is no regular file, or has hard links and may be another file of a user."""
     name = re.sub(r"[^\w-]", "_", uuid)
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     claim = None
     with contextlib.suppress(OSError):
-        # Without O_CREAT where it is there: Linux refuses that for another user's file in a folder like /tmp.
+        # First without O_CREAT, which Linux refuses for another user's existing file in a sticky folder such as /tmp.
         claim = os.open(name, flags, dir_fd=folder)
     if claim is None and make:
         try:
@@ -139,11 +139,11 @@ def _open_claim(folder: int, uuid: str, *, make: bool) -> int | None:
             os.fchmod(claim, 0o666)  # all users lock it, whatever the umask is
         except OSError:
             with contextlib.suppress(OSError):
-                claim = os.open(name, flags, dir_fd=folder)  # another process has just made it
+                claim = os.open(name, flags, dir_fd=folder)  # another process has just created it
     if claim is None:
         return None
-    found = os.fstat(claim)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    status = os.fstat(claim)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         os.close(claim)
         return None
     return claim
@@ -155,8 +155,8 @@ def _read(claim: int) -> GpuClaim:
         run, user, pid = value["run"], value["user"], value["pid"]
     except (OSError, ValueError, KeyError, TypeError):
         return GpuClaim()
-    known = isinstance(run, str) and isinstance(user, str) and type(pid) is int
-    return GpuClaim(run=run, user=user, pid=pid) if known else GpuClaim()
+    valid = isinstance(run, str) and isinstance(user, str) and type(pid) is int
+    return GpuClaim(run=run, user=user, pid=pid) if valid else GpuClaim()
 
 
 def _user() -> str:

@@ -1,4 +1,4 @@
-"""A log file that outlives a full disk: what the disk refuses is counted, and the program goes on."""
+"""Log file that survives a full disk: bytes that cannot be written are counted, and the program goes on."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import io
 
 
 class LogFile(io.FileIO):
-    """A file that takes everything: what the disk refuses is counted, and the count written once it takes more."""
+    """File whose writes never fail: lost bytes are counted, and the count is written once the disk has space again."""
 
     def __init__(self, fd: int) -> None:
-        """Write to an open file, which stays open."""
+        """Write to an open descriptor, which ``close`` leaves open."""
         super().__init__(fd, "wb", closefd=False)
         self._lost_bytes = 0
         self._why = ""
 
     def write(self, data: object, /) -> int:
-        """Write what the disk takes; return the size of all."""
-        left = view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        """Write as many bytes as the disk takes and count the rest as lost; return the size of ``data``."""
+        rest = view = memoryview(data).cast("B")  # type: ignore[arg-type]
         try:
             if self._lost_bytes:
                 super().write(f"[{self._lost_bytes} bytes of output were lost: {self._why}]\n".encode())
                 self._lost_bytes = 0
-            while left:
-                left = left[super().write(left) :]
+            while rest:
+                rest = rest[super().write(rest) :]
         except OSError as error:
-            self._lost_bytes += len(left)
+            self._lost_bytes += len(rest)
             self._why = error.strerror or str(error)
         return len(view)

@@ -1,4 +1,4 @@
-"""Reads the main memory of this machine and of its container, and how often it ran out.
+"""Main memory of this machine and of its container, and the kernel's out-of-memory kills.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
@@ -20,7 +20,7 @@ class Memory:
 
     total_bytes: int | None = None
     available_bytes: int | None = None
-    """Allocatable without swapping."""
+    """Memory that can be allocated without swapping."""
 
     @property
     def used_bytes(self) -> int | None:
@@ -36,12 +36,12 @@ def read_memory(proc: Path = PROC) -> Memory:
 
 
 def read_swap_bytes(proc: Path = PROC) -> int | None:
-    """Return the size of the swap space of this machine, used or not; None where that is unknown."""
+    """Return the size of the swap space of this machine, used or not; None if it is unknown."""
     return _bytes_of(read_text(proc / "meminfo"), "SwapTotal")
 
 
 def read_container_limit_bytes(cgroup: Path = CGROUP) -> int | None:
-    """Return what this container may take of the machine's memory; None without a limit."""
+    """Return the memory limit of this container, bytes; None without one."""
     return read_number(cgroup / "memory.max")
 
 
@@ -50,19 +50,19 @@ def read_container_memory(cgroup: Path = CGROUP) -> Memory | None:
     limit, used = read_container_limit_bytes(cgroup), read_number(cgroup / "memory.current")
     if limit is None or used is None:
         return None
-    # The kernel drops pages of files before it kills a process.
+    # The page cache counts as available: the kernel reclaims it before it kills a process.
     lines = (line.split() for line in read_text(cgroup / "memory.stat").splitlines())
     cached = sum(int(size) for name, size in lines if name in ("active_file", "inactive_file"))
     return Memory(total_bytes=limit, available_bytes=max(0, limit - used + cached))
 
 
 def read_usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> Memory:
-    """Return the memory of this container where it has a limit, else that of the machine."""
+    """Return the memory of this container if it has a limit, else that of the machine."""
     return read_container_memory(cgroup) or read_memory(proc)
 
 
 def memory_from(meminfo: str) -> Memory:
-    """Read ``/proc/meminfo``."""
+    """Parse ``/proc/meminfo``."""
     return Memory(
         total_bytes=_bytes_of(meminfo, "MemTotal"),
         available_bytes=_bytes_of(meminfo, "MemAvailable"),
@@ -70,25 +70,25 @@ def memory_from(meminfo: str) -> Memory:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory, on the machine and in this container."""
+    """Return the number of out-of-memory kills on the machine and in this container."""
     return _oom_kills(PROC / "vmstat") + _oom_kills(CGROUP / "memory.events")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryGroup:
-    """The control group that holds this process to a memory limit, such as a job's."""
+    """Control group (cgroup) of this process that may have a memory limit, such as a Slurm job's."""
 
     folder: Path
-    """Where the kernel shows it."""
+    """Its folder below ``/sys/fs/cgroup``."""
     root: Path
-    """Where the kernel shows the outermost group that can be seen from here."""
+    """Folder of the outermost group that is visible to this process."""
 
     def oom_kills(self) -> int:
-        """Return how many processes of this very group the kernel has killed for want of memory."""
+        """Return the number of out-of-memory kills in this group."""
         return max(_oom_kills(self.folder / name) for name in ("memory.oom_control", "memory.events"))
 
     def limit_bytes(self) -> int | None:
-        """Return the least limit of the group and those around it; None without one."""
+        """Return the smallest limit of the group and its ancestors, bytes; None without one."""
         limits = []
         folder = self.folder
         while folder.is_relative_to(self.root):
@@ -98,7 +98,7 @@ class MemoryGroup:
 
 
 def read_memory_group(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryGroup | None:
-    """Return the memory group of this process, of version 1 or 2; None where it cannot be seen from here."""
+    """Return the memory cgroup of this process, of version 1 or 2; None if it is not visible to this process."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("memory", ""):
@@ -115,7 +115,7 @@ def _oom_kills(file: Path) -> int:
 
 
 def _bytes_of(meminfo: str, name: str) -> int | None:
-    """Return a size of ``/proc/meminfo``, which counts in KiB."""
+    """Return a size from ``/proc/meminfo``, which has KiB, in bytes."""
     for line in meminfo.splitlines():
         key, _, words = line.partition(":")
         if key == name and words.split():

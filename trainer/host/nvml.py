@@ -1,7 +1,8 @@
-"""Reads the NVIDIA driver through ctypes, so that no package is needed where it runs.
+"""NVML through ctypes, so that no Python package is needed for it.
 
-Standard library only, since this file travels to remote hosts with ``inventory.py``. Each GPU and each driver supports
-other queries, so a refusal is None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps compatible.
+Standard library only, since this file travels to remote hosts with ``inventory.py``. Supported queries differ between
+GPUs and drivers, so a refused query gives None. Layouts and codes are those of ``nvml.h``, which NVIDIA keeps
+compatible.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, cast
 LIBRARY = "libnvidia-ml.so.1"
 DONE, INSUFFICIENT_SIZE = 0, 7
 NOT_AVAILABLE = (1 << 64) - 1
-"""Memory of a process that the driver does not know."""
+"""Value for the memory of a process that the driver does not know."""
 TEMPERATURE_GPU, CLOCK_SM = 0, 1
 
 NO_LIBRARY = "no NVIDIA driver on this machine; CPU ranks work"
@@ -36,7 +37,7 @@ THROTTLE_REASONS = (
     (0x080, "power_brake"),
     (0x100, "display_clocks"),
 )
-"""NVML's bits for why a clock is below its maximum; being idle (0x001) is none of them."""
+"""NVML's bits of the reasons for a clock below its maximum, without that of an idle GPU (0x001)."""
 
 
 class _MemoryV2(Structure):
@@ -82,7 +83,7 @@ class RawProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReadings:
-    """Readings that change while a GPU works, in NVML's own units; None where it refused."""
+    """Readings that change while a GPU works, in NVML's own units; None for a refused query."""
 
     memory_used: int | None = None
     memory_total: int | None = None
@@ -96,7 +97,7 @@ class GpuReadings:
 
 @dataclass(frozen=True, kw_only=True)
 class RawGpu(GpuReadings):
-    """The answers of NVML for one GPU in NVML's own units; None where it refused."""
+    """All facts of one GPU in NVML's own units; None for a refused query."""
 
     index: int
     uuid: str | None = None
@@ -104,22 +105,22 @@ class RawGpu(GpuReadings):
     name: str | None = None
     power_limit_mw: int | None = None
     mig_mode: int | None = None
-    """1 when it is on."""
+    """1 if MIG is on."""
     compute_mode: int | None = None
     processes: Sequence[RawProcess] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers of the driver of this machine."""
+    """Facts of the driver of this machine and of its GPUs."""
 
     driver: str | None = None
     cuda: str | None = None
     """Newest CUDA version that the driver runs."""
     gpus: tuple[RawGpu | None, ...] = ()
-    """In PCI order; None for one that has fallen off the bus."""
+    """GPUs in PCI order; None for one that has fallen off the bus."""
     refusal: str = ""
-    """One line: why the driver could not be asked."""
+    """Reason why the driver could not be queried, one line; empty if it could."""
 
 
 def ask_driver() -> Answers:
@@ -141,7 +142,7 @@ def ask_driver() -> Answers:
 
 
 def list_gpus() -> list[tuple[str, str]]:
-    """Return UUID and name of every GPU in PCI order; none where the driver does not tell them of each."""
+    """Return UUID and name of every GPU in PCI order; an empty list if one of them is unknown."""
     nvml = load_driver()
     if nvml is None or nvml.start():
         return []
@@ -162,12 +163,12 @@ def list_gpus() -> list[tuple[str, str]]:
 
 
 def throttle_reasons(mask: int | None) -> tuple[str, ...]:
-    """Return the names of ``THROTTLE_REASONS`` that hold."""
+    """Return the names of the ``THROTTLE_REASONS`` in a bit mask."""
     return tuple(name for bit, name in THROTTLE_REASONS if (mask or 0) & bit)
 
 
 def load_driver() -> Nvml | None:
-    """Load the driver's library; None on a machine without one."""
+    """Load the NVML library; return None on a machine without it."""
     try:
         return Nvml(ctypes.CDLL(LIBRARY))
     except OSError:
@@ -175,13 +176,13 @@ def load_driver() -> Nvml | None:
 
 
 class Nvml:
-    """The library, with refusals as values."""
+    """NVML library; a refused query returns None."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def start(self) -> str:
-        """Initialize NVML; return in one line why that failed, else an empty string."""
+        """Initialize NVML; return the reason of a failure in one line, else an empty string."""
         code = self.call("nvmlInitWithFlags", c_uint(0))
         if code is None:
             code = self.call("nvmlInit_v2")
@@ -194,16 +195,16 @@ class Nvml:
         self.call("nvmlShutdown")
 
     def count(self) -> int:
-        """Return how many GPUs there are."""
+        """Return the number of GPUs."""
         return self.number("nvmlDeviceGetCount_v2") or 0
 
     def handle(self, index: int) -> Any:
-        """Return the handle of a GPU; None when it has fallen off the bus."""
+        """Return the handle of a GPU; None if it has fallen off the bus."""
         device = c_void_p()
         return device if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) == DONE else None
 
     def handle_of(self, uuid: str) -> Any:
-        """Return the handle of the GPU of a UUID; None when there is none."""
+        """Return the handle of the GPU with a UUID; None if there is none."""
         device = c_void_p()
         return device if self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), byref(device)) == DONE else None
 
@@ -212,7 +213,7 @@ class Nvml:
         return self.number("nvmlDeviceGetIndex", args=(device,))
 
     def call(self, name: str, *args: Any) -> int | None:
-        """Call a function; return NVML's code, or None where this driver does not have it."""
+        """Call a function; return NVML's code, or None if this driver lacks the function."""
         try:
             function = getattr(self._library, name)
         except AttributeError:
@@ -229,7 +230,13 @@ class Nvml:
         return (function(c_int(code or 0)) or b"").decode("utf-8", "replace")
 
     def number(self, *names: str, args: Sequence[Any] = (), kind: Any = c_uint) -> int | None:
-        """Return what the first function that answers writes into its last argument."""
+        """Return the number that the first function to succeed writes into its last argument; None if none does.
+
+        Args:
+            names: functions to try in this order.
+            args: arguments before the last.
+            kind: C type of the number.
+        """
         for name in names:
             found = kind(0)
             if self.call(name, *args, byref(found)) == DONE:
@@ -237,12 +244,12 @@ class Nvml:
         return None
 
     def text(self, name: str, *args: Any) -> str | None:
-        """Return the text of a query, which comes as a buffer and its length."""
+        """Return the text that a query writes into a buffer; None if it is refused."""
         buffer = create_string_buffer(96)
         return _decoded(buffer.value) if self.call(name, *args, buffer, c_uint(96)) == DONE else None
 
     def struct(self, name: str, device: Any, found: Any) -> Any:
-        """Return a struct that the query filled, or None."""
+        """Return ``found`` after the query has filled it; None if it is refused."""
         return found if self.call(name, device, byref(found)) == DONE else None
 
     def readings(self, device: Any) -> GpuReadings:
@@ -250,7 +257,7 @@ class Nvml:
         return GpuReadings(**self._readings(device))
 
     def gpu(self, index: int) -> RawGpu | None:
-        """Query all facts of one GPU; None when it has fallen off the bus."""
+        """Query all facts of one GPU; return None if it has fallen off the bus."""
         device = self.handle(index)
         if device is None:
             return None
@@ -270,7 +277,7 @@ class Nvml:
         )
 
     def _readings(self, device: Any) -> dict[str, int | None]:
-        # Version 2 does not count what the driver keeps for itself as used.
+        # Version 2 does not count the driver's own memory as used.
         memory = self.struct(
             "nvmlDeviceGetMemoryInfo_v2", device, _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
         ) or self.struct("nvmlDeviceGetMemoryInfo", device, _Memory())
@@ -299,17 +306,17 @@ class Nvml:
 
     def _processes(self, name: str, device: Any, kind: str) -> list[RawProcess] | None:
         for suffix, layout in (("_v3", _Process), ("_v2", _Process), ("", _ProcessV1)):
-            room = 0
-            for _ in range(4):  # processes come and go between two calls
-                count, found = c_uint(room), (layout * max(room, 1))()
+            capacity = 0
+            for _ in range(4):  # processes start and end between two calls
+                count, found = c_uint(capacity), (layout * max(capacity, 1))()
                 code = self.call(name + suffix, device, byref(count), ctypes.cast(found, POINTER(layout)))
                 if code != INSUFFICIENT_SIZE:
                     break
-                room = count.value + 8
+                capacity = count.value + 8
             if code == DONE:
                 return [
                     RawProcess(pid=entry.pid, memory=None if entry.memory == NOT_AVAILABLE else entry.memory, kind=kind)
-                    for entry in found[: min(count.value, room)]
+                    for entry in found[: min(count.value, capacity)]
                 ]
         return None
 

@@ -1,7 +1,7 @@
 """Peak FLOP/s of GPUs by their names, for dense matrices, from NVIDIA's data sheets and architecture white papers.
 
-The figures that are advertised with sparsity are twice these. A GPU that is not listed has none, and so has a part of
-one, or one with more words in its name than its kind has: a share of a guess would be worse than no figure.
+Figures advertised with sparsity are twice these. No figure is given for a GPU that is not listed, for a part of a GPU
+such as a MIG slice, and for a name with additional words: a share of a guessed peak would be worse than none.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 NumberFormat = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-"""In which the products of a training are computed."""
+"""Number format of matrix products."""
 
 _TERA = 1e12
 _BRAND = re.compile(r"(NVIDIA )?(TESLA |GEFORCE )?")
 
 
 class _GpuKind(NamedTuple):
-    """GPUs of one peak."""
+    """GPU models with the same peaks."""
 
     name: str
     """Pattern of the whole name without the brand, in capitals."""
     multiprocessors: int
-    """Of a whole GPU: a MIG slice, a share by MPS and a custom part of the same name have fewer."""
+    """Number on a whole GPU: a MIG slice, a share by MPS and a custom part of the same name have fewer."""
     teraflops: Mapping[NumberFormat, float]
-    """Products that are not listed are not known, or not computed by its tensor cores at all."""
+    """Peak by number format; a format that is missing is unknown, or not supported by the tensor cores."""
 
 
 _KINDS = (
@@ -50,7 +50,7 @@ _KINDS = (
     _GpuKind("V100-PCIE-(16|32)GB", 80, {"fp16": 112, "fp32": 14}),
     _GpuKind("V100S-PCIE-32GB", 80, {"fp16": 130, "fp32": 16.4}),
     _GpuKind("T4", 40, {"fp16": 65, "fp32": 8.1}),
-    # Of GeForce GPUs with sums in 32 bits, which are half as fast there as sums in 16.
+    # GeForce GPUs: with 32-bit accumulation, which has half the rate of 16-bit accumulation there.
     _GpuKind("RTX 5090", 170, {"bf16": 209.5, "fp16": 209.5, "tf32": 104.8, "fp32": 104.8}),
     _GpuKind("RTX 4090", 128, {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
     _GpuKind("RTX 3090", 82, {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
@@ -60,12 +60,12 @@ _KINDS = (
 
 
 def peak_flops_per_s(gpu: str, multiprocessors: int, number_format: NumberFormat) -> float | None:
-    """Return the peak of a GPU, or None where it is not known.
+    """Return the peak of a GPU; None if it is not known.
 
     Args:
-        gpu: its name as CUDA gives it, such as ``NVIDIA H100 80GB HBM3``.
-        multiprocessors: how many of them the process may use.
-        number_format: of the products.
+        gpu: its name as CUDA reports it, such as ``NVIDIA H100 80GB HBM3``.
+        multiprocessors: number that the process may use.
+        number_format: of the matrix products.
     """
     name = gpu.upper()
     brand = _BRAND.match(name)

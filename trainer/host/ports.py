@@ -1,4 +1,4 @@
-"""Finds out which ports of this machine are free, and who holds one."""
+"""Free ports of this machine, and the processes that hold busy ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import socket
 from trainer.host.proc_files import PROC, read_text
 
 FIRST_PORT, LAST_PORT = 20_000, 32_767
-"""Range of free ports: below those that Linux gives to outgoing connections, so that none of these takes
-the port between the test and the ranks' listening."""
+"""Range of ``free_port``: below the ephemeral ports of Linux, so that no outgoing connection takes the port between
+the check and the moment at which rank 0 listens."""
 ATTEMPTS = 200
-"""Ports that are tried before the kernel chooses; with so many, nearly all of them are taken."""
+"""Ports to try before the kernel chooses one; when so many are taken, nearly all are."""
 
 
 def bind_error(port: int) -> int:
-    """Return the errno with which rank 0 could not listen on a port of this machine, on all its addresses; else 0."""
+    """Return the errno of binding a port on all addresses of this machine, as rank 0 does; 0 if it works."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
-            # Bound, not listening: a rank of another node that is early must not meet this socket.
+            # Bound, not listening: an early rank of another node must not connect to this socket.
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((address, port))
@@ -33,13 +33,13 @@ def bind_error(port: int) -> int:
 
 
 def is_port_free(port: int) -> bool:
-    """Whether rank 0 could listen on a port of this machine, on all its addresses."""
+    """Whether rank 0 could listen on a port on all addresses of this machine."""
     return not bind_error(port)
 
 
 def free_port(draw: random.Random | None = None) -> int:
-    """Return a port on which this machine can listen now, drawn so that runs at the same time differ."""
-    # Not the training's random numbers: runs that start together must not try the same ports.
+    """Return a free port of this machine, drawn at random so that runs started at the same time differ."""
+    # Not from the training's seed: runs that start together must not try the same ports.
     draw = draw or random.SystemRandom()
     for _ in range(ATTEMPTS):
         port = draw.randint(FIRST_PORT, LAST_PORT)
@@ -51,13 +51,13 @@ def free_port(draw: random.Random | None = None) -> int:
 
 
 def outgoing_ports() -> tuple[int, int]:
-    """Return the lowest and the highest port that the kernel gives to who asks for none."""
+    """Return the lowest and the highest ephemeral port of the kernel."""
     low, high = read_text(PROC / "sys/net/ipv4/ip_local_port_range").split() or (1024, 65535)
     return int(low), int(high)
 
 
 def port_holder(port: int) -> str:
-    """Name who listens on a port of this machine: ``python3 (pid 4711)``, or another user's process."""
+    """Return a description of the process that listens on a port: ``python3 (pid 4711)``, or another user's."""
     import psutil  # only for messages about a busy port
 
     try:

@@ -1,4 +1,4 @@
-"""Calls ``prctl(2)``; standard library only, since this file travels to remote hosts with the host agent."""
+"""``prctl(2)``; standard library only, since this file travels to remote hosts with the host agent."""
 
 from __future__ import annotations
 

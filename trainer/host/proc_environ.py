@@ -1,7 +1,7 @@
-"""Writes a process's run into ``/proc/PID/environ``, also where it was started before its run was known.
+"""Run directory of a process in ``/proc/PID/environ``, also of a process that was started before its run was known.
 
-``/proc`` shows the environment that a process was started with, whatever it sets later. A process that waits for a
-run is therefore started with room for the name, and writes it there.
+``/proc`` shows the memory of the environment with which a process was started; ``os.environ`` does not change it. A
+process that waits for a run is therefore started with a placeholder value, and overwrites it there.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from trainer.host.processes import read_environ, read_stat
 RUN = "GPUTRAIN_RUN"
 """Environment variable of every process of a run that the console started: its run directory."""
 ROOM = " " * 4096
-"""Placeholder value of a variable that is written later; as long as the longest path."""
+"""Placeholder value of a variable that is overwritten later; as long as the longest path."""
 
 
 def show_in_proc(name: str, value: str) -> None:
-    """Write a variable's value where it was started with ``ROOM``; nothing is done where it was not."""
+    """Write a variable's value into ``/proc/self/environ`` if this process was started with ``ROOM`` as its value."""
     prefix, new = f"{name}=".encode(), os.fsencode(value)
     stat, environ = read_stat(os.getpid()), read_environ(os.getpid())
     if stat is None:
         return
     address = stat.environ_address
     offset = environ.find(prefix + ROOM.encode() + b"\0")
-    begins = offset == 0 or environ[offset - 1 : offset] == b"\0"
-    if offset >= 0 and begins and address and len(new) <= len(ROOM):
+    is_whole_name = offset == 0 or environ[offset - 1 : offset] == b"\0"
+    if offset >= 0 and is_whole_name and address and len(new) <= len(ROOM):
         ctypes.memmove(address + offset + len(prefix), new.ljust(len(ROOM), b"\0"), len(ROOM))
 
 
 def show_run_in_proc() -> None:
-    """Write the run that this process has come to belong to."""
+    """Write the run directory of this process, ``GPUTRAIN_RUN``, into ``/proc/self/environ``."""
     run = os.environ.get(RUN)
     if run:
         show_in_proc(RUN, run)

@@ -1,4 +1,4 @@
-"""Ties a process's life to its parent's, sets its signals and redirects its output.
+"""Death with the parent process, signal dispositions and output of a rank's process.
 
 Torch-free, and called before torch does anything in the rank.
 """
@@ -27,26 +27,26 @@ PARENT_POLL_S = 0.2
 
 
 def die_with_parent_process() -> None:
-    """Have the kernel kill this process when the thread that started it ends; survives exec, not fork."""
+    """Have the kernel kill this process when the thread that started it ends; inherited by exec, not by fork."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def signal_on_parent_death(number: int) -> None:
-    """Have the kernel send a signal when the thread that started this process ends; 0: none any more."""
+    """Have the kernel send a signal when the thread that started this process ends; 0 cancels it."""
     prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Make every descendant whose parent dies a child of this process, so that none can escape; Linux only."""
+    """Make this process the parent of orphaned descendants (child subreaper), so that none escapes; Linux only."""
     if sys.platform == "linux":
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_process(parent_pid: int) -> None:
-    """Kill this process as soon as ``parent_pid`` is gone, also while it sits in a collective.
+    """Kill this process as soon as ``parent_pid`` has ended, even while it is blocked in a collective.
 
-    The fork server that forked the rank dies with the node agent (``trainer.agent.preload_first``) and takes the rank
-    along by the kernel's hand. The thread covers a rank whose fork server was killed alone.
+    The fork server dies with the node agent (``trainer.agent.preload_first``), and the kernel then kills the ranks that
+    it forked. A thread watches ``parent_pid`` itself, for a rank whose fork server was killed alone.
     """
     die_with_parent_process()
     try:
@@ -76,10 +76,12 @@ def _kill_self() -> None:
 
 
 def set_signals(*, ignored: Collection[int] = ()) -> None:
-    """Leave what asks to save to the node agent, let its signals kill even inside a collective, print stacks.
+    """Set a rank's signals: ignore SIGINT and SIGUSR1/2, let SIGTERM and NOW_SIGNAL kill, print stacks on SIGQUIT.
+
+    Default dispositions kill the rank even inside a collective, in which no Python handler would run.
 
     Args:
-        ignored: further signals to ignore, also where one came while they were blocked.
+        ignored: further signals to ignore, including those that are pending.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(NOW_SIGNAL, signal.SIG_DFL)
@@ -90,12 +92,12 @@ def set_signals(*, ignored: Collection[int] = ()) -> None:
 
 
 def print_stacks_on_signal() -> None:
-    """On STACK_SIGNAL print the Python stacks of all threads to standard error, also while blocked in C++."""
+    """Print the Python stacks of all threads to standard error on STACK_SIGNAL, even while blocked in C++."""
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
 
 
 def redirect_output(log: Path) -> None:
-    """Append everything that this process and its libraries print to a file, line by line."""
+    """Redirect standard output and error of this process and its libraries to a file, appended line by line."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,14 +105,14 @@ def redirect_output(log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
-    # The terminal's encoding has no say over the file's.
+    # UTF-8 whatever the encoding of the terminal is.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.BufferedWriter(LogFile(fd)), encoding="utf-8") for fd in (1, 2))
     print_by_line()
 
 
 def print_by_line() -> None:
-    """Write out each line when it is complete: a rank that is killed has then shown all that it printed."""
+    """Flush output at the end of each line, so that a killed rank has shown all that it printed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What cannot be encoded is escaped rather than an error in the middle of a training.
+            # Escape characters that cannot be encoded, instead of failing in the middle of a training.
             stream.reconfigure(errors="backslashreplace", line_buffering=True)

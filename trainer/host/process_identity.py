@@ -1,4 +1,4 @@
-"""Identifies a process beyond its pid, which the kernel reuses."""
+"""Identity of a process beyond its pid, which the kernel reuses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainer.host.proc_files import PROC
 from trainer.host.processes import read_stat
 
 HELD_S = 5.0
-"""Seconds after SIGCONT from which a process that is still stopped counts as stuck."""
+"""Seconds after SIGCONT after which a process that is still stopped counts as stuck."""
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of a certain machine since a certain boot. What is not known (no ``/proc``) is empty or 0."""
+    """Pid of a process with its start time, boot and host; unknown fields (no ``/proc``) are empty or 0."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     start_ticks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -29,16 +29,16 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identify(pid: int | None = None, *, proc: Path = PROC) -> ProcessIdentity:
-    """Name a living process of this machine; by default this one."""
+    """Return the identity of a living process of this machine, by default of this one."""
     chosen = os.getpid() if pid is None else pid
     started = _started(chosen, proc)
     return ProcessIdentity(pid=chosen, start_ticks=started or 0, boot_id=boot_id(proc), host=socket.gethostname())
 
 
 def is_alive(process: ProcessIdentity) -> bool | None:
-    """Whether that very process still runs; None when this machine cannot tell.
+    """Whether this process still runs; None if it belongs to another machine or its identity is incomplete.
 
-    A zombie counts as ended: it does nothing any more, its parent just has not asked yet.
+    A zombie counts as ended: only its exit code is left, for which its parent has not waited yet.
     """
     if process.host != socket.gethostname() or not process.boot_id:
         return None
@@ -48,6 +48,6 @@ def is_alive(process: ProcessIdentity) -> bool | None:
 
 
 def _started(pid: int, proc: Path = PROC) -> int | None:
-    """Start time of a running process in ticks, or None when there is none of that number."""
+    """Return the start time of a running process in clock ticks; None if there is none with that pid."""
     stat = read_stat(pid, proc)
     return stat.start_ticks if stat is not None and stat.alive else None

@@ -1,7 +1,7 @@
-"""Reads the facts of a process in ``/proc/PID``: state, parent, start, use of core and memory, environment.
+"""Facts of a process from ``/proc/PID``: state, parent, start, use of cores and memory, environment.
 
-Standard library only, since this file travels to remote hosts with ``inventory.py``. psutil, which reads the same
-files, takes longer to import than all of these questions take, and does not know the waits for a core.
+Standard library only, since this file travels to remote hosts with ``inventory.py``. psutil reads the same files, but
+its import takes longer than all of these readings, and it lacks the waits for a core.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class ProcessStat:
 
     @property
     def alive(self) -> bool:
-        """Whether it does anything: a zombie is dead, whoever has yet to reap it."""
-        # A process whose first thread has left shows that thread's state while others of it go on.
+        """Whether the process runs; a zombie does not, even if its parent has yet to reap it."""
+        # A process whose first thread has exited shows that thread's state, Z, while its other threads run.
         return self.state not in "ZX" or (len(self.fields) > 17 and int(self.fields[17]) > 1)
 
     @property
     def parent_pid(self) -> int:
-        """0 for the first process of a PID namespace."""
+        """Pid of the parent; 0 for the first process of a PID namespace."""
         return int(self.fields[1])
 
     @property
     def cpu_ticks(self) -> int | None:
-        """Processor time of all its threads, user and system; None of a line that ends before."""
+        """Processor time of all its threads, user and system; None if the line is cut off."""
         return int(self.fields[11]) + int(self.fields[12]) if len(self.fields) > 12 else None
 
     @property
@@ -57,31 +57,31 @@ class ProcessStat:
 
 
 def parse_stat(line: bytes) -> ProcessStat | None:
-    """Read a line of ``/proc/PID/stat``; None where it does not even hold the state and the parent."""
-    # The name stands in parentheses and may hold spaces and parentheses itself, so count from its end.
+    """Parse a line of ``/proc/PID/stat``; return None if it is empty."""
+    # The name in parentheses may contain spaces and parentheses itself, so parse from its end.
     fields = line.rpartition(b")")[2].split()
     return ProcessStat(fields) if fields else None
 
 
 def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
-    """Return the state of a process; None when there is none of that number."""
+    """Return the parsed ``/proc/PID/stat`` of a process; None if there is none with that pid."""
     return parse_stat(read_bytes(proc / str(pid) / "stat"))
 
 
 def pids(proc: Path = PROC) -> Iterator[int]:
-    """Yield the number of every process."""
+    """Yield the pid of every process."""
     for name in os.listdir(proc):  # noqa: PTH208 - thousands of names, of which few are read
         if name.isdecimal():
             yield int(name)
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of that number, be it a zombie."""
+    """Whether there is a process with that pid, even a zombie."""
     return (PROC / str(pid)).exists()
 
 
 def is_held(pid: int) -> bool:
-    """Whether a process is kept from running, by SIGSTOP or by a debugger, so that it hears no signal but SIGKILL."""
+    """Whether a process is stopped, by SIGSTOP or a debugger, so that it handles no signal but SIGKILL."""
     stat = read_stat(pid)
     return stat is not None and stat.state in "Tt"
 
@@ -97,7 +97,7 @@ def ancestors() -> list[int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the living processes below ``pid``; zombies are dead, whoever has yet to reap them."""
+    """Return the pids of all living descendants of ``pid``, without zombies."""
     children: dict[int, list[int]] = {}
     for each in pids():
         stat = read_stat(each)
@@ -106,14 +106,14 @@ def descendants(pid: int) -> set[int]:
     found: set[int] = set()
     queue = [pid]
     while queue:
-        below = children.get(queue.pop(), [])
-        found.update(below)
-        queue += below
+        direct = children.get(queue.pop(), [])
+        found.update(direct)
+        queue += direct
     return found
 
 
 def namespace(kind: str) -> int | None:
-    """Return the number of a namespace (``net``, ``pid``) of this process; None where the kernel has none."""
+    """Return the inode number of a namespace (``net``, ``pid``) of this process; None if the kernel has none."""
     try:
         return (PROC / "self/ns" / kind).stat().st_ino
     except OSError:
@@ -124,12 +124,12 @@ def namespace(kind: str) -> int | None:
 
 
 def read_environ(pid: int) -> bytes:
-    """Return the environment that a process was started with; empty of a zombie, and of another user's process."""
+    """Return the environment with which a process was started; empty for zombies and other users' processes."""
     return read_bytes(PROC / str(pid) / "environ")
 
 
 def environ_value(pid: int, name: str) -> bytes | None:
-    """Return the value of a variable that a process was started with; None where there is none."""
+    """Return the value of a variable in a process's environment at its start; None without it."""
     environ = read_environ(pid)
     prefix = f"{name}=".encode()
     if prefix not in environ:
@@ -138,7 +138,7 @@ def environ_value(pid: int, name: str) -> bytes | None:
 
 
 def owner_and_name(pid: int) -> tuple[str, str] | None:
-    """Return the user and the program's name of a process; None of one that this machine cannot see."""
+    """Return the user and the program's name of a process; None if it is not visible in ``/proc``."""
     folder = PROC / str(pid)
     try:
         uid = folder.stat().st_uid
@@ -162,13 +162,13 @@ class ProcessUsage:
     """Processor time of all its threads, user and system."""
     rss_bytes: int | None
     wait_ns: int | None
-    """Time that its main thread was runnable and did not run."""
+    """Time that its main thread was runnable without a core."""
     held: str | None = None
-    """``T`` where it is stopped by a signal, ``t`` where a debugger holds it."""
+    """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
 
 
 def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
-    """Return the resource usage of a process; None when there is none of that number."""
+    """Return the resource usage of a process; None if there is none with that pid."""
     folder = proc / str(pid)
     stat = read_bytes(folder / "stat")
     if not stat:
@@ -179,7 +179,7 @@ def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
 
 
 def parse_usage(stat: bytes, statm: bytes, schedstat: bytes, *, page_bytes: int) -> ProcessUsage:
-    """Read ``/proc/PID/stat``, ``statm`` and ``schedstat``; an empty text is a file that is not there."""
+    """Parse ``/proc/PID/stat``, ``statm`` and ``schedstat``; empty bytes stand for a missing file."""
     parsed, pages = parse_stat(stat), statm.split()
     return ProcessUsage(
         ticks=None if parsed is None else parsed.cpu_ticks,
@@ -190,13 +190,13 @@ def parse_usage(stat: bytes, statm: bytes, schedstat: bytes, *, page_bytes: int)
 
 
 def parse_wait_ns(schedstat: bytes) -> int | None:
-    """Read of a ``schedstat`` how long the thread was runnable and did not run; None where it does not say."""
+    """Parse the time that a thread was runnable without a core from its ``schedstat``; None if that is malformed."""
     words = schedstat.split()
     return int(words[1]) if len(words) == 3 else None
 
 
 def busy_ns(pid: int, *, proc: Path = PROC) -> dict[str, int]:
-    """Return for how long each thread of a process has run or waited for a core, by thread id."""
+    """Return the time that each thread of a process has run or waited for a core, by thread id."""
     try:
         threads = os.listdir(proc / str(pid) / "task")  # noqa: PTH208 - some hundred names
     except OSError:
@@ -206,6 +206,6 @@ def busy_ns(pid: int, *, proc: Path = PROC) -> dict[str, int]:
 
 
 def sleeps_in(pid: int, *, proc: Path = PROC) -> str | None:
-    """Return the function of the kernel in which a process sleeps; None where it runs, or the kernel hides it."""
+    """Return the kernel function in which a process sleeps; None if it runs, or if the kernel hides the function."""
     wchan = read_bytes(proc / str(pid) / "wchan").decode("ascii", "replace")
     return None if wchan in ("", "0") else wchan

@@ -1,4 +1,4 @@
-"""Tries whether machines reach each other, before anything waits for a connection that never comes.
+"""Reachability between machines, checked before ranks wait for a connection that never comes.
 
 Standard library only, since this file travels to remote hosts.
 """
@@ -25,18 +25,21 @@ from trainer.host.addresses import (
 )
 
 CONNECT_TIMEOUT_S = 3.0
-"""Time-out of a connection to one of several addresses; TCP sends its first packet twice in it."""
+"""Time-out of a connection to one of several addresses; enough for one retransmission of TCP's first packet."""
 
 
 def listen_on_any_port() -> socket.socket:
-    """Return a socket that listens on all addresses of this machine, at a port that the kernel chooses."""
+    """Return a socket that listens on all addresses of this machine, on a port that the kernel chooses."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=2048)
 
 
 def outward_addresses() -> list[InterfaceAddress]:
-    """Return this machine's addresses that others may know: the one that leads outward first, IPv4 before IPv6."""
+    """Return the addresses at which others may reach this machine: no loopback, no link-local, interface up.
+
+    That of the default route comes first, then IPv4 before IPv6.
+    """
     found = [
         each
         for each in interface_addresses()
@@ -49,7 +52,7 @@ def outward_addresses() -> list[InterfaceAddress]:
 
 
 def resolve(host: str) -> str | None:
-    """Return the address of a host name; None for the loopback and a name that nobody knows."""
+    """Return the address of a host name; None if it is a loopback address or the name cannot be resolved."""
     with contextlib.suppress(OSError):
         address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
         return None if is_loopback(address) else address
@@ -59,25 +62,26 @@ def resolve(host: str) -> str | None:
 def find_route(
     candidates: Sequence[str], port: int, own: Sequence[InterfaceAddress], timeout_s: float
 ) -> tuple[str, str] | None:
-    """Connect to another machine under one of its addresses; return that and this machine's own on the way to it.
+    """Connect to another machine at one of its addresses; return that address and the local one of the connection.
 
     Args:
-        candidates: of the other machine; those that this one has too, such as Docker's bridge, lead back to itself.
-        port: on which it listens.
+        candidates: addresses of the other machine; those that this machine has too, such as that of Docker's bridge,
+            are skipped, since they lead back to this machine.
+        port: port on which it listens.
         own: addresses of this machine.
-        timeout_s: for each address.
+        timeout_s: time-out for each address.
     """
-    ours = {each.text for each in own}
-    foreign = [text for text in candidates if text not in ours]
-    near = [text for text in foreign if any(_is_in_network(text, each) for each in own)]
-    for text in [*near, *(text for text in foreign if text not in near)]:
-        with contextlib.suppress(OSError), socket.create_connection((text, port), timeout=timeout_s) as reached:
-            return text, plain(str(reached.getsockname()[0]))
+    local = {each.text for each in own}
+    remote = [text for text in candidates if text not in local]
+    same_network = [text for text in remote if any(_is_in_network(text, each) for each in own)]
+    for text in [*same_network, *(text for text in remote if text not in same_network)]:
+        with contextlib.suppress(OSError), socket.create_connection((text, port), timeout=timeout_s) as connection:
+            return text, plain(str(connection.getsockname()[0]))
     return None
 
 
 def unreachable(endpoints: Mapping[int, tuple[str, int]], timeout_s: float) -> dict[int, str]:
-    """Connect to addresses and ports all at once; return the error of each that failed."""
+    """Connect to all addresses and ports at once; return the error of each that failed, by its key."""
     failed: dict[int, str] = {}
     pending: dict[socket.socket, int] = {}
     deadline = time.monotonic() + timeout_s

@@ -1,6 +1,6 @@
-"""Resource limits of this machine: refuses a number of ranks that it could never hold.
+"""Resource limits of this machine, and a check that the requested ranks could fit.
 
-Starting them one by one would end in the middle, with ten thousand processes and an obscure error.
+Without the check, starting ten thousand ranks would fail half-way with an obscure error.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from trainer.host.memory import read_container_limit_bytes, read_memory, read_sw
 from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
-"""Least private memory of a rank: one on the CPU that shares torch's code with the others was measured to write
-24 MiB before its model."""
+"""Minimum private memory of a rank: a CPU rank forked from a process with torch was measured to write 24 MiB before
+its model."""
 SCRIPT_BYTES = 5 << 20
-"""The same of a script, which may be without torch: a Python process alone."""
+"""Minimum private memory of a script's process, which may run without torch."""
 FILES_PER_RANK = 2
 """Descriptors that the node agent holds open for each rank: the pipe to it and its pidfd or sentinel."""
 OTHER_FILES = 16
-"""Descriptors that it holds open besides."""
+"""Descriptors that the node agent holds open besides those."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
-    """Limits of the machine and of this process; None is without a limit."""
+    """Limits of the machine and of this process; None means no limit."""
 
     processes: int | None
-    """Of this user, of the machine and of the container, the least."""
+    """Smallest limit on processes of this user, the machine and the container."""
     files: int | None
-    """That one process may open."""
+    """Files that one process may open."""
     memory_bytes: int | None
-    """Memory and swap, used or not, of the machine or of the container."""
+    """Memory and swap of the machine, used or not, or the limit of the container if that is smaller."""
 
     def refusal(self, ranks: int, *, rank_bytes: int = RANK_BYTES) -> str:
-        """Return why so many ranks cannot be on this machine; empty where nothing rules it out."""
-        held: list[tuple[int, str]] = []
+        """Return the reason why ``ranks`` ranks cannot fit on this machine; empty if none is known."""
+        limits: list[tuple[int, str]] = []
         if self.processes is not None:
-            held.append((self.processes, f"{self.processes} processes are allowed"))
+            limits.append((self.processes, f"{self.processes} processes are allowed"))
         if self.files is not None:
-            held.append(((self.files - OTHER_FILES) // FILES_PER_RANK, f"a process may open {self.files} files"))
+            limits.append(((self.files - OTHER_FILES) // FILES_PER_RANK, f"a process may open {self.files} files"))
         if self.memory_bytes is not None:
             why = f"{self.memory_bytes / (1 << 30):.1f} GiB of memory, and a rank takes {rank_bytes >> 20} MiB or more"
-            held.append((self.memory_bytes // rank_bytes, why))
-        most, why = min(held, default=(ranks, ""))
-        if ranks <= most:
+            limits.append((self.memory_bytes // rank_bytes, why))
+        max_ranks, why = min(limits, default=(ranks, ""))
+        if ranks <= max_ranks:
             return ""
-        asked = f"{ranks} rank{'s were' if ranks != 1 else ' was'} asked for on this node"
-        return f"{asked}, which can hold at most {max(most, 0)}: {why}"
+        requested = f"{ranks} rank{'s were' if ranks != 1 else ' was'} asked for on this node"
+        return f"{requested}, which can hold at most {max(max_ranks, 0)}: {why}"
 
 
 def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
-    """Refuse more ranks than this machine can hold in any case; that fewer fit is not promised.
+    """Check the number of ranks against the limits of this machine; passing does not guarantee that they fit.
 
     Raises:
-        RequestError: it cannot; the line says what is short.
+        RequestError: a limit is too low; the line names it.
     """
     reason = read_limits().refusal(ranks, rank_bytes=rank_bytes)
     if reason:
@@ -80,7 +80,7 @@ def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
 
 
 def open_files() -> int | None:
-    """Return how many files this process may open; None without a limit."""
+    """Return the number of files that this process may open; None without a limit."""
     return _soft(resource.RLIMIT_NOFILE)
 
 
@@ -88,6 +88,6 @@ def _least(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _soft(what: int) -> int | None:
-    soft, _ = resource.getrlimit(what)
+def _soft(limit: int) -> int | None:
+    soft, _ = resource.getrlimit(limit)
     return None if soft == resource.RLIM_INFINITY else soft

@@ -1,6 +1,6 @@
-"""Turns signals and the end of a lease into one stop request that wakes a wait.
+"""Stop request of a process, made from signals and the end of a lease.
 
-The command, the supervisor, the node agent, the in-process agent and the rank all take it from here.
+Used by the command, the supervisor, the node agent, the in-process agent and the rank.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from trainer.contract.stop_level import StopLevel
 LEASE = "GPUTRAIN_LEASE"
 """Environment variable: ``stdin`` means that the end of standard input ends the run."""
 LEASE_RETURNED = b"stop\n"
-"""Written by a holder that wants a stop before it ends the lease, where the connection to it may break by itself."""
+"""Line that the holder of a lease writes before ending it on purpose, to distinguish that from a broken connection."""
 LEASE_LOST = "the command that started it is gone"
-"""Reason of a stop at the end of a lease without such a word."""
+"""Reason of a stop at the end of a lease without ``LEASE_RETURNED``."""
 STACK_SIGNAL = signal.SIGQUIT
-"""Has a rank print its Python stacks; SIGUSR1 and SIGUSR2 are what schedulers send before a time limit."""
+"""Signal on which a rank prints its Python stacks; SIGUSR1 and SIGUSR2 are sent by schedulers before a time limit."""
 SAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Ask to save and leave: a person, a scheduler, a terminal, and what ``sbatch --signal`` sends before a time limit."""
+"""Signals that request to save and exit: from a person, a terminal, a scheduler, and ``sbatch --signal``."""
 NOW_SIGNAL = signal.SIGRTMIN
-"""Asks a supervisor or a node agent to leave without saving, and ends a rank that would save on SIGTERM; none that a
-person or a scheduler sends for something else."""
+"""Signal that requests a supervisor or a node agent to exit without saving, and ends a rank that would save on SIGTERM.
+A person or a scheduler sends it for nothing else."""
 STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL)
-"""Blocked by whoever starts a supervisor: they stay pending until it has its handlers."""
+"""Signals that the starter of a supervisor blocks: they stay pending until the supervisor has its handlers."""
 
 
 @contextmanager
 def save_signals_blocked() -> Iterator[None]:
-    """Leave signals that ask to save pending; a process that is forked meanwhile never dies of one."""
+    """Block SAVE_SIGNALS while the body runs; a process that is forked in it inherits that and never dies of one."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
     try:
         yield
@@ -44,16 +44,16 @@ def save_signals_blocked() -> Iterator[None]:
 
 
 class StopRequested(BaseException):
-    """A stop request that came in a call that blocks; no Exception, so that nothing swallows it."""
+    """A stop request interrupted a blocking call; a BaseException, so that no ``except Exception`` swallows it."""
 
 
 def signal_of(level: StopLevel) -> signal.Signals:
-    """Return the signal that asks another process of ours for a level."""
+    """Return the signal that requests a stop of this level from another process."""
     return signal.SIGTERM if level <= StopLevel.SAVE else NOW_SIGNAL
 
 
 class StopRequest:
-    """Stop request of this process, from signals and the lease; readable as a file after each signal."""
+    """Stop request of this process, from signals and the lease; its descriptor is readable after each signal."""
 
     def __init__(
         self, signals: Collection[int] = STOP_SIGNALS, *, lease: bool = False, main_thread_is_free: bool = True
@@ -61,10 +61,10 @@ class StopRequest:
         """Start without a request; signals are caught from ``catch`` or ``with`` on.
 
         Args:
-            signals: which signals ask for a stop.
-            lease: whether the end of standard input asks to leave without saving.
-            main_thread_is_free: whether the main thread runs signal handlers in time; where it may sit in C++ for long,
-                another thread takes the signals in ``wait``.
+            signals: signals that request a stop.
+            lease: whether the end of standard input requests an exit without saving.
+            main_thread_is_free: whether the main thread runs signal handlers in time; if it may be in C++ for long,
+                another thread receives the signals in ``wait``.
         """
         self.level = StopLevel.NONE
         self.reason: str | None = None
@@ -73,15 +73,15 @@ class StopRequest:
         self._lease = lease
         self._main_thread_is_free = main_thread_is_free
         self._reported = StopLevel.NONE
-        """The level that ``risen`` has returned."""
+        """The level that ``risen`` returned last."""
         self._interrupted = False
-        """Whether there was a Ctrl-C."""
+        """Whether SIGINT came before."""
         self._raising = False
         self._released = False
         self._unsent: list[int] = []
-        """Signals to be forwarded."""
+        """Signals that have not been forwarded yet."""
         self._forward_to: int | None = None
-        """A pidfd."""
+        """Pidfd of the process that gets the signals too."""
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
         self._read = self._write = -1
@@ -91,13 +91,13 @@ class StopRequest:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in self._signals:
-            # What a terminal sends to all stays ignored where it is: `nohup`, or `&` in a script. The others are
-            # addressed to this very process.
+            # Signals of a terminal stay ignored under `nohup` and `&` in a script. The others are sent to this process
+            # in particular.
             ignored = signal.getsignal(number) is signal.SIG_IGN
             if not ignored or number not in (signal.SIGINT, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-        # What is started from here has its own standard input.
+        # Children have another standard input.
         os.environ.pop(LEASE, None)
         if self._lease:
             threading.Thread(target=self._follow_lease, name="lease", daemon=True).start()
@@ -108,7 +108,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the handlers back."""
+        """Restore the handlers."""
         self._released = True
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -118,7 +118,7 @@ class StopRequest:
         self._read = -1
 
     def ask(self, level: StopLevel, reason: str) -> None:
-        """Request a stop, unless a more urgent one was requested."""
+        """Request a stop; a lower level than before changes nothing."""
         self.level = max(level, self.level)
         self.reason = self.reason or reason
 
@@ -133,7 +133,7 @@ class StopRequest:
         return self._read
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until a signal, or so long."""
+        """Sleep until a signal or the time-out."""
         select.select([self], [], [], timeout_s)
         self.drain()
 
@@ -146,7 +146,7 @@ class StopRequest:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise StopRequested at a request, also at one that came before; for calls that block."""
+        """Raise StopRequested in the body at a request, also at an earlier one; for calls that block."""
         self._raising = True
         try:
             if self.level:
@@ -157,7 +157,7 @@ class StopRequest:
 
     @contextmanager
     def forwarded_to(self, pidfd: int) -> Iterator[None]:
-        """Send signals on to a process as they come, also those that came while there was none."""
+        """Forward signals to a process while the body runs, also those that came before."""
         self._forward_to = pidfd
         self._forward()
         try:
@@ -173,8 +173,8 @@ class StopRequest:
             raise StopRequested
 
     def _receive(self, number: int) -> None:
-        # Only a second Ctrl-C is a person whom saving takes too long. A terminal that is closed hangs up more than
-        # once, by its kernel and by its shell; another `gputrain stop` or a scheduler means the same stop.
+        # Only a second Ctrl-C means a person for whom saving takes too long. A closed terminal sends SIGHUP more than
+        # once, from its kernel and its shell; a second `gputrain stop` or a scheduler's signal means the same stop.
         again = self._interrupted and number == signal.SIGINT
         self._interrupted |= number == signal.SIGINT
         level = StopLevel.KILL if again else StopLevel.NOW if number == NOW_SIGNAL else StopLevel.SAVE
@@ -183,7 +183,7 @@ class StopRequest:
         self._forward()
 
     def _forward(self) -> None:
-        # From the handler, because the main thread may be held up by output that nobody reads.
+        # From the handler, because the main thread may be blocked by output whose reader has stalled.
         while self._forward_to is not None and self._unsent:
             with suppress(ProcessLookupError, IndexError):  # a handler that came in between has sent it
                 signal.pidfd_send_signal(self._forward_to, self._unsent.pop(0))

@@ -1,4 +1,4 @@
-"""Lists the GPUs that CUDA_VISIBLE_DEVICES leaves, by NVML and without torch."""
+"""GPUs visible under CUDA_VISIBLE_DEVICES, by NVML and without torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def visible_devices(environ: Mapping[str, str]) -> list[Device]:
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and not wanted.strip():
         return []
-    from trainer.host.nvml import list_gpus  # ranks on the CPU do not wait for it
+    from trainer.host.nvml import list_gpus  # CPU ranks need not import it
 
     return select([Device(uuid=uuid, name=name) for uuid, name in list_gpus()], wanted)
 
 
 def select(installed: Sequence[Device], wanted: str | None) -> list[Device]:
-    """Apply the text of CUDA_VISIBLE_DEVICES, None being all, to GPUs in PCI order as the CUDA driver does.
+    """Select GPUs in PCI order by the value of CUDA_VISIBLE_DEVICES, as the CUDA driver does; None selects all.
 
-    The list ends at its first entry that means no GPU, and a GPU that is named twice makes all of them invisible.
+    The list ends at its first invalid entry, and a GPU that is listed twice makes all of them invisible.
     """
     if wanted is None:
         return list(installed)
@@ -46,14 +46,14 @@ def _find(installed: Sequence[Device], entry: str) -> Device | None:
     if entry.isdecimal():
         return next((device for index, device in enumerate(installed) if entry == str(index)), None)
     if entry.startswith("MIG-"):
-        # A slice of a GPU; the driver shows it as a device, and NVML lists it under its GPU only.
+        # A slice of a GPU: CUDA has it as a device, but NVML lists it only under its GPU.
         return Device(uuid=entry, name="MIG slice") if installed else None
     matches = [device for device in installed if entry.startswith("GPU-") and device.uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
 def label(device_id: int | None, devices: Sequence[Device]) -> str:
-    """Return a device for the record: ``cpu``, or ``cuda:<index> <UUID or name>``."""
+    """Return the name of a device in the record: ``cpu``, or ``cuda:<index> <UUID or name>``."""
     if device_id is None:
         return "cpu"
     known = devices[device_id].uuid or devices[device_id].name if device_id < len(devices) else ""

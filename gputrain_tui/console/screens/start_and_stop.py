@@ -38,7 +38,7 @@ async def _await_supervisor(console: AppProtocol, run: Run, supervisor: subproce
     from gputrain_tui.lifecycle import start
 
     try:
-        await asyncio.to_thread(start.await_supervisor, run, supervisor, was=run.status.supervisor)
+        await asyncio.to_thread(start.await_supervisor, run, supervisor, previous=run.status.supervisor)
     except RequestError as error:
         console.report(str(error), alarm=True)
 

@@ -1,4 +1,4 @@
-"""How a node's command becomes a process: one small protocol, one module per launcher."""
+"""Launchers, which start the commands of nodes as processes: their protocol, and one module for each."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ LAUNCHERS: dict[str, tuple[str, str]] = {
     "ssh": ("gputrain_tui.lifecycle.launchers.ssh", "SshLauncher"),
     "slurm": ("gputrain_tui.lifecycle.launchers.slurm", "SlurmLauncher"),
 }
-"""Name to module and class."""
+"""Module and class of each launcher, by name."""
 
 
 class NodeProcess(Protocol):
-    """The process of one node as the supervisor holds it."""
+    """Process of one node, as held by the supervisor."""
 
     node: int
     """Index of the node in the plan."""
     host: str
-    why: str
-    """Why its host did not start or keep it, in one line; empty where its own log has the last word."""
+    host_error: str
+    """Error of its host or of the connection, which did not start or keep it; empty if its log has the cause."""
 
     @property
     def identity(self) -> ProcessIdentity | None:
-        """The node agent, or the process that keeps it on another host; None until that host has answered."""
+        """Node agent, or the host agent above it on another host; None until that host has answered."""
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended, or its identity is known."""
+        """Return a file descriptor that becomes readable when the process ends, or its identity becomes known."""
 
     def poll(self) -> int | None:
-        """Exit code, a signal's number negated, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
 
     def stop(self, level: StopLevel) -> None:
-        """Ask the node agent to end its ranks and leave; returns immediately."""
+        """Send the node agent a stop request, without waiting."""
 
     def kill(self) -> None:
-        """End it without asking; its ranks die with it."""
+        """Kill the process; its ranks end with it."""
 
     def close(self) -> None:
-        """Close the descriptors of a process that has ended."""
+        """Close the file descriptors of a process that has ended."""
 
     def silent_s(self) -> float:
-        """Return for how many seconds nothing has been heard of its host; 0 for this machine."""
+        """Return the seconds since the last message of its host; 0 for this machine."""
 
 
 class Launcher(Protocol):
-    """Starts the command of a node."""
+    """Launcher of the commands of nodes."""
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command.
 
         Args:
-            node: what to start, and where.
-            run_dir: where its output goes.
+            node: node of the plan.
+            run_dir: run directory, which gets the output.
             env: environment of the run, besides the node's own.
-            leased: the node ends itself when this process is gone.
+            leased: whether the node ends when this process does.
 
         Raises:
             OSError: the command cannot be started.
@@ -73,19 +73,23 @@ class Launcher(Protocol):
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
-        """Take over a node that a killed supervisor started; None when it is gone.
+        """Take over a node of a killed supervisor; None if it has ended.
 
-        The identity is what that supervisor has written down of it, None for nothing.
+        Its exit code is read from the node's outcome, as the kernel reports it to the parent process only.
 
-        Its exit code is read from the node's outcome: the kernel gives it only to the parent process.
+        Args:
+            node: node of the plan.
+            run_dir: run directory.
+            identity: process of the node in ``attempt.json``; None if not recorded.
+            leased: whether the node ends when this process does.
         """
 
 
 def launcher(name: str) -> Launcher:
-    """Return the launcher of a plan.
+    """Return the launcher of a plan by its name.
 
     Raises:
-        RequestError: this installation has no such launcher.
+        RequestError: there is no such launcher.
     """
     if name not in LAUNCHERS:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Starts a node's command as a process of this machine."""
+"""Starts the commands of nodes as processes of this machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class LocalProcess:
-    """A node agent that this process started."""
+    """Node agent that this process started."""
 
-    why = ""
+    host_error = ""
 
     def __init__(self, node: int, host: str, process: subprocess.Popen[bytes]) -> None:
         self.node = node
@@ -38,29 +38,29 @@ class LocalProcess:
         self._pidfd = os.pidfd_open(process.pid)
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended."""
+        """Return the pidfd, which becomes readable when the process ends."""
         return self._pidfd
 
     def poll(self) -> int | None:
-        """Exit code, a signal's number negated, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         return self._process.poll()
 
     def stop(self, level: StopLevel) -> None:
-        """Ask it to end its ranks and leave."""
+        """Send the node agent the signal of a stop level; above ``SAVE``, end its lease too."""
         for number in (signal_of(level), signal.SIGCONT):  # a stopped process runs no handler
             self._process.send_signal(number)
         if level > StopLevel.SAVE:
             self._end_lease()
 
     def kill(self) -> None:
-        """Kill it and whatever shares its session's process group."""
+        """Kill the process group of the node agent."""
         with suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
         self._end_lease()
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """End the lease and close the pidfd."""
         self._end_lease()
         os.close(self._pidfd)
 
@@ -74,9 +74,9 @@ class LocalProcess:
 
 
 class AdoptedProcess:
-    """A node agent that a killed supervisor started."""
+    """Node agent that a killed supervisor started."""
 
-    why = ""
+    host_error = ""
 
     def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
         self.node = node
@@ -86,31 +86,31 @@ class AdoptedProcess:
         self._run_dir = run_dir
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended."""
+        """Return the pidfd, which becomes readable when the process ends."""
         return self._pidfd
 
     def poll(self) -> int | None:
-        """Exit code in the node's outcome once it has ended, 1 where it left none; None while it runs."""
+        """Return the exit code in the node's outcome, 1 without an outcome; None while the process runs."""
         if is_alive(self.identity):
             return None
         result = node_outcome(self._run_dir, self.node)
         return ExitCode.FAILED if result is None else result.exit_code
 
     def wake(self) -> None:
-        """Continue it where SIGSTOP has stopped it: the supervisor waits for its end."""
+        """Continue a process that was stopped by SIGSTOP, as the supervisor waits for its end."""
         self._signal(signal.SIGCONT)
 
     def stop(self, level: StopLevel) -> None:
-        """Ask it to end its ranks and leave."""
+        """Send the node agent the signal of a stop level."""
         self._signal(signal_of(level))
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the node agent."""
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the pidfd."""
         os.close(self._pidfd)
 
     def silent_s(self) -> float:
@@ -128,18 +128,18 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 
 
 class LocalLauncher:
-    """Starts nodes as processes of this machine."""
+    """Launcher of nodes as processes of this machine."""
 
     adopted_as: type[AdoptedProcess] = AdoptedProcess
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> AdoptedProcess | None:
-        """Take over a node that a killed supervisor started; None when it is gone."""
+        """Take over a node of a killed supervisor; None if it has ended."""
         pidfd = None if identity is None else open_process(identity.pid, run_dir.path)
         if identity is None or pidfd is None:
             return None
-        if not is_alive(identity):  # checked after it was opened: the descriptor refers to this very process
+        if not is_alive(identity):  # checked after opening, so that the pidfd refers to the checked process
             os.close(pidfd)
             return None
         adopted = self.adopted_as(node.node, node.host, identity, pidfd, run_dir)
@@ -147,7 +147,7 @@ class LocalLauncher:
         return adopted
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
-        """Start a node's command in a session of its own, so that no terminal's signal reaches it.
+        """Start a node's command in a session of its own, so that no signal of a terminal reaches it.
 
         Raises:
             OSError: the command cannot be started.

@@ -1,4 +1,4 @@
-"""Starts a node's command as a step of a Slurm job: one ``srun`` per node, as their GPUs and commands may differ."""
+"""Starts the commands of nodes as steps of a Slurm job: one ``srun`` per node, as GPUs and commands may differ."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import LEASE_RETURNED
 
 SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-"""Which GPUs a step gets is Slurm's to say."""
+"""Variables that Slurm sets in a step."""
 FIRST_PORT, PORTS = 12_000, 18_000
-"""Ports from 12000 to 29999, below those that Linux hands out, for jobs that meet on one host at the same time."""
+"""Ports 12000 to 29999, below Linux's ephemeral ports, one of which a job gets by its number: jobs may share a host."""
 UNSEEN = "does not see the run directory"
 SHARED = f"""[ -e "$0/plan.json" ] && exec "$@"
 echo "$(hostname) {UNSEEN} $0: GPUTRAIN_HOME must be on a disk that all nodes share"
 exit {ExitCode.REFUSED}
 """
-"""Starts a node's command where the run directory is what it is here."""
+"""Shell script that executes a node's command if its host sees the run directory."""
 
 
-def placed(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
-    """Return a plan whose nodes are hosts of this process's allocation, with a port of the job's own.
+def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Return a plan on the hosts of this process's allocation, with a port derived from the job's number.
 
     Raises:
         RequestError: the allocation has too few hosts.
@@ -43,7 +43,7 @@ def placed(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
     named = {node.host for node in plan.nodes}
     given = [host for host, _ in slurm.allocation(environ)]
     free = [host for host in given if host not in named]
-    moved = slurm.is_requeued(environ)  # then it may have other hosts than before
+    moved = slurm.is_requeued(environ)  # a requeued job may get other hosts
     pending = [node.host for node in plan.nodes if is_pending(node.host) or (moved and node.host not in given)]
     if len(pending) > len(free):
         raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has given {len(free)}")
@@ -62,27 +62,27 @@ def placed(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
 
 
 class StepProcess(LocalProcess):
-    """The ``srun`` of one node's step, which passes signals on to it."""
+    """``srun`` of one node's step, which forwards signals to the step."""
 
     def __init__(self, node: int, host: str, process: subprocess.Popen[bytes], step_name: str) -> None:
         super().__init__(node, host, process)
         self._step_name = step_name
 
     def poll(self) -> int | None:
-        """Exit code of the node agent, a signal's number negated, or None while it runs."""
+        """Return the exit code of the node agent, negative for a signal, or None while it runs."""
         code = super().poll()
         if code is not None and code > 128 and code != ExitCode.STOPPED:
-            return 128 - code  # as a shell has it
+            return 128 - code  # 128 + signal number, as in a shell
         return code
 
     def stop(self, level: StopLevel) -> None:
-        """Ask the node agent to leave: srun forwards SIGUSR1, and its standard input, the lease, to the step."""
+        """Send the node agent a stop request: srun forwards SIGUSR1, and its standard input, the lease, to the step."""
         if level <= StopLevel.SAVE:
             self._process.send_signal(signal.SIGUSR1)
         elif self._process.stdin is not None:
             self._end_lease()
         else:
-            self._process.send_signal(signal.SIGTERM)  # srun then ends the step
+            self._process.send_signal(signal.SIGTERM)  # at which srun ends the step
 
     def kill(self) -> None:
         """Kill the step and its srun."""
@@ -101,15 +101,15 @@ class StepProcess(LocalProcess):
 
 
 class AdoptedStep(AdoptedProcess):
-    """The ``srun`` of a step that a killed supervisor started."""
+    """``srun`` of a step that a killed supervisor started."""
 
     def stop(self, level: StopLevel) -> None:
-        """Ask the node agent to leave."""
+        """Send the node agent a stop request."""
         self._signal(signal.SIGUSR1 if level <= StopLevel.SAVE else signal.SIGTERM)
 
 
 class SlurmLauncher(LocalLauncher):
-    """Starts nodes as steps of the job that this process is in."""
+    """Launcher of nodes as steps of this process's job."""
 
     adopted_as = AdoptedStep
 
@@ -119,7 +119,7 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             OSError: there is no srun.
         """
-        # A job ends with its script: where that is this process, nobody could adopt the step.
+        # A job ends with its script: if that is this process, no other supervisor can adopt the step.
         leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
         host = address_of(node.host)
         groups = dict(slurm.allocation())
@@ -131,7 +131,7 @@ class SlurmLauncher(LocalLauncher):
             words.append(f"--gpus={gpus}")
         argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
         environment = node_environment(node, env, leased=leased)
-        environment.pop("TMPDIR", None)  # of this machine
+        environment.pop("TMPDIR", None)  # exists on this machine only
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
                 [*words, "sh", "-c", SHARED, str(run_dir.path), *argv],

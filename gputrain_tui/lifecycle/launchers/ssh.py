@@ -1,8 +1,7 @@
-"""Starts nodes on other hosts over ssh, and keeps their record here.
+"""Starts nodes on other hosts over ssh, and copies their record into the run directory of this machine.
 
-Each node has one connection, served by a thread, to a session of ``gputrain_tui.hosts.host_agent``. A connection that
-breaks is opened again; the agent on the host and the node go on meanwhile. Nodes that are this machine are started as
-the local launcher does.
+Each node has one connection, served by a thread, to a session of ``gputrain_tui.hosts.host_agent``. A broken connection
+is opened again; host agent and node continue meanwhile. Nodes on this machine are started by the local launcher.
 """
 
 from __future__ import annotations
@@ -38,34 +37,41 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.launchers import NodeProcess
     from gputrain_tui.plan.planner import PlannedNode
 
-TRAVELLING = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
-"""Beginnings of the environment variables that go along to other hosts."""
-STAYING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "GPUTRAIN_SSH", "GPUTRAIN_RUN", "GPUTRAIN_SUPERVISOR", HOME)
-"""Those of them that are about this machine."""
+FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
+"""Prefixes of the environment variables that nodes on other hosts get."""
+NOT_FORWARDED = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "GPUTRAIN_SSH",
+    "GPUTRAIN_RUN",
+    "GPUTRAIN_SUPERVISOR",
+    HOME,
+)
+"""Variables with these prefixes that concern this machine only."""
 BEAT_S = 1.0
-"""Time between two words to a session, from which the agent knows that somebody waits for its node."""
+"""Time between two heartbeats to a host agent, which ends a node without heartbeats and new events."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """Pauses before a broken connection is opened again; the last one repeats."""
 FIRST_TRIES = 3
-"""Connections that are tried to a host that has not answered yet."""
-KILLED_S = 5.0
-"""How long a node that is to be killed is waited for on a host that cannot be reached."""
+"""Maximum number of connection attempts to a host that has not answered yet."""
+KILL_TIMEOUT_S = 5.0
+"""Time to wait for the end of a killed node on a host that does not answer."""
 
 
 IDENTITY = msgspec.json.Decoder(ProcessIdentity)
-"""Made before any thread is: msgspec crashes where several threads decode a type for the first time."""
+"""Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
 class SshLauncher:
-    """Starts nodes on their hosts over ssh, and those that are this machine here."""
+    """Launcher of nodes on their hosts over ssh, and of nodes on this machine as local processes."""
 
     def __init__(self, opened: Mapping[int, OpenConnection] | None = None) -> None:
-        """Take over the connections of the preflight, by node."""
+        """Take over open connections of the preflight, by node."""
         self._local = LocalLauncher()
         self._opened = dict(opened or {})
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
-        """Start a node's command; what keeps it from being started becomes its end.
+        """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process.
 
         Raises:
             OSError: the run directory cannot be written.
@@ -77,25 +83,20 @@ class SshLauncher:
         folder.mkdir(mode=0o700, parents=True)
         (folder / TOKEN).touch(mode=0o600)
         opened = self._opened.pop(node.node, None)
-        return _started(SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened))
+        return SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened)
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
-        """Take over a node that a killed supervisor started; None where it started none."""
+        """Take over a node of a killed supervisor; None if it was local and has ended, or was not started."""
         folders = attempt_folders(run_dir, node.node)
-        if not folders:  # it was started on the machine of that supervisor, or not at all
+        if not folders:  # started as a local process, or not at all
             return self._local.adopt(node, run_dir, identity, leased=leased)
-        return _started(SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased))
-
-
-def _started(process: SshProcess) -> SshProcess:
-    process.start()
-    return process
+        return SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased)
 
 
 class SshProcess:
-    """A node on another host, and the connection to its agent."""
+    """Node on another host, and the connection to its host agent."""
 
     def __init__(
         self,
@@ -107,11 +108,21 @@ class SshProcess:
         leased: bool,
         opened: OpenConnection | None = None,
     ) -> None:
+        """Start the thread that connects.
+
+        Args:
+            node: node of the plan.
+            run_dir: run directory of this machine.
+            attempt: name of the attempt's folder.
+            start: whether the host agent starts the node; else it must run already.
+            leased: whether the node ends when this process does.
+            opened: connection of the preflight to start with.
+        """
         self.node = node.node
         self.host = node.host
-        self.why = ""
+        self.host_error = ""
         self.identity: ProcessIdentity | None = None
-        """Of the agent on the host, once that has answered."""
+        """Host agent; None until it has answered."""
         self._planned = node
         self._run_dir = run_dir
         self._attempt = attempt
@@ -119,49 +130,46 @@ class SshProcess:
         self._leased = leased
         self._ssh = Ssh()
         self._opened = opened
-        """Connection to go on with; None once it was used."""
+        """Connection of the preflight for the first session; None once used."""
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._asked = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._level = StopLevel.NONE
         self._give_up_at = float("inf")
         self._heard_at = time.monotonic()
         self._code: int | None = None
         self._unwritten: set[str] = set()
-        """Files that this disk does not take, until the next connection."""
+        """Files that could not be written here; skipped until the next connection."""
         self._thread = threading.Thread(target=self._run, name=f"node-{node.node}", daemon=True)
-
-    def start(self) -> None:
-        """Begin to connect."""
         self._thread.start()
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the agent has answered, and when the node has ended."""
+        """Return a file descriptor that becomes readable when the host agent answers and when the node ends."""
         return self._changed
 
     def poll(self) -> int | None:
-        """Exit code, a signal's number negated, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the node runs."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._changed)
         return self._code
 
     def stop(self, level: StopLevel) -> None:
-        """Ask the node agent to end its ranks and leave; returns immediately."""
+        """Send the node agent a stop request, without waiting."""
         self._level = max(level, self._level)
-        os.eventfd_write(self._asked, 1)
+        os.eventfd_write(self._stop_event, 1)
 
     def kill(self) -> None:
-        """End it without asking; on a host that cannot be reached its agent does that by itself."""
-        self._give_up_at = min(self._give_up_at, time.monotonic() + KILLED_S)
+        """Kill the node; on a host that cannot be reached, its host agent ends the node later."""
+        self._give_up_at = min(self._give_up_at, time.monotonic() + KILL_TIMEOUT_S)
         self.stop(StopLevel.KILL)
 
     def close(self) -> None:
-        """Wait for the thread, which has nothing left to do, and close the descriptors."""
+        """Wait for the thread, which ends with the node, and close the file descriptors."""
         self._thread.join()
         os.close(self._changed)
-        os.close(self._asked)
+        os.close(self._stop_event)
 
     def silent_s(self) -> float:
-        """Return for how many seconds its host has not answered."""
+        """Return the seconds since the last message of the host."""
         return time.monotonic() - self._heard_at
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -170,15 +178,15 @@ class SshProcess:
         try:
             code = self._serve()
         except Exception as error:  # noqa: BLE001 - the supervisor waits for this node
-            self.why = f"{type(error).__name__}: {error}"
+            self.host_error = f"{type(error).__name__}: {error}"
             code = ExitCode.FAILED
-        if self.why:
-            print(f"node {self.node} on {self.host}: {self.why}", file=sys.stderr, flush=True)
+        if self.host_error:
+            print(f"node {self.node} on {self.host}: {self.host_error}", file=sys.stderr, flush=True)
         self._code = code
         os.eventfd_write(self._changed, 1)
 
     def _serve(self) -> int:
-        """Connect, again and again, until the node has ended or cannot be started; return its exit code."""
+        """Connect and reconnect until the node has ended or cannot be started; return its exit code."""
         failures = 0
         while True:
             request = session_request(
@@ -189,7 +197,7 @@ class SshProcess:
             try:
                 code = self._talk(connection)
             except RefusedError as refused:
-                self.why = str(refused)
+                self.host_error = str(refused)
                 return ExitCode.FAILED
             except ConnectionError as error:
                 code, why = None, str(error)
@@ -201,40 +209,40 @@ class SshProcess:
                 return code
             failures = failures + 1 if not connection.answered else 1
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
-                self.why = why
+                self.host_error = why
                 return ExitCode.FAILED
             print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
             self._pause(RETRY_S[min(failures, len(RETRY_S)) - 1])
 
     def _pause(self, seconds: float) -> None:
-        """Wait; a word to be passed on is left for the next connection."""
+        """Sleep, at most until the thread gives up; the next connection sends a stop request that comes meanwhile."""
         time.sleep(min(seconds, max(self._give_up_at - time.monotonic(), 0.0)))
 
     def _talk(self, connection: Connection) -> int | None:
-        """Serve one connection; return the node's exit code, None where the connection ended before.
+        """Serve one connection; return the node's exit code, None if the connection ended first.
 
         Raises:
             RefusedError: the node cannot be started there.
             ConnectionError: the connection broke.
         """
-        told = StopLevel.NONE
+        sent_level = StopLevel.NONE
         beat_at = 0.0
         self._unwritten.clear()
         while True:
             now = time.monotonic()
             if now >= self._give_up_at:
                 raise ConnectionError("it does not answer; its agent ends the node once its ranks make no steps")
-            if connection.answered and self._level > told:
-                told = self._level
-                connection.send(word="stop", level=int(told))
+            if connection.answered and self._level > sent_level:
+                sent_level = self._level
+                connection.send(word="stop", level=int(sent_level))
             if connection.answered and now >= beat_at:
                 beat_at = now + BEAT_S
                 connection.send(word="beat")
-            for frame, data in connection.frames(self._asked, BEAT_S / 2):
+            for frame, data in connection.frames(self._stop_event, BEAT_S / 2):
                 self._heard_at = time.monotonic()
                 match frame["word"]:
                     case "hello":
-                        self._said_hello(frame)
+                        self._accept_hello(frame)
                     case "refused":
                         raise RefusedError(str(frame["why"]))
                     case "file":
@@ -244,21 +252,25 @@ class SshProcess:
                     case "exit":
                         return int(frame["code"])
             with suppress(BlockingIOError):
-                os.eventfd_read(self._asked)
+                os.eventfd_read(self._stop_event)
             if connection.ended:
                 return None
 
-    def _said_hello(self, frame: Mapping[str, Any]) -> None:
+    def _accept_hello(self, frame: Mapping[str, Any]) -> None:
         self.identity = IDENTITY.decode(msgspec.json.encode(frame["agent"]))
         if not frame["shared"]:
             write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=str(frame["run_dir"])))
         os.eventfd_write(self._changed, 1)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
-        """Write a part of a file where it belongs; what is there already is the same."""
+        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
+
+        Raises:
+            ConnectionError: the file is not one of the node, or the part would leave a gap.
+        """
         if not is_of_node(name, self.node, self._planned.ranks):
             raise ConnectionError(f"it sent {name!r}, which is no file of node {self.node}")
-        path = f"{self._run_dir.path}/{name}"  # not a Path per frame
+        path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow
         if name in self._unwritten:
             return
         if offset > size_of(path):
@@ -273,12 +285,12 @@ class SshProcess:
                     data, offset = data[written:], offset + written
             finally:
                 os.close(descriptor)
-        except OSError as error:  # a full disk, or the run directory was deleted: no run is lost for that
+        except OSError as error:  # a full disk or a deleted run directory must not end the run
             self._unwritten.add(name)
             print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Write a file that does not grow."""
+        """Replace a file of the node that is sent as a whole."""
         if name not in replaced_files(self.node, self._planned.ranks):
             raise ConnectionError(f"it sent {name!r}, which is no file of node {self.node}")
         with suppress(OSError):
@@ -288,7 +300,7 @@ class SshProcess:
 def session_request(
     node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
 ) -> dict[str, Any]:
-    """Return what a session of the host agent is told first."""
+    """Return the request that opens a session of the host agent."""
     sizes = {}
     for folder in (run_dir.events, run_dir.logs, run_dir.digest):
         for path in folder.glob("*"):
@@ -299,7 +311,7 @@ def session_request(
         "node": node.node,
         "ranks": node.ranks,
         "argv": node.argv,
-        "env": {**travelling(os.environ), **node.env},
+        "env": {**forwarded_environment(os.environ), **node.env},
         "workdir": node.workdir or str(Path.cwd()),
         "setup": node.setup,
         "home": os.environ.get(HOME, ""),
@@ -313,11 +325,11 @@ def session_request(
 
 
 def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
-    """Ask a rank on another host to print its stacks into its log; return whether the process is there.
+    """Have a rank on another host print its stacks into its log; return whether the process exists.
 
     Raises:
         ConnectionError: the host does not answer.
-        RefusedError: it has no agent of this run.
+        RefusedError: the host has no agent of this run.
     """
     attempt = attempt_folders(run_dir, node.node)[-1].name
     connection = Connection(node.host, Ssh(), session_request(node, run_dir, attempt))
@@ -335,9 +347,13 @@ def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
     return False
 
 
-def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of this process that go along to other hosts."""
-    return {name: value for name, value in environ.items() if name.startswith(TRAVELLING) and name not in STAYING}
+def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that nodes on other hosts get."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
+    }
 
 
 def distributed_timeout(node: PlannedNode) -> float:

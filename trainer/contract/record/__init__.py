@@ -1,6 +1,6 @@
-"""Define the record of a run: event schema, event writer and the layout of the run directory.
+"""Record of a run: event schema, event writer and the layout of the run directory.
 
-Torch-free, because the console reads with the definitions with which the ranks write.
+Torch-free: the console reads with the same definitions with which the ranks write.
 """
 
 from __future__ import annotations

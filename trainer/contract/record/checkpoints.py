@@ -1,4 +1,4 @@
-"""List the checkpoints that a run has written, also outside of its run directory, and find what continues it."""
+"""Checkpoints that a run has written, also outside of its run directory, and the one to resume from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ NAMES = ("step_*.pt", "epoch_*.pt", BEST)
 
 
 def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Path]:
-    """Return the recorded checkpoints, or those that were the best so far, oldest first; some may be deleted since."""
+    """Return the checkpoints in the record, oldest first; some may have been deleted.
+
+    Args:
+        run_dir: the run.
+        only_best: only those that were the best when they were written.
+    """
     found: list[Path] = []
     try:
         with os.fdopen(open_regular(run_dir.rank_events(0)), "rb") as file:
@@ -30,10 +35,10 @@ def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Pa
 
 
 def checkpoint_to_resume(run_dir: RunDir) -> Path | None:
-    """Return what continues the run: a folder, whose newest good checkpoint is taken, or a file; None without any.
+    """Return the value of ``--resume`` that continues the run: a folder, a file, or None without a checkpoint.
 
-    A folder outside of the run directory, ``train.save_dir``, may hold checkpoints of other trainings. Those of this
-    run are the ones that its record names; beside others the last of them is meant and not the folder.
+    A folder outside of the run directory, ``train.save_dir``, may also hold checkpoints of other trainings. In that
+    case return the last checkpoint of this run's record instead of the folder.
     """
     if checkpoints_in(run_dir.checkpoints):
         return run_dir.checkpoints

@@ -1,8 +1,8 @@
-"""Downsample the record: a few lines for thousands of steps, so that a long run is shown at once.
+"""Downsampled record: a few lines for thousands of steps, so that a long run is shown at once.
 
 A *block* has the means and extremes of consecutive steps of a rank, and the range of bytes in the event file that it
-replaces. Blocks of 16, 64, 256, … steps have a file each; all other events are repeated in a file of *notes*. Where
-these files are missing or end, the events are read.
+replaces. Each block width (16, 64, 256, … steps) has its own file; all other events are repeated in a file of *notes*.
+A reader takes the events themselves from where these files end, or if they are missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DownsampledBlock(Step, kw_only=True, tag="steps"):
     begin: Count
     """First byte of the events that it replaces."""
     end: Count
-    """One past their last byte."""
+    """First byte after these events."""
     loss_low: FiniteFloat | None = None
     loss_high: FiniteFloat | None = None
     step_ms_low: FiniteFloat | None = None
@@ -56,7 +56,7 @@ def block_file(folder: Path, name: str, level: int) -> Path:
 
 
 def note_file(folder: Path, name: str) -> Path:
-    """Return the file of one writer's notes."""
+    """Return the file of the notes of an event file; ``name`` is that of the event file without suffix."""
     return folder / f"{name}.notes.ndjson"
 
 
@@ -138,13 +138,13 @@ class Downsampler:
         self._end = at
         self._open = {level: _OpenBlock(at) for level in LEVELS}
         self._unit = 1
-        """Steps of an event: a power of two, at least what one has covered so far."""
+        """Steps per event: the least power of two that no event so far exceeds."""
         self._lines: dict[Path, list[bytes]] = {}
         self._encode = msgspec.json.Encoder().encode
         self._begun: set[Path] = set()
 
     def add(self, event: Event, size: int) -> None:
-        """Add the event whose line is the next ``size`` bytes."""
+        """Add the next event; its line takes ``size`` bytes of the event file."""
         begin, self._end = self._end, self._end + size
         if isinstance(event, Step):
             self._step(event)
@@ -170,7 +170,7 @@ class Downsampler:
         return closed
 
     def finish(self) -> None:
-        """Close all blocks: the writer has no further events."""
+        """Close all blocks; call it after the last event."""
         carried: DownsampledBlock | None = None
         for level in LEVELS:
             block = self._open[level]
@@ -183,17 +183,17 @@ class Downsampler:
         lines, self._lines = self._lines, {}
         found = {}
         for path, parts in lines.items():
-            torn = path not in self._begun and path.exists()  # another process may have left a part of a line
+            torn = path not in self._begun and path.exists()  # an earlier process may have left a part of a line
             self._begun.add(path)
             found[path] = b"\n" * torn + b"".join(parts)
         return found
 
     @staticmethod
     def append(parts: dict[Path, bytes]) -> None:
-        """Append to the files, once the event lines that they replace are written.
+        """Append to the files; call it after the event lines that they replace are written.
 
         Raises:
-            OSError: a write failed; write nothing more then, since readers would not see the gap.
+            OSError: a write failed; write nothing more afterwards, since readers would not see the gap.
         """
         for path, data in parts.items():
             path.parent.mkdir(mode=0o700, exist_ok=True)

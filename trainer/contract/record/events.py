@@ -1,7 +1,7 @@
-"""Define the event schema.
+"""Schema of the events.
 
 A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes, losses nats. Numbers have
-bounds, checked on reading: one number beyond them, from a damaged line, could exhaust a reader's memory or overflow.
+bounds, checked on reading: a larger number in a damaged line could exhaust a reader's memory or overflow.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ RankStateName = Literal["spawned", "joining", "ready", "training", "validating",
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
 
 MAX_RANKS = 1 << 16
-"""Maximum ranks of a run: 64 of the largest machines of a recipe, whose state still fits in memory."""
+"""Maximum ranks of a run: 64 nodes with the 1024 ranks that a recipe allows per node; their state fits in memory."""
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-"""Number of a rank, or of a node: each has a rank."""
+"""Number of a rank, or index of a node, of which there are at most as many."""
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 """A whole number that a double holds exactly."""
 StepNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
 """Optimizer steps done, from 1."""
 StepsCovered = Annotated[int, Meta(ge=1, le=1 << 24)]
-"""Steps that one event covers: the widest block of the fastest steps has 8 million."""
+"""Number of steps that one event covers; the widest block of the fastest steps has 8 million."""
 FiniteFloat = Annotated[float, Meta(ge=-1e100, le=1e100)]
 """A measured or computed number; bounds far beyond single precision, within which sums stay finite."""
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
@@ -98,21 +98,21 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
 
 
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
-    """Floating-point operations that the model makes for a sample, counted by each rank on its first batches."""
+    """Floating-point operations of the model per sample, counted by each rank on its first batches."""
 
     rank: Rank | None = None
-    """None in older records, where rank 0 alone counted."""
+    """None in older records, in which only rank 0 counted."""
     flops_per_sample: FiniteFloat
-    """Of forward and backward pass, without what activation checkpointing computes again."""
+    """Operations of forward and backward pass, without the recomputation of activation checkpointing."""
     number_format: Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-    """In which most of them are made."""
+    """Number format of most of these operations."""
     device_name: str | None = None
     """Name of the rank's GPU; absent on a CPU."""
     peak_flops_per_s: FiniteFloat | None = None
-    """Operations per second of that GPU if it makes each at the peak of its number format; absent where one is not
+    """Operations per second of that GPU if it computes each at the peak of its number format; absent if a peak is not
     known."""
     varies: bool = False
-    """Whether samples take unequally many, so that the earlier figure is of those counted and of no others."""
+    """Whether the operations per sample vary, so that ``flops_per_sample`` holds for the counted batches only."""
 
 
 class Step(Event, kw_only=True, tag="step"):
@@ -127,7 +127,7 @@ class Step(Event, kw_only=True, tag="step"):
     epoch: Count
     """From 1."""
     steps: StepsCovered
-    """How many optimizer steps this event covers."""
+    """Number of optimizer steps that this event covers."""
     samples: Count
     """Samples that this rank read in the covered steps."""
     loss: FiniteFloat | None = None
@@ -152,30 +152,29 @@ class Step(Event, kw_only=True, tag="step"):
     gc_ms: FiniteFloat | None = None
     """Time in Python's garbage collector during the step."""
     core_wait_ms: dict[str, FiniteFloat] | None = None
-    """Of each phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation), the time in which this
-    rank's thread was ready to run and had no core. Phases without such time are left out; None where the kernel does
-    not count it."""
+    """Time per phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation) in which this rank's thread
+    was runnable and had no core. Phases without such time are left out; None if the kernel does not count it."""
     sync_ms: FiniteFloat | None = None
-    """First bucket launched to all reduced."""
+    """From the launch of the first bucket until all are reduced."""
     sync_exposed_ms: FiniteFloat | None = None
-    """Last bucket ready to all reduced: how long this rank waited."""
+    """From the moment the last bucket is ready until all are reduced: the time that this rank waited."""
     sync_bytes: Count | None = None
     """Bytes reduced in one step."""
     sync_buckets: Count | None = None
     bucket_ms: list[FiniteFloat] | None = None
     """Time of each bucket from ready to reduced, in launch order."""
     memory_peak_bytes: Count | None = None
-    """Most memory of the GPU that tensors have held at a time so far."""
+    """Peak memory of tensors on the GPU so far."""
     losses: list[FiniteFloat | None] | None = None
-    """The loss of each covered step, in step order; absent where the event covers one."""
+    """The loss of each covered step, in step order; absent if the event covers one step."""
     step_ms_each: list[FiniteFloat | None] | None = None
-    """Likewise of ``step_ms``."""
+    """The ``step_ms`` of each covered step, likewise."""
     sync_exposed_ms_each: list[FiniteFloat | None] | None = None
-    """Likewise of ``sync_exposed_ms``."""
+    """The ``sync_exposed_ms`` of each covered step, likewise."""
 
 
 SINGLE_VALUES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
-"""Fields of which an event that covers several steps has each step's own value, and the fields with those."""
+"""Field with a mean over the covered steps → field with the value of each step."""
 
 
 class Doing(Event, kw_only=True, tag="doing"):
@@ -188,14 +187,14 @@ class Doing(Event, kw_only=True, tag="doing"):
     step: StepNumber
     """The step in progress, from 1."""
     part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
-    """``sync``: its own gradients are ready, and it waits for the others'. ``group``: it waits for them outside of
-    steps."""
+    """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
+    outside of steps."""
     parts_done: Count
-    """Phases of the step that are complete; with several micro-steps each counts."""
+    """Completed phases of the step, counted in every micro-step."""
     waited_ms: FiniteFloat
     """Time in this phase so far."""
     collectives: str = ""
-    """The rank's last collectives in words; empty where torch has recorded none."""
+    """Description of the rank's last collectives; empty if torch has recorded none."""
 
 
 class Validation(Event, kw_only=True, tag="validation"):
@@ -208,7 +207,7 @@ class Validation(Event, kw_only=True, tag="validation"):
     """Mean over every example of the split, in nats."""
     metrics: dict[str, FiniteFloat] = {}
     weights_step: Count | None = None
-    """Optimizer steps of the weights that a test evaluated: of the best ones fewer than ``step``."""
+    """Optimizer steps after which the tested weights were saved: fewer than ``step`` for the best ones."""
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -219,7 +218,7 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     bytes: Count
     write_ms: FiniteFloat
     best: bool = False
-    """Whether it is the best so far, and ``best.pt`` of its folder as well."""
+    """Whether it is the best so far, and was also written as ``best.pt`` of its folder."""
 
 
 class Checksum(Event, kw_only=True, tag="checksum"):
@@ -249,11 +248,11 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     cores: Count | None = None
     """Logical cores that the node's processes may use: CPU affinity and the container's quota."""
     other_cpu_percent: FiniteFloat | None = None
-    """Of one core, by processes that are no rank, as workers of the data loaders are; absent where the node may not
-    use all cores of the machine."""
+    """CPU time of all processes that are no rank, such as data loading processes, in percent of one core; absent if
+    the node may not use all cores of the machine."""
     memory_used_bytes: Count | None = None
     memory_total_bytes: Count | None = None
-    """Of the machine, or what the container may use of it."""
+    """Memory of the machine, or the limit of its container."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
@@ -263,18 +262,19 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     rank: Rank
     cpu_percent: FiniteFloat | None = None
-    """Of one core: 200 means two cores busy."""
+    """In percent of one core: 200 means two busy cores."""
     rss_bytes: Count | None = None
     wait_percent: FiniteFloat | None = None
     """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
     busy_threads: FiniteFloat | None = None
-    """Its threads that run or wait for a core, on average; counted where the main thread waits a tenth of the time."""
+    """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
+    least a tenth of the time."""
     held: str | None = None
-    """``T`` where it is stopped by a signal, ``t`` where a debugger holds it."""
+    """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
     log_bytes: Count | None = None
-    """Size of its log, by which the lines of the log can be dated."""
+    """Size of its log, from which a reader dates the lines of the log."""
     sleeps_in: str | None = None
-    """Function of the kernel in which its main thread was asleep when its process did next to nothing."""
+    """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -314,7 +314,7 @@ class Failure(Event, kw_only=True, tag="failure"):
 
     kind: str
     """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
-    ``request``, ``launch``, ``training``, ``checkpoint_lost``, ``node_lost``; of a rank that others have lost:
+    ``request``, ``launch``, ``training``, ``checkpoint_lost``, ``node_lost``; for a rank that others have lost:
     ``stalled``, ``left_early``, ``silent``."""
     message: str
     """One line."""
@@ -333,12 +333,12 @@ class Lost(Event, kw_only=True, tag="lost"):
 
 
 class Queued(Event, kw_only=True, tag="queued"):
-    """The run waits for a scheduler; recorded again where the reason or the expectation changes."""
+    """The run waits for a scheduler; recorded again when the reason or the expected start changes."""
 
     job: Count
     partition: str = ""
     reason: str = ""
-    """The scheduler's word: ``Resources``, ``Priority``, …"""
+    """Reason that the scheduler gives: ``Resources``, ``Priority``, …"""
     expected_start: UnixSeconds | None = None
 
 

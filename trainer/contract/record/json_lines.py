@@ -1,4 +1,4 @@
-"""Encode events as lines of JSON, and decode those of a record, which may be damaged."""
+"""Events as lines of JSON: encoding, and decoding that tolerates damaged lines."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trainer.contract.record.events import (
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder()
-# Made on import: msgspec crashes where several threads decode a type for the first time.
+# Created on import: msgspec crashes if several threads decode a type for the first time.
 _decode = msgspec.json.Decoder(AnyEvent)
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of decoding bytes that are no event; too deep a nesting raises ``RecursionError``."""
+"""Errors of decoding damaged JSON; ``RecursionError`` for too deep a nesting."""
 
 
 def encode_event(event: Event) -> bytes:
     """Return the event as one JSON line with its newline. Non-finite numbers become null."""
     try:
         return _encode.encode(event) + b"\n"
-    except UnicodeEncodeError:  # Such as a message with a file name that is not UTF-8.
+    except UnicodeEncodeError:  # such as a message with a file name that is not UTF-8
         return _encode.encode(_encodable(msgspec.to_builtins(event))) + b"\n"
 
 
@@ -48,7 +48,7 @@ def _encodable(value: Any) -> Any:
 
 
 def decode_events(lines: bytes, world_size: int = MAX_RANKS) -> list[AnyEvent]:
-    """Return the events of complete lines; skip lines that are torn, of an unknown type or of other ranks."""
+    """Return the events of complete lines; skip torn lines, unknown types and ranks outside of the world size."""
     events = decode_lines(_decode, lines)
     if world_size >= MAX_RANKS:  # the bound of the schema itself
         return events
@@ -72,7 +72,7 @@ def decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
 
 
 def is_within_world(event: AnyEvent, world_size: int) -> bool:
-    """Return whether all ranks and nodes of an event are below the world size."""
+    """Whether all ranks and nodes of an event are below the world size."""
     match event:
         case RunStarted() | TrainingPlan():
             return event.world_size <= world_size

@@ -1,8 +1,8 @@
-"""Open regular files only, without blocking, and read at most so many bytes.
+"""Files of a run, opened only if they are regular, without blocking, and read up to a limit.
 
-A pipe without a writer, a device, or a link to either would block every command that reads a run. To read, a link to
-a regular file is followed, because somebody may have moved a large log or record to another disk; to write it is not,
-because nothing of the package makes one, and what it names is not the run's. Folders may be links.
+A pipe without a writer, a device, or a link to either would block every command that reads a run. Reading follows a
+link to a regular file, because a person may have moved a large log or record to another disk. Writing does not follow
+links: the package creates none, so the target does not belong to the run. Folders may be links.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TypeVar
 import msgspec
 
 from trainer.contract.errors import RecordError
+from trainer.contract.record.json_lines import DECODE_ERRORS
 
 MAX_FILE_BYTES = 64 << 20
-"""Maximum size of a file that is read whole: ten times the plan of the largest run."""
+"""Maximum size of a file that is read in one piece: ten times the plan of the largest run."""
 
 T = TypeVar("T")
 
@@ -30,14 +31,15 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
         OSError: it cannot be opened, or is no regular file.
     """
     writes = flags & os.O_ACCMODE != os.O_RDONLY
-    # Checked before it is opened, since opening a device may have an effect, and after, since it may be replaced.
+    # Checked before opening, since opening a device may have an effect, and again after it, since the file may have
+    # been replaced in between.
     try:
         _require_regular(os.stat(path, follow_symlinks=not writes), path)  # noqa: PTH116 - no Path per call
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    more = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
-    descriptor = os.open(path, flags | more, 0o600)
+    safe_flags = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    descriptor = os.open(path, flags | safe_flags, 0o600)
     try:
         _require_regular(os.fstat(descriptor), path)
     except OSError:
@@ -46,8 +48,8 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def _require_regular(found: os.stat_result, path: Path | str) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _require_regular(status: os.stat_result, path: Path | str) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
 
 
@@ -61,12 +63,12 @@ def open_to_append(path: Path | str) -> int:
 
 
 def size_of(path: Path | str) -> int:
-    """Return the size of a regular file in bytes; 0 where there is none."""
+    """Return the size of a regular file in bytes; 0 if there is none."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - as above
+        status = os.stat(path)  # noqa: PTH116 - as above
     except OSError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def read_whole(path: Path | str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -118,5 +120,5 @@ def read_json(path: Path | str, decoder: msgspec.json.Decoder[T], max_bytes: int
         return decoder.decode(read_whole(path, max_bytes))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise RecordError(f"{path} is damaged: {str(error).partition(chr(10))[0]}") from None

@@ -1,4 +1,4 @@
-"""Define the layout of a run directory, and replace small files in it atomically."""
+"""Layout of a run directory, and atomic replacement of its small files."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class RunDir:
         self.nodes = self.path / "nodes"
         """Outcomes of the nodes, ``<node>.json``."""
         self.attempt = self.path / "attempt.json"
-        """Processes of the nodes, by which another supervisor can adopt them."""
+        """Identities of the node agents' processes, with which another supervisor can adopt the run."""
         self.agents = self.path / "agents"
-        """What supervisors and the agents of nodes on other hosts share, a folder for each start of a node."""
+        """Folders through which supervisors talk to the node agents of other hosts, one for each start of a node."""
         self.notes = self.path / "notes.json"
         """A person's note and tags."""
         self.slurm = self.path / "slurm.json"
-        """The job of Slurm that the run is in."""
+        """Slurm job of the run."""
         self.lock = self.path / "supervisor.lock"
-        """Lock file of the supervisor, which changes its time once a second."""
+        """Lock file of the supervisor, which touches it once a second."""
         self.stop = self.path / "stop"
-        """Asks the supervisor to stop, from a host that sees the run directory and not the process: a stop level."""
+        """Stop level for the supervisor, written by a host that sees the run directory but not the process."""
         self.tmp = self.path / "tmp"
         """Temporary folder of the ranks, deleted when the run ends."""
 
         self.on_end_log = self.logs / "on_end.log"
-        """What the command after the end of the run has printed; it is run once, by whoever makes this file."""
+        """Output of the command after the end of the run; the process that creates this file runs the command."""
 
     def report_state(self, sink: str) -> Path:
-        """Return how far a live sink has got, and its lock beside it with one more suffix."""
+        """Return the state file of a live sink: its progress in the record. Its lock has one more suffix."""
         return self.path / f"report-{sink}.json"
 
     def rank_events(self, rank: int) -> Path:
@@ -58,7 +58,7 @@ class RunDir:
         return self.logs / f"{rank}.log"
 
     def rank_collectives(self, rank: int) -> Path:
-        """Return the file of a rank's last collectives, written by NCCL when it gives up; its name ends in the rank."""
+        """Return the file in which NCCL dumps a rank's last collectives; NCCL appends the rank to the name."""
         return self.logs / f"collectives_{rank}"
 
     def node_log(self, node: int) -> Path:

@@ -1,4 +1,4 @@
-"""Expand a step event that covers several optimizer steps into one event per step."""
+"""Expansion of a step event that covers several optimizer steps into one event per step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ MEAN_FIELDS = tuple(
         "bucket_ms",
     )
 )  # fmt: skip
-"""Fields that an event of several steps has as a mean, or of its last step."""
+"""Fields that hold a mean, or the value of the last step, if the event covers several steps."""
 
 
 def single_steps(event: Step, *, means: bool = False) -> list[Step]:
-    """Return one event per covered step, with its single values; ``[event]`` where it has none.
+    """Return one event per covered step, with the values of that step; ``[event]`` if it has no values per step.
 
-    Samples and tokens are divided evenly. Fields that the record has as a mean only are absent.
+    Samples and tokens are divided evenly. Fields of which the event has only a mean are absent.
 
     Args:
-        event: One or several steps.
-        means: Repeat such means in each step instead, also where the event has no single values at all; the times of
-            the buckets are then those of the last step.
+        event: one or several steps.
+        means: repeat such means in each step instead, even if the event has no values per step at all; the times of
+            the buckets are then given to the last step.
     """
     count, lengths_ms = event.steps, event.step_ms_each
     if count == 1 or (not means and (lengths_ms is None or len(lengths_ms) != count)):
         return [event]
-    each = {name: _each(event, name, means) for name in SINGLE_VALUES}
+    each = {name: _step_values(event, name, means) for name in SINGLE_VALUES}
     repeated = {name: getattr(event, name) for name in MEAN_FIELDS} if means else {}
     ends = [event.time] * count
     for index in range(count - 1, 0, -1):
@@ -54,7 +54,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
     return singles
 
 
-def _each(event: Step, name: str, means: bool) -> list[float | None]:
+def _step_values(event: Step, name: str, means: bool) -> list[float | None]:
     values = getattr(event, SINGLE_VALUES[name])
     if values is not None and len(values) == event.steps:
         return list(values)

@@ -1,4 +1,4 @@
-"""Append events to a file on a thread, so that training never waits for the disk."""
+"""Event writer that appends on a thread, so that training never waits for the disk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer.contract.record.json_lines import encode_event
 class EventWriter:
     """Writer of one event file that never blocks the caller.
 
-    A thread writes queued events, ten times a second at most. While the disk is full or stalled the events wait in
-    memory; when that is full too, further ones are dropped and counted, and a ``lost`` event marks the gap.
-    Without a path every call does nothing.
+    A thread writes queued events, ten times a second at most. While the disk is full or stalled, events wait in the
+    queue; once that is full too, further events are dropped and counted, and a ``lost`` event marks the gap. Without a
+    path every call does nothing.
     """
 
     interval_s = 0.1
     capacity = 100_000
-    """Events held in memory while the disk does not take them."""
+    """Maximum events in the queue."""
     lines_per_write = 1000
     """Lines per system call; without a bound each call would copy the whole queue."""
 
@@ -35,19 +35,20 @@ class EventWriter:
         rank: int | None = None,
         shared: bool = False,
     ) -> None:
-        """Open the file and start the thread; end a torn last line first.
+        """Open the file, end a torn last line, and start the thread.
 
         Args:
-            path: The event file; None records nothing.
-            rank: Rank in ``lost`` events.
-            shared: Whether other processes append to the file too; then it is not downsampled, which counts bytes.
+            path: the event file; None records nothing.
+            rank: rank in ``lost`` events.
+            shared: whether other processes append to the file too; it is not downsampled, since byte offsets would be
+                wrong.
 
         Raises:
             OSError: the file cannot be opened.
         """
         self._rank = rank
         self._pending: list[bytes] = []
-        """Lines to write; the first may be the rest of a line that was written in part."""
+        """Queue of lines to write; the first may be the rest of a line that was written in part."""
         self._lost = 0
         self._reason = ""
         """Why the last event was dropped."""
@@ -57,12 +58,12 @@ class EventWriter:
         self._wake = threading.Event()
         self._closing = False
         self._urgent = False
-        """Whether events that wait for later ones are to be written without them."""
+        """Whether ``write_now`` waits for the next write."""
         self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
         self._file: OwnedDescriptor
         self._digest: Downsampler | None = None
-        """For the events of a run directory; None once its files could not be written."""
+        """None for files outside of a run directory, for shared ones, and after a failed write of its files."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = OwnedDescriptor(_open_to_append(path))
@@ -82,7 +83,7 @@ class EventWriter:
 
     @property
     def lost(self) -> int:
-        """Events dropped and not yet reported; after ``close`` also those that the disk has not taken."""
+        """Number of events dropped and not yet recorded as lost; after ``close`` also those still in the queue."""
         with self._lock:
             return self._lost + (0 if self.enabled else len(self._pending))
 
@@ -111,9 +112,9 @@ class EventWriter:
             self._digest.add(event, len(line))
 
     def before_each_write(self, call: Callable[[bool], None]) -> None:
-        """Set a function that the thread calls before each write, ten times a second, to add its events.
+        """Set a function that the thread calls before each write, ten times a second, to add events.
 
-        Its argument is True when no later events may come: when the writer closes, or in ``write_now``.
+        Its argument is True if this may be the last write: when the writer closes, or in ``write_now``.
         """
         self._before_write = call
 
@@ -131,7 +132,7 @@ class EventWriter:
         return not self._pending
 
     def write_now(self, timeout_s: float = 1.0) -> None:
-        """Write all that was measured, within the time-out: the process may be ended next."""
+        """Write all events, including those of ``before_each_write``, within the time-out; the process may end next."""
         deadline = time.monotonic() + timeout_s
         self._urgent = True
         self._wake.set()
@@ -170,7 +171,7 @@ class EventWriter:
         self._file.close()
 
     def _drain(self, path: Path) -> None:
-        """Write until nothing is pending or the disk refuses."""
+        """Write until the queue is empty or a write fails."""
         while True:
             with self._lock:
                 if not self._pending:
@@ -185,7 +186,7 @@ class EventWriter:
                 done += 1
             with self._lock:
                 del self._pending[:done]
-                if written:  # A part of a line; the rest of it comes next.
+                if written:  # a part of a line; the rest of it comes next
                     self._pending[0] = self._pending[0][written:]
             if done < len(lines):
                 return
@@ -205,10 +206,10 @@ class EventWriter:
             self._digest = None
 
     def _append(self, path: Path, data: bytes) -> int:
-        """Return how many bytes the disk took."""
+        """Append bytes to the event file; return the number of bytes written."""
         written = 0
         try:
-            if not self._file.is_ours:
+            if not self._file.is_unchanged:
                 self._file = OwnedDescriptor(_open_to_append(path))
             while written < len(data):
                 written += os.write(self._file.fd, data[written:])
@@ -224,16 +225,16 @@ def _open_to_append(path: Path) -> int:
 
 
 def until_next(now: float, interval_s: float) -> float:
-    """Return the seconds to the next multiple of an interval that is at least half of it away.
+    """Return the seconds to the next multiple of an interval that is at least half an interval away.
 
-    So the writers of all ranks, whose Unix clocks agree to some milliseconds, run at the same moments. Ranks wait for
-    each other at each step: writers that took turns would each delay all of them.
+    The writers of all ranks, whose Unix clocks agree to some milliseconds, so run at the same moments. Ranks wait for
+    each other at each step: writers that ran at different moments would each delay all ranks.
     """
     return 1.5 * interval_s - (now + 0.5 * interval_s) % interval_s
 
 
 def _is_torn(path: Path) -> bool:
-    """Return whether a file's last line has no line feed, as after a crash."""
+    """Whether a file's last line lacks its line feed, as after a crash."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
