@@ -11,7 +11,7 @@ import msgspec
 
 from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
-from gputrain_tui.history.runs import describe_by_hand
+from gputrain_tui.history.runs import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.inventories import plan_with_inventories
 from gputrain_tui.lifecycle.start import endless_reason, recipe_text
@@ -55,9 +55,7 @@ def run(args: Namespace) -> int:
         plan = with_run_dir(plan, args.run_dir)
         directory = RunDir(Path(args.run_dir).absolute())
         text = recipe_text(recipe)
-        describe_by_hand(
-            directory, plan, recipe=recipe.name, recipe_toml=text, runs=paths.runs_folder(), now=time.time()
-        )
+        create_by_hand(directory, plan, recipe=recipe.name, recipe_toml=text, runs=paths.runs_folder(), now=time.time())
     if args.json:
         print_json(msgspec.json.encode(plan).decode())
     elif args.shell:

@@ -1,7 +1,7 @@
 """Derives findings with cause, evidence and advice from the state of a run; no I/O, no clock.
 
 Each check measures symptoms. ``Diagnosis`` adds hysteresis: a finding is raised once and cleared only well below its
-threshold. It keeps what it has read, so that an update costs only what is new.
+threshold. It keeps the steps that it has read, so that the cost of an update depends on new events only.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from gputrain_tui.state import RunState
 WINDOW_STEPS = 60
 """Such findings are not urgent: many steps make them certain."""
 MIN_DATA_SHARE = 0.30
-"""Of a step spent waiting for data, for a run bound by its input."""
+"""Share of a step spent waiting for data from which a run is bound by its input."""
 MIN_WIRE_SHARE = 0.40
-"""Of a step spent in exposed transfers, for a run bound by communication."""
+"""Share of a step spent in exposed transfers from which a run is bound by communication."""
 CRITICAL_SHARE = 0.60
-"""Of a step, for a critical finding."""
+"""Share of a step for a critical finding."""
 MAX_CORE_WAIT_SHARE = 0.5
-"""Of the transfer time: when ranks wait longer for cores, the cores and not the network are the bound."""
+"""Maximum wait for cores as a share of the transfer time; above, the cores and not the network are the bound."""
 
 
 def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
@@ -60,13 +60,13 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
     share = bare_ms / step_ms
     if share < CLEAR_SHARE * MIN_WIRE_SHARE:
         return None
-    # The threads that transfer need cores as the ranks do: where those wait, the transfer's time is not the network's.
+    # The threads that transfer need cores, too: where ranks wait for cores, the transfer's time is not the network's.
     if median([row.core_wait_ms for row in window]) > MAX_CORE_WAIT_SHARE * bare_ms:
         return None
     evidence = {"wire_exposed_ms": bare_ms, "step_ms": step_ms, "wire_share": share}
     evidence["compute_ms"] = median([row.compute_ms for row in window])
     last = next((view.last for view in state.ranks.values() if view.last is not None), None)
-    # On a GPU nothing waits for a core; of CPU ranks that do not count it, the transfer has it in it.
+    # The transfer of CPU ranks includes their wait for a core if that was not measured; on a GPU there is none.
     estimate = last is not None and last.core_wait_ms is None and state.ranks[last.rank].device in (None, "cpu")
     if last is not None and last.sync_bytes is not None:
         evidence["sync_bytes"] = float(last.sync_bytes)

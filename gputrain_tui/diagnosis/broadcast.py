@@ -1,10 +1,10 @@
 """Detects ranks that wait for another one in their forward pass, and so seem slow in its place.
 
-With ``broadcast_buffers`` (DDP's own default) buffers are copied along a tree of ranks before each forward pass.
-Whoever is late for that lengthens the forward pass of its neighbours there, who then are as late for the gradients as
-itself. Measured with gloo and two to four ranks: 30 ms before the forward pass of rank 0 lengthen that of all others by
-31 ms, those of rank 1 that of rank 0, and of four ranks also that of rank 3. No rank measures the copy, but it leaves a
-trace: a follower's forward pass is longer by just what it began earlier.
+With ``broadcast_buffers`` (DDP's own default) buffers are copied along a tree of ranks before each forward pass. A rank
+that is late for the copy lengthens the forward pass of its neighbours in the tree, which then are as late for the
+gradients as itself. Measured with gloo and two to four ranks: 30 ms before the forward pass of rank 0 lengthen that of
+all others by 31 ms; 30 ms of rank 1 lengthen that of rank 0, and with four ranks also that of rank 3. No rank measures
+the copy, but it leaves a trace: a follower's forward pass is longer by as much as it began earlier.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gputrain_tui.diagnosis.statistics import median
 from gputrain_tui.diagnosis.symptom import MIN_AGREEING_SHARE, Symptom
 
 MIN_LEAD_SHARE = 0.05
-"""Of a step, by which the leader begins its forward pass later than the first rank."""
+"""Share of a step by which the leader must begin its forward pass later than the first rank."""
 MAX_DEVIATION_SHARE = 0.20
-"""Of the follower's lead, by which its longer forward pass may differ from it, median over the steps."""
+"""Maximum difference between a follower's extra forward time and its lead, as a share of the lead (medians)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class BroadcastWait:
     leader: int
     """Index of the rank that the others wait for."""
     followers: frozenset[int]
-    """Indices of those that wait."""
+    """Indices of the ranks that wait."""
     wait_ms: float
     """Median wait of a follower per step."""
 
@@ -60,7 +60,7 @@ class BroadcastWait:
 
 
 def _follows(rows: Sequence[StepRow], index: int, leader: int) -> bool:
-    """Whether a rank's forward pass is longer than the leader's by just as much as it began earlier."""
+    """Whether a rank's forward pass is longer than the leader's by as much as it began earlier."""
     leads = [row.before_forward[leader] - row.before_forward[index] for row in rows]
     longer = [row.phases[index].forward - row.phases[leader].forward for row in rows]
     usual = median(leads)

@@ -11,14 +11,14 @@ from gputrain_tui.diagnosis.statistics import median, midmean
 from gputrain_tui.state import RunState
 
 MIN_EXPLAINED_SHARE = 0.80
-"""Of the lateness, for a cause to be reported."""
+"""Share of the lateness that a cause must explain to be reported."""
 MIN_PHASE_RATIO = 4.0
 """Ratio of the relative excess of a phase to that of the rest of the rank's work.
 
 Below it, all of the rank's work is slower, as on a slower core or device, and the phase is only the longest.
 """
 NEGLIGIBLE_SHARE = 0.05
-"""Of the lateness: an excess of the remaining work that is ignored, however short that work is."""
+"""Share of the lateness up to which an excess of the remaining work is ignored, however short that work is."""
 DEVICE_PHASES = ("forward", "backward", "optimizer")
 
 
@@ -50,7 +50,7 @@ def cause_of(
         late_ms: its lateness in the window.
         phases: excess of each phase over the other ranks', ms.
         window: rows in which it was late.
-        ranks: all, in the order of the rows.
+        ranks: all ranks, in the order of the rows.
     """
     least = MIN_EXPLAINED_SHARE * late_ms
     if phases["gc"] >= least:

@@ -1,4 +1,4 @@
-"""Detects hosts whose ranks wait for cores, because more threads are busy there than there are cores."""
+"""Detects hosts on which ranks wait for cores because there are more busy threads than cores."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gputrain_tui.state import RunState
 from trainer.contract.record import NodeSample, RankSample
 
 WINDOW_SAMPLES = 10
-"""Samples, one a second: other work on a machine takes its cores for some seconds now and then."""
+"""Samples, one a second, over which medians are taken: other work takes cores for some seconds now and then."""
 MIN_WAIT_SHARE, CRITICAL_SHARE = 0.25, 0.50
-"""Of the time, in which the ranks' main threads are ready to run and have no core."""
+"""Share of time in which the ranks' main threads are ready to run without a core, for a finding and a critical one."""
 MIN_EXCESS = 1.1
-"""Ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
+"""Minimum ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
 MIN_OTHERS_SHARE = 0.25
-"""Of the cores, from which other processes are named."""
+"""Share of the cores from which other processes are mentioned."""
 
 
 class Contention:
@@ -34,7 +34,7 @@ class Contention:
             if kept and kept[-1] is sample:
                 continue
             if not any(state.ranks[each.rank].steps for each in sample.ranks):
-                kept.clear()  # while they start, ranks load torch all at once
+                kept.clear()  # all ranks load torch at once while they start
             kept.append(sample)
             self._found[node] = _symptom(kept, alone=len(state.nodes) == 1, step=state.step)
         return [symptom for symptom in self._found.values() if symptom is not None]
@@ -82,16 +82,16 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Sympto
 
 
 def _busy_threads(rank: RankSample) -> float:
-    """Return the busy threads of a rank; at least those that its use of cores shows where they were not counted."""
+    """Return the busy threads of a rank; where they were not counted, a lower bound from its use of cores."""
     if rank.busy_threads is not None:
         return rank.busy_threads
     return ((rank.cpu_percent or 0.0) + (rank.wait_percent or 0.0)) / 100
 
 
 def _advice(ranks: int, cores: int, threads_per_rank: float, threads: int, *, taken: bool) -> str:
-    """Return what to change, the likeliest first."""
+    """Return the remedies, the likeliest first."""
     remedies = []
-    if ranks > cores:  # one thread each is too many
+    if ranks > cores:  # even one thread per rank is too many
         most = f"at most {cores} rank{'s' * (cores != 1)}"
         remedies.append(f"start {most} on this host, one a core (cpu_ranks = {cores}, threads = 1)")
     elif threads_per_rank >= threads + 0.5:

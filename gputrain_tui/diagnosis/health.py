@@ -12,11 +12,11 @@ from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
 
 MIN_EARLIER_EVENTS = 20
-"""Step events with a finite loss before one without counts as non-finite, and before a jump counts as a spike."""
+"""Step events with a finite loss that must precede a non-finite loss, or a jump, for a finding."""
 MIN_KNOWN_SHARE = 0.75
-"""Of the step events before, which must have a finite value."""
+"""Share of the preceding step events that must have a finite value."""
 MIN_NORM_EVENTS = 3
-"""Step events without a finite gradient norm: a loss scaler leaves out a step whose gradients overflow now and then."""
+"""Step events without a finite gradient norm for a finding: a loss scaler skips some steps, on overflow."""
 SPIKE_EVENTS = 3
 """Step events that a jump must last: a single hard batch is no finding."""
 SPIKE_SIGMAS = 10.0
@@ -33,7 +33,7 @@ def desync(state: RunState) -> list[Symptom]:
     difference = state.desync.difference
     if difference is None:
         return []
-    step, what, ranks = difference
+    step, tensors, ranks = difference
     who = f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
     return [
         Symptom(
@@ -41,10 +41,10 @@ def desync(state: RunState) -> list[Symptom]:
             rank=ranks[0],
             value=1.0,
             threshold=1.0,
-            severity="critical" if what == "parameters" else "warning",
-            cause=what,
+            severity="critical" if tensors == "parameters" else "warning",
+            cause=tensors,
             step=step,
-            message=f"{who} other {what} than the rest",
+            message=f"{who} other {tensors} than the rest",
             advice=ADVICE["desync"],
         )
     ]
@@ -55,12 +55,12 @@ class NonFinite:
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[str, int]] = {}
-        """By rank, what is not finite and since which step."""
+        """By rank, the field that is not finite (``loss`` or ``grad_norm``) and its first such step."""
         self._first: int | None = None
-        """The rank that a finding names, as long as it stands."""
+        """Rank in the current finding."""
 
     def symptoms(self, state: RunState) -> list[Symptom]:
-        """Return one symptom for all ranks: the reduced gradients bring a number that is not finite to every rank."""
+        """Return one symptom for all ranks: through the reduced gradients a non-finite number reaches every rank."""
         for view in state.ranks.values():
             newest = next((event for event in reversed(view.steps) if event.samples), None)
             name, _ = self._since.get(view.rank, ("", 0))
@@ -71,12 +71,12 @@ class NonFinite:
         if not self._since:
             self._first = None
             return []
-        # A loss that is not finite makes the norm of the same step so too.
+        # A non-finite loss comes first: it makes the gradient norm of the same step non-finite, too.
         begins = {rank: (step, name != "loss") for rank, (name, step) in self._since.items()}
         if self._first not in begins or begins[self._first] > min(begins.values()):
             self._first = min(begins, key=lambda rank: (begins[rank], rank))
         name, step = self._since[self._first]
-        what = "loss" if name == "loss" else "gradient norm"
+        quantity = "loss" if name == "loss" else "gradient norm"
         others = sum(begin == begins[self._first] for begin in begins.values()) - 1
         who = f"rank {self._first}" + (f" and of {others:,} other rank{'s' * (others > 1)}" if others else "")
         return [
@@ -88,8 +88,8 @@ class NonFinite:
                 severity="critical",
                 cause=name,
                 step=step,
-                message=f"the {what} of {who} is NaN or infinite since step {step}: the weights are, too, once such a "
-                "step is applied",
+                message=f"the {quantity} of {who} is NaN or infinite since step {step}: the weights are, too, once "
+                "such a step is applied",
                 evidence={"first_step": float(step), "ranks": float(len(self._since))},
                 advice=ADVICE["non_finite"].format(step=step),
             )
@@ -97,7 +97,7 @@ class NonFinite:
 
 
 def _non_finite_since(view: RankView, newest: Step) -> tuple[str, int] | None:
-    """Return what of a rank became non-finite, and since which step."""
+    """Return the field of a rank that became non-finite, and its first such step; None if none did."""
     for name, least in (("loss", 1), ("grad_norm", MIN_NORM_EVENTS)):
         oldest = next(event for event in view.steps if event.samples)
         if _is_number(getattr(newest, name)) or not _is_number(getattr(oldest, name)):
@@ -105,7 +105,7 @@ def _non_finite_since(view: RankView, newest: Step) -> tuple[str, int] | None:
         events = [event for event in view.steps if event.samples]
         known = [_is_number(getattr(event, name)) for event in events]
         begin = len(known) - known[::-1].index(True)
-        # One that is measured now and then is absent from most steps.
+        # A norm that is measured now and then is absent from most steps.
         if sum(known) >= max(MIN_EARLIER_EVENTS, MIN_KNOWN_SHARE * begin) and len(events) - begin >= least:
             return name, events[begin].step
     return None

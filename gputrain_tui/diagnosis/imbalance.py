@@ -1,9 +1,9 @@
-"""Detects uneven work: ranks that are late in turns, so that every step waits for one or another of them.
+"""Detects uneven work: ranks that are late in turns, so that every step waits for some rank.
 
-In a step all wait for its last rank. What even that one waits for is the transfer. What the others wait for is
-lateness: a straggler's where it is always the same rank that comes last, and otherwise imbalance. Averaged over steps,
-the least mean wait of any rank less the mean of the least waits is the imbalance, whatever stragglers there are: it is
-what each step would be shorter by, if the same work were spread evenly.
+In a step all ranks wait for the last one. The wait of that one is the transfer; the additional wait of the others is
+lateness, of a straggler if the same rank is always last, and otherwise of imbalance. Averaged over steps, the least
+mean wait of any rank less the mean of the least waits is the imbalance, also beside stragglers: each step would be
+shorter by it if the same work were spread evenly.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, MIN_AGREEING_SHARE, Symp
 from gputrain_tui.diagnosis.timeline import Timeline
 
 BLOCK_ROWS, BLOCKS = 12, 5
-"""Rows of a block, each of which must show it, and blocks: a hiccup or the begin of a straggler is in one alone."""
+"""Rows of a block, and blocks, most of which must show imbalance: a hiccup or a straggler's begin is in one alone."""
 MIN_SHARE, CRITICAL_SHARE = 0.15, 0.30
-"""Of a step; balanced work whose parts vary by half of their length at each step loses a tenth and more."""
+"""Lost share of a step for a finding and for a critical one; balanced work that varies by half of its length from step
+to step loses a tenth and more."""
 MIN_CORRELATION = 0.7
 """Between a rank's work and the size of its batch, from which the size explains half of the difference."""
 MAX_COMPARED_RANKS = 64
-"""Ranks whose batches are compared with their work: more would not make it more certain."""
+"""Maximum number of ranks whose batches are compared with their work: more would add no certainty."""
 MAX_CORE_WAIT_SHARE = 0.5
-"""Of the waits for others: of steps that share an event only the mean waits for cores are known."""
+"""Maximum wait for cores as a share of the lateness, for steps that share an event: only its mean is known."""
 
 
 class _StepBlock(NamedTuple):
     """Sums over ``BLOCK_ROWS`` rows, ms."""
 
     waits: Sequence[float]
-    """Per rank, its waits for the synchronisation."""
+    """Sum of the waits for the synchronisation, per rank."""
     least: float
-    """Waits of the last rank of each step."""
+    """Sum of the waits of the last rank of each step."""
 
 
 class Imbalance:
@@ -83,7 +84,7 @@ class Imbalance:
 
 
 def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None:
-    """Return what uneven work costs over some blocks; None where it is far from being a finding."""
+    """Return the symptom of uneven work over some blocks; None where its cost is far below the threshold."""
     if len(blocks) < BLOCKS:
         return None
     rows = [row for row in timeline.rows if row.synced and row.waits][-BLOCKS * BLOCK_ROWS :]
@@ -145,7 +146,7 @@ def _deviations(rows: Sequence[Sequence[float]]) -> list[float]:
     return [value - mean for row, mean in zip(rows, map(fmean, rows), strict=True) for value in row]
 
 
-def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the correlation of two series whose means are zero; 0 where one of them is."""
-    norm = math.sqrt(sum(a * a for a in one) * sum(b * b for b in other))
-    return sum(a * b for a, b in zip(one, other, strict=True)) / norm if norm > 0.0 else 0.0
+def _correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Return the correlation of two series with zero means; 0 if one has no variance."""
+    norm = math.sqrt(sum(x * x for x in xs) * sum(y * y for y in ys))
+    return sum(x * y for x, y in zip(xs, ys, strict=True)) / norm if norm > 0.0 else 0.0

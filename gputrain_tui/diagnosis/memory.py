@@ -28,14 +28,14 @@ GROWTH_SIGMAS = 5.0
 FORECAST_SAMPLES = 24
 """Newest samples from which a forecast is made: four a block."""
 FORECAST_SETTLING_SAMPLES = 10
-"""First samples after the first step that no forecast is made from."""
+"""First samples after the first step that are skipped for a forecast."""
 FORECAST_S = 600.0
-"""Time until memory is used up, from which that is a finding."""
+"""Longest forecast time until memory is used up that is a finding."""
 MIN_LASTING_SHARE = 0.8
 """Growth in the second half of these samples as a share of that in the first, for growth that will go on."""
 MIN_PART_SHARE = 0.5
-"""Of a host's growth that its ranks must have if each grows as this one, and of this rank's that the host must have:
-pages of files that a rank maps are counted as its memory, but given back when memory is short."""
+"""Share of the host's growth that its ranks must explain if each grows like this one, and share of this rank's growth
+that the host must show: pages of mapped files count as a rank's memory, but are given back when memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Growth:
     steady: bool
     """Whether it has grown from each block to the next, and well beyond the noise."""
     lasting: bool
-    """Whether it grows as fast as at the beginning."""
+    """Whether it still grows about as fast as at the beginning."""
 
     @classmethod
     def over(cls, samples: Sequence[tuple[float, int]]) -> Growth:
@@ -76,7 +76,7 @@ class Growth:
 
     @property
     def grows(self) -> bool:
-        """Whether it grows and will go on to."""
+        """Whether it grows and is likely to go on."""
         return self.per_s > 0.0 and self.steady and self.lasting
 
 
@@ -90,7 +90,7 @@ class MemoryGrowth:
         """By node, the newest samples of its host's memory: time and bytes used."""
 
     def symptoms(self, state: RunState) -> list[Symptom]:
-        """Return the ranks whose memory grows steadily; of process and GPU the one that is worse."""
+        """Return a symptom per rank with steadily growing memory: of its process or its GPU, whichever is worse."""
         for node, sample in state.nodes.items():
             kept = self._hosts.setdefault(node, deque(maxlen=FORECAST_SAMPLES))
             if sample.memory_used_bytes is not None and (not kept or kept[-1][0] != sample.time):
@@ -105,64 +105,66 @@ class MemoryGrowth:
                 found.append(max(symptoms, key=lambda symptom: symptom.value))
         return found
 
-    def _symptom(self, state: RunState, view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+    def _symptom(
+        self, state: RunState, view: RankView, memory: str, samples: deque[tuple[float, int]]
+    ) -> Symptom | None:
         if len(samples) < FORECAST_SETTLING_SAMPLES + FORECAST_SAMPLES:
             return None
         newest, _ = samples[-1]
-        known = self._last_symptoms.get((view.rank, what))
+        known = self._last_symptoms.get((view.rank, memory))
         if known is None or known[0] != newest:
-            symptom = self._forecast(state, view, what, samples)
+            symptom = self._forecast(state, view, memory, samples)
             if symptom is None and len(samples) >= SETTLING_SAMPLES + MIN_SAMPLES:
-                symptom = _growth_symptom(view, what, samples)
-            known = self._last_symptoms[view.rank, what] = newest, symptom
+                symptom = _growth_symptom(view, memory, samples)
+            known = self._last_symptoms[view.rank, memory] = newest, symptom
         return known[1]
 
     def _forecast(
-        self, state: RunState, view: RankView, what: str, samples: deque[tuple[float, int]]
+        self, state: RunState, view: RankView, memory: str, samples: deque[tuple[float, int]]
     ) -> Symptom | None:
-        """Return the symptom of memory that will be used up soon; None where it will not be, or that is unknown."""
-        if what == "GPU":
-            ranks, host, total = 1, samples, view.gpu.memory_total_bytes
+        """Return the symptom of memory that will be used up soon; None if it will not be, or that is unknown."""
+        if memory == "GPU":
+            ranks, shared, total = 1, samples, view.gpu.memory_total_bytes
             where = f"the GPU's memory of rank {view.rank}"
         else:
             node = state.nodes.get(view.node or 0)
             if node is None:
                 return None
-            ranks, host, total = max(len(node.ranks), 1), self._hosts[node.node], node.memory_total_bytes
+            ranks, shared, total = max(len(node.ranks), 1), self._hosts[node.node], node.memory_total_bytes
             where = f"the memory of {node.host}"
-        if total is None or len(host) < FORECAST_SAMPLES:
+        if total is None or len(shared) < FORECAST_SAMPLES:
             return None
-        free = max(total - host[-1][1], 0)
-        # Most memory hardly grows, which two samples show.
+        free = max(total - shared[-1][1], 0)
+        # Cheap exit: for memory that hardly grows two samples are enough.
         grown = (samples[-1][1] - samples[-FORECAST_SAMPLES][1]) * ranks / MIN_PART_SHARE
         if grown / FORECAST_SAMPLES * FORECAST_S / CLEAR_SHARE < free:
             return None
         newest = list(islice(samples, len(samples) - FORECAST_SAMPLES, None))
         growth = Growth.over(newest)
-        # What it has had before, and given back, it may give back again.
+        # Memory that was released before may be released again.
         before = max((used for _, used in islice(samples, len(samples) - FORECAST_SAMPLES)), default=0)
         if not growth.grows or newest[FORECAST_SAMPLES // 2][1] < before:
             return None
-        together = Growth.over(list(islice(host, len(host) - FORECAST_SAMPLES, None)))
-        if not together.grows or not (
-            MIN_PART_SHARE * growth.per_s <= together.per_s <= growth.per_s * ranks / MIN_PART_SHARE
+        total_growth = Growth.over(list(islice(shared, len(shared) - FORECAST_SAMPLES, None)))
+        if not total_growth.grows or not (
+            MIN_PART_SHARE * growth.per_s <= total_growth.per_s <= growth.per_s * ranks / MIN_PART_SHARE
         ):
             return None
-        left_s = free / together.per_s
-        if left_s > FORECAST_S / CLEAR_SHARE:
+        remaining_s = free / total_growth.per_s
+        if remaining_s > FORECAST_S / CLEAR_SHARE:
             return None
         return Symptom(
             kind="memory_creep",
             rank=view.rank,
-            value=FORECAST_S / max(left_s, 1.0),
+            value=FORECAST_S / max(remaining_s, 1.0),
             threshold=1.0,
             severity="critical",
-            cause=what.lower(),
+            cause=memory.lower(),
             step=view.step,
-            message=f"the {what}'s memory of rank {view.rank} grows by {growth.per_s * 60 / 2**30:.2g} GiB a minute: "
-            f"at this rate {where} is used up in {about(left_s)}",
+            message=f"the {memory}'s memory of rank {view.rank} grows by {growth.per_s * 60 / 2**30:.2g} GiB a minute: "
+            f"at this rate {where} is used up in {_rounded(remaining_s)}",
             evidence={
-                "out_of_memory_s": left_s,
+                "out_of_memory_s": remaining_s,
                 "free_bytes": float(free),
                 "growth_bytes_per_hour": growth.per_s * 3600,
                 "watched_s": growth.watched_s,
@@ -171,14 +173,14 @@ class MemoryGrowth:
         )
 
 
-def about(seconds: float) -> str:
-    """Return a duration as a forecast gives it: ``about 4 min``."""
+def _rounded(seconds: float) -> str:
+    """Return a duration with the precision of a forecast: ``about 4 min``."""
     if seconds < 100:
         return f"about {max(10 * round(seconds / 10), 10)} s"
     return f"about {seconds / 60:.0f} min"
 
 
-def _growth_symptom(view: RankView, what: str, samples: deque[tuple[float, int]]) -> Symptom | None:
+def _growth_symptom(view: RankView, memory: str, samples: deque[tuple[float, int]]) -> Symptom | None:
     """Return the symptom of memory that has grown slowly since the first steps."""
     settled = list(islice(samples, SETTLING_SAMPLES, None))
     size = len(settled) // GROWTH_BLOCKS
@@ -196,9 +198,9 @@ def _growth_symptom(view: RankView, what: str, samples: deque[tuple[float, int]]
         value=grown / MIN_GROWTH_SHARE,
         threshold=1.0,
         confirmed=growth.steady,
-        cause=what.lower(),
+        cause=memory.lower(),
         step=view.step,
-        message=f"the {what}'s memory of rank {view.rank} has grown by {percent(grown)} "
+        message=f"the {memory}'s memory of rank {view.rank} has grown by {percent(grown)} "
         f"in {growth.watched_s / 60:.0f} minutes and goes on growing",
         evidence={
             "first_bytes": growth.first_bytes,

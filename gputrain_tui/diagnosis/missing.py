@@ -1,4 +1,4 @@
-"""Finds the rank that the others have lost, when all failures only report a lost peer."""
+"""Finds the lost rank when all failures only report a lost peer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trainer.contract.record import Failure
 
 
 def lost_peer(state: RunState) -> Failure | None:
-    """Return the failure of the rank that others have lost; None where no rank or every rank lost a peer.
+    """Return the failure of the rank that others have lost; None if no rank or every rank lost a peer.
 
-    That is the rank found stalled, else one that had exited before, else one without a report.
+    That is a rank with a stall finding, else one that had exited before, else one without a report.
     """
     lost = [
         (view.failure.time, view.failure)
@@ -27,11 +27,11 @@ def lost_peer(state: RunState) -> Failure | None:
         if finding.kind == "stalled" and finding.rank is not None:
             kind = "left_early" if finding.cause == "left" else "stalled"
             return _failure(state.ranks[finding.rank], kind, f"{finding.message}; {gave_up}", finding.time)
-    left = [v for v in state.ranks.values() if v.state == "finished" and (v.time or 0.0) <= first.time]
-    if left:
-        one = min(left, key=lambda view: view.time or 0.0)
-        what = f"{_names(left)} had left with exit code 0{_after(one)}, and others went on"
-        return _failure(one, "left_early", f"{what}; {gave_up}", one.time or first.time)
+    exited = [v for v in state.ranks.values() if v.state == "finished" and (v.time or 0.0) <= first.time]
+    if exited:
+        earliest = min(exited, key=lambda view: view.time or 0.0)
+        reason = f"{_names(exited)} had left with exit code 0{_after(earliest)}, and others went on"
+        return _failure(earliest, "left_early", f"{reason}; {gave_up}", earliest.time or first.time)
     silent = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
     if not silent:
         return None

@@ -16,17 +16,18 @@ AnyFinding = TypeVar("AnyFinding", bound=Event)
 
 
 def roll_up(events: Iterable[AnyFinding], ranks: Mapping[int, RankView]) -> list[AnyFinding]:
-    """Return the events with one finding for all stragglers of a node, in the place of the first of them."""
+    """Return the events with the stragglers of a node merged into one finding, in the place of the first."""
     return [event for event, _ in roll_up_with_members(events, ranks)]
 
 
 def roll_up_with_members(
     events: Iterable[AnyFinding], ranks: Mapping[int, RankView]
 ) -> list[tuple[AnyFinding, Sequence[Finding]]]:
-    """Return what ``roll_up`` does, each with the findings that it stands for; a finding of its own has none.
+    """Return the events of ``roll_up``, each with the findings that are merged in it; none for an unmerged event.
 
-    It is that of the latest of these ranks, with their number as the evidence ``ranks``. Stragglers for different
-    causes stay apart, and so do those of a run on one node, and of a node at least half of whose ranks are in time.
+    A merged finding is that of the rank that is latest, with the number of ranks as the evidence ``ranks``. Stragglers
+    with different causes are not merged, nor those of a run on one node or of a node with at least half of its ranks
+    in time.
     """
     listed = list(events)
     nodes = {rank: view.node for rank, view in ranks.items() if view.node is not None}
@@ -45,12 +46,12 @@ def roll_up_with_members(
 
 
 def newest_findings(state: RunState) -> list[tuple[Finding, bool]]:
-    """Return each finding as it was last raised, in that order and rolled up, and whether it stands."""
-    return [(finding, stands) for finding, stands, _ in newest_with_members(state)]
+    """Return each finding as it was last raised, rolled up, and whether it is still raised; those come first."""
+    return [(finding, stands) for finding, stands, _ in newest_findings_with_members(state)]
 
 
-def newest_with_members(state: RunState) -> list[tuple[Finding, bool, Sequence[Finding]]]:
-    """Return what ``newest_findings`` does, each with the findings that it stands for."""
+def newest_findings_with_members(state: RunState) -> list[tuple[Finding, bool, Sequence[Finding]]]:
+    """Return the entries of ``newest_findings``, each with the findings that are merged in it."""
     newest: dict[tuple[str, int | None], Finding] = {}
     for finding in state.past_findings:
         if finding.state == "raised":
@@ -58,8 +59,8 @@ def newest_with_members(state: RunState) -> list[tuple[Finding, bool, Sequence[F
             newest[finding.kind, finding.rank] = finding
     found: list[tuple[Finding, bool, Sequence[Finding]]] = []
     for stands in (True, False):
-        each = [finding for about, finding in newest.items() if (about in state.findings) == stands]
-        found += [(finding, stands, members) for finding, members in roll_up_with_members(each, state.ranks)]
+        listed = [finding for key, finding in newest.items() if (key in state.findings) == stands]
+        found += [(finding, stands, members) for finding, members in roll_up_with_members(listed, state.ranks)]
     return found
 
 

@@ -1,8 +1,8 @@
 """One step of all ranks: the phases of each since the last synchronisation, without its waits for a core.
 
-All ranks leave a synchronisation at about the same moment. So what makes one late for the next is all that it did
-since: the end of the last step (optimizer, logging) and this step's data, forward and backward. On a busy machine
-most of the difference between two steps is waiting for a core, which the record and these rows keep apart.
+All ranks leave a synchronisation at about the same moment. A rank's lateness for the next one therefore comes from all
+of its work since: the end of the last step (optimizer, logging) and this step's data, forward and backward. On a busy
+machine most of the difference between two steps is waiting for a core, which the record and these rows keep separate.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class StepPhases(NamedTuple):
     own: float
     """Sum of the above."""
     core_wait: float
-    """Runnable without a core, from one synchronisation to the next."""
+    """Time in which it was runnable without a core, from one synchronisation to the next."""
     core_wait_before: float
-    """Of that, before the forward pass."""
+    """Part of ``core_wait`` before the forward pass."""
     gc: float
-    """In Python's garbage collector, within the other phases."""
+    """Time in Python's garbage collector, within the other phases."""
     exposed: float | None
     """Wait for the synchronisation at the end; None where nothing was synchronised or measured."""
     wire: float | None
-    """The same without the wait for a core at its end."""
+    """``exposed`` without the wait for a core at its end."""
     step: float
-    """Duration of the whole step, as the clock saw it."""
+    """Duration of the whole step by the clock."""
     samples: float
-    """Read by this rank in the step."""
+    """Samples that this rank read in the step."""
     tokens: float | None
-    """Likewise."""
+    """Tokens that this rank read in the step; None where the task counts none."""
 
     @property
     def before_forward(self) -> float:
@@ -65,13 +65,13 @@ class StepRow:
         self.steps = steps
         """Number of steps that it covers."""
         self.phases = all_phases
-        """In the order of the ranks."""
+        """Phases of each rank, in the order of the ranks."""
         self.waits = waits
         """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
         self.straggling = False
-        """Whether a straggler was known at this step: then the row is no sample of the usual noise."""
+        """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
         self._sorted: dict[str, list[float]] = {}
-        self._relieved: tuple[object, StepRow] | None = None
+        self._without_wait: tuple[object, StepRow] | None = None
 
     @cached_property
     def synced(self) -> bool:
@@ -90,9 +90,9 @@ class StepRow:
 
     @cached_property
     def wire_ms(self) -> float | None:
-        """Bare transfer: in each step the wait of the last rank to arrive, as the others wait for that rank too.
+        """Bare transfer, ms: in each step the wait of the last rank to arrive, as the others also wait for that rank.
 
-        None where only means over several steps are known, in which ranks that are late in turns all wait.
+        None where only means over several steps are known: with ranks late in turns, all of these include waits.
         """
         if not self.synced or not self.waits:
             return None
@@ -101,7 +101,7 @@ class StepRow:
 
     @cached_property
     def waits_with_cores(self) -> Sequence[Sequence[float]]:
-        """Per step the waits for the synchronisation that there would be if no rank waited for a core, ms."""
+        """Per step the ranks' waits for the synchronisation as if no rank had waited for a core, ms."""
         if not any(rank_phases.core_wait for rank_phases in self.phases):
             return self.waits
         # Of a rank's waits for a core those in the synchronisation lengthen it, and the others shorten it.
@@ -155,8 +155,8 @@ class StepRow:
 
     def without_broadcast_wait(self, leader: int, followers: frozenset[int]) -> StepRow:
         """Return the row without the waits of followers for a leader in their forward pass, all by index."""
-        about = leader, followers
-        if self._relieved is None or self._relieved[0] != about:
+        key = leader, followers
+        if self._without_wait is None or self._without_wait[0] != key:
             first = self.phases[leader]
             all_phases = list(self.phases)
             for index in followers:
@@ -164,10 +164,10 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            without_broadcast_wait = StepRow(self.step, all_phases, self.waits, self.steps)
-            without_broadcast_wait.straggling = self.straggling
-            self._relieved = about, without_broadcast_wait
-        return self._relieved[1]
+            row = StepRow(self.step, all_phases, self.waits, self.steps)
+            row.straggling = self.straggling
+            self._without_wait = key, row
+        return self._without_wait[1]
 
     def _column(self, phase: str) -> list[float]:
         """Return one phase of all ranks, ascending."""

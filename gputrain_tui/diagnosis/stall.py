@@ -1,4 +1,4 @@
-"""Detects stalled ranks: which are behind, since when, and what their processes do.
+"""Detects stalled ranks: those behind the others, the time since their progress, and their processes' activity.
 
 The usual length of a stage is the longest stay of any rank in it so far. A rank that stays several times as long is
 stalled if the others wait for it; the run is stalled if no rank makes progress.
@@ -15,25 +15,25 @@ from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
 from gputrain_tui.state import RankView, RunState
 
 MIN_STALL_S = 10.0
-"""Machines pause this long without fault: a slow disk, a suspended guest."""
+"""Minimum threshold: machines pause up to this long without fault (a slow disk, a suspended guest)."""
 MIN_STOPPED_S = 3.0
-"""The same of a process that is stopped, which does not go on by itself."""
+"""Threshold for a stopped process (state T), which does not go on by itself."""
 STAY_MULTIPLE = 4.0
-"""Of the longest stay in the same stage so far."""
+"""Threshold as a multiple of the longest stay in the same stage so far."""
 STEP_MULTIPLE = 20.0
-"""Of the median step, for a rank that trains."""
+"""Threshold as a multiple of the median step, for a rank that trains."""
 MIN_COMMON_STALL_S = 20.0
-"""When no rank is behind: a watched script may evaluate between two steps."""
+"""Minimum threshold when no rank is behind: a watched script may evaluate between two steps."""
 MIN_STEPS_ALONE = 2
-"""Ranks that synchronise at each step are no further ahead than one."""
+"""Lead in steps of a rank that trains without another one; ranks that synchronise each step lead by at most one."""
 NEW_STAGE_IDLE_S = 60.0
-"""Limit of a stage that no rank has left yet, while its processes are idle."""
+"""Threshold in a stage that no rank has left yet, while its processes are idle."""
 NEW_STAGE_BUSY_S = 300.0
-"""The same while its processes compute."""
+"""Threshold in a stage that no rank has left yet, while its processes compute."""
 BUSY_PERCENT = 50.0
-"""Of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
+"""Use of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
 ACTIVE_PERCENT = 2.0
-"""Of a core or GPU in a second, from which it is active: two ticks of the kernel's clock."""
+"""Use of a core or GPU in a second from which it is active: two ticks of the kernel's clock."""
 
 PHASE_TEXT = {
     "data": "between two steps or waiting for data",
@@ -57,17 +57,18 @@ STAGE_TEXT = {
 }
 """By stage, as words of a sentence."""
 START_STAGES = ("spawned", "joining", "ready")
-"""In order."""
+"""Stages before training, in order."""
 LOCK_PREFIX = "futex"
-"""Of the kernel functions in which a thread waits for a lock."""
+"""Prefix of the kernel functions in which a thread waits for a lock."""
 Position = tuple[int, int, int]
 
 
 @dataclass
 class RankActivity:
-    """Times of each rank's last progress and activity, by this process's clock: those of the nodes may differ."""
+    """Times of each rank's last progress and activity, by this process's clock: the nodes' clocks may differ."""
 
     progress: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    """By rank, its stage, step and number of begins and ends of validations."""
     progressed_at: dict[int, float] = field(default_factory=dict)
     """By rank, when it last ended a step or entered another stage."""
     active_at: dict[int, float] = field(default_factory=dict)
@@ -98,10 +99,10 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     if not running or any(view.state in (None, "failed") for view in running):
         return []
     if any(kind == "host_silent" for kind, _ in state.findings):
-        return []  # what its ranks do is not known, and the others wait for them
-    # What a host has not sent in its silence comes later.
+        return []  # the progress of its ranks is unknown, and the others wait for them
+    # Events that a silent host has held back arrive late: time counts from the end of the silence.
     silences = {
-        view.rank: now - max(activity.progressed_at.get(view.rank, now), state.hosts_heard_at) for view in running
+        view.rank: now - max(activity.progressed_at.get(view.rank, now), state.silence_changed_at) for view in running
     }
     if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= MIN_STOPPED_S]:
         return [_stopped_symptom(view, silences[view.rank]) for view in stopped]
@@ -109,17 +110,17 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     if shortest_s < MIN_STALL_S / 2:
         return []
     ahead = max(view.step for view in running)
-    left = [view for view in state.ranks.values() if view.state == "finished"]
-    outrun = _outrun(state, activity)
-    running = [view for view in running if view.rank not in outrun]
-    if left:
-        # Ranks that have done all steps leave before those that still evaluate or save.
-        early = [view for view in left if view.step < ahead and view.rank not in outrun]
+    finished = [view for view in state.ranks.values() if view.state == "finished"]
+    left_behind = _left_behind(state, activity)
+    running = [view for view in running if view.rank not in left_behind]
+    if finished:
+        # Ranks that have done all steps end before those that still evaluate or save.
+        early = [view for view in finished if view.step < ahead and view.rank not in left_behind]
         threshold_s = _stall_threshold_s(state, running)
         if not early or threshold_s is None:
             return []
         return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
-    missing = awaited_ranks(state, besides=outrun)
+    missing = awaited_ranks(state, exclude=left_behind)
     if missing:
         found = []
         for view in missing:
@@ -133,7 +134,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         return found
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
-        return _idle_symptoms(running, activity, now, state.hosts_heard_at)
+        return _idle_symptoms(running, activity, now, state.silence_changed_at)
     busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
     threshold_s = max(learnt_s, NEW_STAGE_BUSY_S if busy else MIN_COMMON_STALL_S)
     return (
@@ -141,8 +142,8 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     )
 
 
-def _outrun(state: RunState, activity: RankActivity) -> set[int]:
-    """Return the ranks without which others have trained on for a while, so that nobody waits for them.
+def _left_behind(state: RunState, activity: RankActivity) -> set[int]:
+    """Return the ranks without which another one has trained on for a while, so that no rank waits for them.
 
     They have run out of data in DDP's ``join()``, or synchronise nothing.
     """
@@ -157,10 +158,10 @@ def _outrun(state: RunState, activity: RankActivity) -> set[int]:
     }
 
 
-def awaited_ranks(state: RunState, *, besides: Collection[int] = ()) -> list[RankView]:
-    """Return the running ranks that others wait for, by the positions that all have reported; some left out."""
+def awaited_ranks(state: RunState, *, exclude: Collection[int] = ()) -> list[RankView]:
+    """Return the running ranks that others wait for, by the reported positions; ``exclude`` has ranks to leave out."""
     running = [
-        view for view in state.ranks.values() if view.state not in ("finished", "failed") and view.rank not in besides
+        view for view in state.ranks.values() if view.state not in ("finished", "failed") and view.rank not in exclude
     ]
     if state.joining is not None and all(view.state in ("spawned", "joining") for view in running):
         return [view for view in running if view.rank in state.joining.missing]
@@ -185,9 +186,9 @@ def _position(view: RankView) -> Position:
 
 
 def _progress(view: RankView) -> tuple[int, float]:
-    """Return the step that a rank is in, and how many of its phases it has done; one that waits for all has done them.
+    """Return the step that a rank is in and the number of its phases done; infinite while it waits for all ranks.
 
-    The record of a step that is done may come later than what the rank is doing now.
+    The event of a finished step may come later than a report about the next one.
     """
     if view.doing is None:
         return view.step + 1, -1.0
@@ -195,7 +196,7 @@ def _progress(view: RankView) -> tuple[int, float]:
 
 
 def _stall_threshold_s(state: RunState, views: Sequence[RankView]) -> float | None:
-    """Return the stall threshold of ranks from earlier stays in their stage; None where there was none."""
+    """Return the stall threshold of ranks from earlier stays in their stages; None if a stage had none."""
     stays_s = [state.longest_stay_s.get(view.stage) for view in views]
     known_s = [stay_s for stay_s in stays_s if stay_s is not None]
     if len(known_s) < len(stays_s):
@@ -210,21 +211,24 @@ def _step_s(views: Sequence[RankView]) -> list[float]:
     return [event.step_ms * event.steps / 1e3 for view in views for event in view.steps if event.step_ms is not None]
 
 
-def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float, heard_at: float) -> list[Symptom]:
-    """Return the stall of ranks without events, as of scripts that are not measured, by their processes."""
-    silences = {view.rank: now - max(activity.active_at.get(view.rank, now), heard_at) for view in views}
-    silent = [view for view in views if silences[view.rank] >= NEW_STAGE_IDLE_S / 2]
-    seen = all(_busy_or_idle(view) is not None for view in views)
+def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float, since: float) -> list[Symptom]:
+    """Return the stall of ranks without events, as of scripts that are not measured, by their processes' activity.
+
+    Idle times count from ``since`` at the earliest.
+    """
+    idle_s = {view.rank: now - max(activity.active_at.get(view.rank, now), since) for view in views}
+    idle = [view for view in views if idle_s[view.rank] >= NEW_STAGE_IDLE_S / 2]
+    sampled = all(_busy_or_idle(view) is not None for view in views)
     threshold_s = max(
-        NEW_STAGE_IDLE_S if seen and len(silent) == len(views) else NEW_STAGE_BUSY_S,
+        NEW_STAGE_IDLE_S if sampled and len(idle) == len(views) else NEW_STAGE_BUSY_S,
         STAY_MULTIPLE * activity.longest_idle_s,
     )
-    silence_s = min((silences[view.rank] for view in silent), default=0.0)
-    active_at = [view for view in views if view not in silent]
-    if silence_s < threshold_s / 2 or len(active_at) > len(views) / 2:
+    shortest_s = min((idle_s[view.rank] for view in idle), default=0.0)
+    active = [view for view in views if view not in idle]
+    if shortest_s < threshold_s / 2 or len(active) > len(views) / 2:
         return []
-    one = active_at[0] if len(active_at) == 1 else None if active_at else _sleeping_outlier(views)
-    return [_common_symptom(views, one, silence_s, threshold_s)]
+    outlier = active[0] if len(active) == 1 else None if active else _sleeping_outlier(views)
+    return [_common_symptom(views, outlier, shortest_s, threshold_s)]
 
 
 def _behind_symptom(
@@ -258,7 +262,10 @@ def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: i
     return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_left"]), cause="left")
 
 
-def _common_symptom(views: Sequence[RankView], one: RankView | None, silence_s: float, threshold_s: float) -> Symptom:
+def _common_symptom(
+    views: Sequence[RankView], outlier: RankView | None, silence_s: float, threshold_s: float
+) -> Symptom:
+    """Return the stall of all ranks, attributed to the outlier if there is one."""
     step = min(view.step for view in views)
     after = f", after step {step}" if step else ""
     stage = views[0].stage
@@ -266,11 +273,11 @@ def _common_symptom(views: Sequence[RankView], one: RankView | None, silence_s: 
         message = f"no rank has done a step for {silence_s:.0f} s{after}"
     else:
         message = f"every rank {STAGE_TEXT[stage]} for {silence_s:.0f} s{after}"
-    if one is None:
+    if outlier is None:
         symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
         return replace(symptom, rank=None, step=step)
-    message += f"{_position_text(one)}, unlike the others"
-    return replace(_stall(one, silence_s, threshold_s, message, ADVICE["stalled_behind"]), step=step)
+    message += f"{_position_text(outlier)}, unlike the others"
+    return replace(_stall(outlier, silence_s, threshold_s, message, ADVICE["stalled_behind"]), step=step)
 
 
 def _stall(view: RankView, silence_s: float, threshold_s: float, message: str, advice: str) -> Symptom:
@@ -290,9 +297,9 @@ def _stall(view: RankView, silence_s: float, threshold_s: float, message: str, a
 
 
 def _sleeping_outlier(views: Sequence[RankView]) -> RankView | None:
-    """Return the only rank whose process does not sleep at a lock, where all others do.
+    """Return the rank that sleeps elsewhere in the kernel while all others wait for a lock; None if there is none.
 
-    Ranks in a collective of gloo sleep at a lock.
+    Ranks in a collective of gloo wait for a lock.
     """
     positions = {view.rank: getattr(view.process, "sleeps_in", None) or "" for view in views}
     odd = [view for view in views if not positions[view.rank].startswith(LOCK_PREFIX)]
@@ -300,7 +307,7 @@ def _sleeping_outlier(views: Sequence[RankView]) -> RankView | None:
 
 
 def _outlier(views: Sequence[RankView]) -> RankView | None:
-    """Return the only rank whose process is busy while the others are idle, or the reverse, if known."""
+    """Return the only busy rank among idle ones, or the only idle one among busy ones; None if there is none."""
     kinds: dict[str | None, list[RankView]] = {}
     for view in views:
         kinds.setdefault(_busy_or_idle(view), []).append(view)
@@ -336,7 +343,7 @@ def _is_active(view: RankView) -> bool:
     """Whether the last sample of a rank's process or GPU shows any activity."""
     if _busy_or_idle(view) == "busy":
         return True
-    # Without its waits for a core: where cores are taken, also a thread that only looks around now and then has some.
+    # Waits for a core do not count: where cores are scarce, even a thread that only polls now and then has some.
     used = (view.process.cpu_percent or 0.0) if view.process is not None else 0.0
     if view.gpu is not None:
         used = max(used, view.gpu.utilization_percent or 0.0)
@@ -345,16 +352,17 @@ def _is_active(view: RankView) -> bool:
 
 def _position_text(view: RankView) -> str:
     """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
-    phase, doing = _phase(view), _busy_or_idle(view)
+    phase, load = _phase(view), _busy_or_idle(view)
     known = [f"rank {view.rank} is {PHASE_TEXT[phase]}"] if phase is not None else []
     if _is_stopped(view):
         continues = f"; `kill -CONT {view.pid}` continues it" if view.pid else ""
         return f"; its process is stopped (state T){continues}"
-    if doing is not None:
-        place = view.process.sleeps_in
-        what = f"sleeps in the kernel's {place}" if place and not place.startswith(LOCK_PREFIX) else f"is {doing}"
-        what = "is held by a debugger" if view.process.held else what
-        known.append(f"its process {what}" if known else f"the process of rank {view.rank} {what}")
+    if load is not None:
+        function = view.process.sleeps_in
+        is_elsewhere = function and not function.startswith(LOCK_PREFIX)
+        activity = f"sleeps in the kernel's {function}" if is_elsewhere else f"is {load}"
+        activity = "is held by a debugger" if view.process.held else activity
+        known.append(f"its process {activity}" if known else f"the process of rank {view.rank} {activity}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""
     return ("; " + ", and ".join(known) if known else "") + last
 

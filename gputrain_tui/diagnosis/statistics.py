@@ -26,15 +26,15 @@ def median_low(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def median_without(ranked: Sequence[float], place: int) -> float:
+def median_without(ranked: Sequence[float], index: int) -> float:
     """Return the median of ascending values without the one at an index."""
     others = len(ranked) - 1
     low, high = (others - 1) // 2, others // 2
-    return (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
+    return (ranked[low + (low >= index)] + ranked[high + (high >= index)]) / 2
 
 
 def excess(values: Sequence[float]) -> list[float]:
-    """Return each value minus the median of the others; 0 for a single one."""
+    """Return each value minus the median of the others; 0 for a single value."""
     count = len(values)
     if count < 2:
         return [0.0] * count

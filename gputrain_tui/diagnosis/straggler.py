@@ -1,4 +1,4 @@
-"""Detects stragglers: ranks whose excess work over the other ranks' median is significant against the noise."""
+"""Detects stragglers: ranks with an excess of work over the other ranks' median that is significant against noise."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
 from gputrain_tui.state import RunState
 
 WINDOW_ROWS = 12
-"""Rows whose median is compared: a slow rank is in more than half of them after seven steps."""
+"""Rows over which medians are compared: a slow rank is in more than half of them after seven steps."""
 SHORT_WINDOW_ROWS = 6
 """Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late."""
 OVERWHELMING_SHARE = 0.5
-"""Of a step: the others wait longer than they work."""
+"""Lateness as a share of a step from which the others wait longer than they work."""
 MIN_ROWS = 20
 """Rows before the first finding, to estimate the noise."""
 MIN_EARLIER_ROWS = 2
-"""Rows needed before a short window, from before the rank became slow."""
+"""Rows needed before a short window, of the time before the rank became slow."""
 WARNING_SHARE, CRITICAL_SHARE = 0.10, 0.20
 """Lateness as a share of a step (TraceML's gates)."""
 ONE_WINDOW_SHARE = 0.15
-"""Of a step, from which one window is enough; below, ``SUSTAINED_WINDOWS`` windows must all show it."""
+"""Lateness as a share of a step from which one window is enough; below, ``SUSTAINED_WINDOWS`` windows must show it."""
 SUSTAINED_WINDOWS = 4
-"""Noise of one window rarely goes the same way four times in a row."""
+"""Windows in a row that must show a small lateness: noise rarely goes the same way four times."""
 UNEXPLAINED_WINDOWS, UNEXPLAINED_S = 2, 5.0
-"""Windows that must show lateness without a cause, and seconds for a rank on a CPU.
+"""Windows in a row that must show lateness without a cause, and their minimum duration for a rank on a CPU, seconds.
 
 When all work of a CPU rank takes longer, its core is slower: other processes or guests of the host cause that for a
 second or two now and then, for however many steps.
 """
 STEP_SIGMAS = 6.0
-"""Standard errors of the window's median, estimated from successive differences."""
+"""Threshold in standard errors of the window's median, estimated from successive differences."""
 BLOCK_SIGMAS = 4.0
-"""Standard deviations of the medians of earlier windows, which include noise in bursts."""
+"""Threshold in standard deviations of the medians of earlier windows, which include noise in bursts."""
 MIN_BLOCKS = 4
 """Earlier windows needed to estimate that deviation."""
 CORE_WAIT_ROWS = 8 * WINDOW_ROWS
 """Rows in which a rank must have waited for a core: bursts of other work on the machine are shorter."""
 CORE_WAIT_AGREEING_SHARE = 0.80
-"""Of these rows, in which the wait must be at least half of the median."""
+"""Share of these rows in which the wait must be at least half of the median."""
 
 
 def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> list[Symptom]:
@@ -78,7 +78,7 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
         symptom = None
         if merged and short_owns[index] >= OVERWHELMING_SHARE * (step_ms + short_owns[index]):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
-            if symptom.cause == "unattributed":  # a moment's load of the machine: reported when it lasts
+            if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
                 symptom = None
         if symptom is None and known and owns[index] >= WARNING_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
@@ -112,13 +112,13 @@ def _own_work_symptom(
     *,
     uneven: bool = False,
 ) -> Symptom:
-    """Return the symptom of a rank whose own work takes longer than the others'.
+    """Return the symptom of a rank with longer work of its own than the other ranks.
 
     Args:
         state: the run.
-        ranks: all of them.
+        ranks: all ranks, in the order of the rows.
         rows: the last rows.
-        index: of the rank in the rows.
+        index: index of the rank in the rows.
         base: duration of a step without stragglers, ms.
         length: number of the last rows that are compared.
         uneven: whether ranks are known to be late in turns.
@@ -135,11 +135,11 @@ def _own_work_symptom(
     straggling = [row.straggling for row in rows]
     noise = _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
-    agreed_ms = median([row.own_excess[index] for row in agreeing])  # of the same steps as its phases
+    agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
     cause = cause_of(state, rank, agreed_ms, phases, agreeing, ranks)
     if (noise > gate or uneven) and cause.name in PHASES:
-        # A phase may stand out from its own noise where all of them are noisier.
+        # A phase may stand out from its own noise although the sum of all phases does not.
         alone = [row.excess(cause.name, index) for row in rows]
         noise_alone = _noise(alone, straggling)
         uneven = uneven and noise_alone > gate
@@ -166,7 +166,7 @@ def _on_gpu(state: RunState, rank: int) -> bool:
 
 
 def _windows_of(window: Sequence[StepRow], seconds: float) -> int:
-    """Return how many windows like this one last so long, within ``UNEXPLAINED_WINDOWS`` and the history."""
+    """Return the number of windows like this one in some seconds, from ``UNEXPLAINED_WINDOWS`` to the history."""
     window_s = sum(row.step_ms * row.steps for row in window) * 1e-3
     lasting = math.ceil(seconds / max(window_s, 1e-6))
     return max(UNEXPLAINED_WINDOWS, min(lasting, HISTORY // WINDOW_ROWS))
@@ -181,7 +181,7 @@ def _core_wait_excess(rows: Sequence[StepRow]) -> list[float] | None:
 
 
 def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms: float) -> Symptom | None:
-    """Return the symptom of a rank that waits longer for a core, over a longer time: waits come in bursts."""
+    """Return the symptom of a rank with longer waits for a core, over ``CORE_WAIT_ROWS`` rows: waits come in bursts."""
     if late_ms <= 0.0:
         return None
     step_ms = median([row.step_ms for row in recent])
@@ -221,7 +221,7 @@ def _straggler(
 
 
 def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
-    """Return the lateness over a window that noise may reach, ms; rows with a known straggler are no sample of it."""
+    """Return the lateness over a window that noise may reach, ms; rows with a known straggler do not count for it."""
     step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW_ROWS)  # 1.2533: a median's against a mean's
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)

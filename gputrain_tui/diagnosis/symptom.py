@@ -1,4 +1,4 @@
-"""A symptom: what one check of a run shows, before hysteresis decides whether it is a finding."""
+"""A symptom: the result of one check of a run, before hysteresis decides whether it is a finding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gputrain_tui.state import RunState
 
 Severity = Literal["info", "warning", "critical"]
 CLEAR_SHARE = 0.5
-"""Of the threshold: a finding is cleared below it, so that it does not flicker around its threshold."""
+"""Share of the threshold below which a finding is cleared, so that it does not flicker around its threshold."""
 MIN_AGREEING_SHARE = 0.75
-"""Of a window's steps, in which a delay must be at least half of its median."""
+"""Share of a window's steps in which a delay must be at least half of its median."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class Symptom:
     rank: int | None = None
     """None for the run as a whole."""
     host: str | None = None
-    """Where it is about a host; else that of the rank."""
+    """Host that it is about; None for that of the rank."""
     value: float
     """Magnitude, in the unit of ``threshold``."""
     threshold: float
-    """Value from which it is a finding; cleared at ``CLEAR_SHARE`` of the threshold at which it was raised."""
+    """Value from which the symptom is a finding; it is cleared at ``CLEAR_SHARE`` of its threshold when raised."""
     confirmed: bool = True
     """Whether it has lasted long enough to be raised."""
     severity: Severity = "warning"

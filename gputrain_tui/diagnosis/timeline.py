@@ -45,7 +45,8 @@ class RankSteps:
         self.events_seen = 0
         """Number of the rank's step events that were read."""
         self._step_end: tuple[float, float, float] | None = None
-        """Optimizer, other and their waits for a core of the last step, which precede the next synchronisation."""
+        """Phases ``optimizer`` and ``other`` of the last step and their waits for a core, ms: they precede the next
+        synchronisation."""
 
     def append_new(self, view: RankView) -> bool:
         """Append a rank's new events; return False where some were missed or the rank was restarted."""
@@ -99,12 +100,12 @@ class Timeline:
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
         self.rows: deque[StepRow] = deque(maxlen=HISTORY)
-        """Ascending; a step of which a rank did not measure the phases has none."""
+        """By ascending step; steps without the phases of every rank are left out."""
         self.losses: deque[float] = deque(maxlen=HISTORY)
         """Mean over the ranks at each step that has one, nats."""
         self._rank_steps: list[RankSteps] = []
         self._last_row = 0
-        """Last step that is in a row, or passed over."""
+        """Last step that is in a row, or was skipped."""
         self._last_warm_up = 0
         """Last step of the warm-up."""
 
@@ -180,7 +181,7 @@ def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, Step
 
 
 def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
-    """Return the mean over some steps, None where one of them was not measured."""
+    """Return the mean of a rank's phases over some steps; None if the phases of a step were not measured."""
     if len(phases) == 1:
         return phases[0][1].rank_phases
     all_phases = [step_range.rank_phases for _, step_range in phases if step_range.rank_phases is not None]

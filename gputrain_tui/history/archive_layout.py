@@ -1,4 +1,4 @@
-"""What an archive of a run may hold: the files of a run directory that say what happened, and nothing that acts."""
+"""Layout of a run's archive: the files and folders of a run directory that it may contain."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ TOP_FILES = ("recipe.toml", "plan.json", "status.json", "slurm.json", "notes.jso
 FOLDERS = ("events", "logs", "nodes", "digest")
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII)
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,90}", re.ASCII)
-"""Of the folder in it; the format has 155 bytes for folders."""
+"""Name of the archive's only folder; the USTAR format has 155 bytes for folders."""
 MAX_FILES = 1 << 18
-"""Of the largest run: four for each rank."""
+"""Maximum number of files: the largest run has four per rank."""
 
 
 def is_file_of_run(path: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from gputrain_tui.history.series import Series, interpolate, smooth
+from gputrain_tui.history.step_axis import value_at
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from gputrain_tui.recipe.values import value_text
@@ -27,7 +27,7 @@ MIN_RUNS, MAX_RUNS = 2, 6
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeDifference:
-    """A key whose values differ between recipes."""
+    """A recipe key with different values in the compared recipes."""
 
     key: str
     """``train.lr``."""
@@ -36,7 +36,7 @@ class RecipeDifference:
 
 
 def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
-    """Return the keys whose values differ, defaults included, in the order of a recipe."""
+    """Return the keys with different values, defaults included, in the order of a recipe."""
     all_values = [recipe_values(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in all_values for key in values)
     found = []
@@ -80,7 +80,7 @@ def recipe_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def _task_values(recipe: Recipe) -> dict[str, Any]:
-    """Return a task's options; without defaults for a user's own task, which only a process could tell."""
+    """Return a task's options; defaults are included for built-in tasks only, as a user's module is not imported."""
     if recipe.train.task not in BUILT_IN:
         return dict(recipe.task_options)
     options = describe(task_schema(recipe.train.task))
@@ -97,12 +97,12 @@ class CurvePoints:
 
 
 Measure = Literal["loss", "samples_per_s", "sync_exposed_ms"]
-"""What the curves of several runs are of."""
+"""Quantity of the compared curves."""
 MEASURES: tuple[Measure, ...] = ("loss", "samples_per_s", "sync_exposed_ms")
 
 
 class CurveHistory:
-    """The curves of one run that are compared, from its events: over its ranks the median, or the sum of samples."""
+    """One run's curves for a comparison, from its events: medians over its ranks, or the sum of their samples."""
 
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
@@ -112,13 +112,13 @@ class CurveHistory:
         """Unix seconds."""
         self._steps = array("q")
         self._seconds = array("d")
-        """End of each of ``_steps`` on rank 0, since the start; before the first one, its beginning."""
+        """End of each of ``_steps`` on rank 0, seconds since the start; the first entry is the start of a step."""
         self._samples = array("d")
         """Samples of rank 0 up to each of ``_steps``."""
         self._all_samples = 0
-        """Of all ranks."""
+        """Samples of all ranks."""
         self._stepping_ms = self._exposed_ms = 0.0
-        """Of all ranks: time of the steps whose exposed synchronisation was measured, and that of it."""
+        """Total ``step_ms`` and ``sync_exposed_ms`` of all ranks, over the steps for which both were measured."""
         self._newest: dict[int, tuple[Step, ...]] = {}
         """The last two step events of each rank, newest first."""
 
@@ -194,14 +194,14 @@ class CurveHistory:
             columns: Columns.
             over_time: Whether the curve is over the seconds since the start.
             smoothing: Steps over which it is smoothed; 0: not at all.
-            measure: What it is of: nats, samples of all ranks per second, or milliseconds.
+            measure: Quantity of the curve: loss in nats, samples of all ranks per second, or milliseconds.
         """
         window = self.series.window("loss" if measure == "samples_per_s" else measure, columns)
         if not window.last_step:
             return CurvePoints(at=(), values=())
         first, count = window.first_step, window.last_step - window.first_step + 1
         edges = [-(-column * count // columns) for column in range(columns + 1)]
-        # A column between two steps has none of its own, and stands between them.
+        # With more columns than steps, a column without a step is placed between the steps beside it.
         steps = [
             first + ((low + high - 1) / 2 if high > low else column * count / columns)
             for column, (low, high) in enumerate(pairwise(edges))
@@ -211,30 +211,19 @@ class CurveHistory:
         return CurvePoints(at=at, values=smooth(values, smoothing, count / columns))
 
     def _rates(self, first: int, count: int, columns: int) -> list[float]:
-        """Return the samples of all ranks per second in columns of equally many steps."""
-        own = self._samples[-1] if self._samples else 0.0
-        ranks = self._all_samples / own if own else 0.0
+        """Return the samples of all ranks per second in columns of equally many steps, scaled up from rank 0."""
+        rank_0_samples = self._samples[-1] if self._samples else 0.0
+        scale = self._all_samples / rank_0_samples if rank_0_samples else 0.0
         rates = []
         for low, high in pairwise(first - 1 + column * count / columns for column in range(columns + 1)):
             seconds = self.seconds_at(high) - self.seconds_at(low)
-            samples = self._at(self._samples, high) - self._at(self._samples, low)
-            rates.append(ranks * samples / seconds if seconds > 0 else nan)
+            samples = value_at(self._steps, self._samples, high) - value_at(self._steps, self._samples, low)
+            rates.append(scale * samples / seconds if seconds > 0 else nan)
         return rates
 
     def seconds_at(self, step: float) -> float:
         """Return the time of a step since the start, interpolated linearly."""
-        return self._at(self._seconds, step)
-
-    def _at(self, values: Sequence[float], step: float) -> float:
-        """Return one of ``values``, which belong to ``_steps``, interpolated linearly."""
-        after = bisect_right(self._steps, step)
-        if after == 0 or not self._steps:
-            return values[0] if values else 0.0
-        if after == len(self._steps):
-            return values[-1]
-        low, high = self._steps[after - 1], self._steps[after]
-        share = (step - low) / (high - low)
-        return values[after - 1] + share * (values[after] - values[after - 1])
+        return value_at(self._steps, self._seconds, step)
 
 
 def resampled(points: CurvePoints, columns: int, last: float, *, first: float = 0.0) -> list[float]:
@@ -246,9 +235,9 @@ def resampled(points: CurvePoints, columns: int, last: float, *, first: float = 
     for at, value in zip(points.at, points.values, strict=True):
         if value != value:
             continue
-        here = min(max(int((at - first) / (last - first) * columns), 0), columns - 1)
-        if 0 <= before < here - 1:
-            interpolate(line, before, here, value)
-        line[here] = value
-        before = here
+        column = min(max(int((at - first) / (last - first) * columns), 0), columns - 1)
+        if 0 <= before < column - 1:
+            interpolate(line, before, column, value)
+        line[column] = value
+        before = column
     return line

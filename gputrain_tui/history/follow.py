@@ -21,7 +21,7 @@ MAX_LINE_BYTES = 1 << 20
 class AppendedFile:
     """One growing file: returns whole lines and keeps a torn last line until its rest is written.
 
-    What is no regular file, or cannot be opened, reads as empty.
+    A path that is no regular file, or cannot be opened, reads as empty.
     """
 
     def __init__(self, path: Path | str, *, keep_open: bool = True, max_line_bytes: int = MAX_LINE_BYTES) -> None:
@@ -118,7 +118,7 @@ class Follower:
             folder: it may appear later.
             suffix: of the files' names, with its dot.
             only: names without suffix; by default all.
-            torn: return unfinished lines as well.
+            torn: whether to return unfinished lines as well.
             max_line_bytes: longest part of an unfinished line to keep.
             last_bytes: begin at most this far before the end, all files together; by default at the beginning.
             begin: bytes at which to begin, by name without suffix.
@@ -159,7 +159,7 @@ class Follower:
                 yield name, lines
 
     def offset(self, name: str) -> int:
-        """Return the bytes of a file that were read or passed over."""
+        """Return the offset in a file up to which it was read or skipped, bytes."""
         return self._files[name].offset
 
     def remainders(self) -> Iterator[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class SeriesKey:
-    """What a series is of."""
+    """Node, device and quantity of a series."""
 
     node: int
     gpu: int
@@ -31,10 +31,10 @@ class SeriesKey:
 
 @dataclass
 class TimeSeries:
-    """Values over time, of which old ones are averaged."""
+    """Values over time in bounded memory: beyond ``2 * MAX_POINTS`` points, neighbours are averaged."""
 
     limit: float | None = None
-    """Greatest possible value: 100 %, the memory that there is; None where there is none."""
+    """Greatest possible value: 100 %, or the total memory; None where there is no limit."""
     newest: float = nan
     """The newest value."""
     greatest: float = nan
@@ -42,7 +42,7 @@ class TimeSeries:
     _times: array[float] = field(default_factory=lambda: array("d"))
     _values: array[float] = field(default_factory=lambda: array("d"))
     _every: int = 1
-    """Values that a point is the mean of."""
+    """Number of values averaged in one point."""
     _pending: list[float] = field(default_factory=list)
     """Values of the next point."""
 
@@ -63,7 +63,9 @@ class TimeSeries:
             self._values = array("d", ((self._values[index] + self._values[index + 1]) / 2 for index in pairs))
 
     def columns(self, begin: float, end: float, count: int) -> list[float]:
-        """Return the mean in each column of a time span, in one without a point the one before; NaN before the first.
+        """Return the mean in each column of a time span.
+
+        A column without points has the value of the last point before it, NaN where there is none.
 
         Args:
             begin: Unix seconds.
@@ -101,7 +103,7 @@ class HardwareSeries:
         self._series: dict[SeriesKey, TimeSeries] = {}
 
     def apply(self, sample: NodeSample) -> None:
-        """Apply a node's sample; what it does not have is left out."""
+        """Apply a node's sample; quantities that it lacks are left out."""
         node, time = sample.node, sample.time
         self.version += 1
         self.hosts[node] = sample.host
@@ -131,10 +133,10 @@ class HardwareSeries:
     def series(self, *, first: int | None = None) -> Iterator[tuple[SeriesKey, TimeSeries]]:
         """Yield all series by node and GPU, those of the node ``first`` before the others."""
 
-        def place(key: SeriesKey) -> tuple[bool, int, int, int]:
+        def order(key: SeriesKey) -> tuple[bool, int, int, int]:
             return key.node != first, key.node, key.gpu, QUANTITIES.index(key.quantity)
 
-        for key in sorted(self._series, key=place):
+        for key in sorted(self._series, key=order):
             yield key, self._series[key]
 
 

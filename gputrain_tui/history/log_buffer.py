@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAX_LINE_BYTES = 4096
-"""Kept of a line: a megabyte without a newline is output by mistake and not read by anybody."""
+"""Bytes kept of a line: a megabyte without a newline is output by mistake."""
 
 ERRORS = re.compile(
     rb"\bERROR\b|\b[Ee]rror:|\w(?:Error|Exception)\b|\b(?:FATAL|CRITICAL)\b|Traceback \(most recent"
@@ -37,13 +37,13 @@ class LogLine(NamedTuple):
     """One line as it was written."""
 
     name: str
-    """Of its file, without suffix: the rank, or ``node-0``."""
+    """Name of its file without suffix: the rank, or ``node-0``."""
     raw: bytes
-    """Without newline, and only the last version of what was overwritten in place."""
+    """Without newline; of a line that was overwritten in place only the last version."""
     cut_bytes: int
     """Bytes that were cut off its end."""
     end: int = 0
-    """Bytes of its file up to its end; 0 where not known."""
+    """Offset of its end in its file, bytes; 0 where not known."""
 
 
 def level_of(raw: bytes) -> Level:
@@ -54,7 +54,7 @@ def level_of(raw: bytes) -> Level:
 
 
 def newest_version(raw: bytes, *, ended: bool = True) -> bytes:
-    """Return what a terminal shows of a line that was overwritten with carriage returns, as progress bars are.
+    """Return the visible text of a line that was overwritten with carriage returns, such as a progress bar.
 
     A carriage return at the end of a line that is not ended stays: the next byte overwrites the line.
     """
@@ -85,7 +85,7 @@ class LogBuffer:
         self._lines: list[bytes] = []
         self._names: list[str] = []
         self._ends = array("q")
-        """Per line the bytes of its file up to its end."""
+        """Per line the offset of its end in its file, bytes."""
         self._first = 0
         """Number of the oldest line."""
         self._bytes = 0
@@ -164,7 +164,7 @@ class LogBuffer:
         return None
 
     def find_of(self, names: Container[str], row: int) -> int | None:
-        """Return the next row after ``row`` that one of some files has, wrapping around."""
+        """Return the next row after ``row`` with a line of one of the files ``names``, wrapping around."""
         count = self.rows
         for distance in range(1, count + 1):
             at = (row + distance) % count
@@ -173,7 +173,7 @@ class LogBuffer:
         return None
 
     def _append_lines(self, name: str, lines: list[bytes], begin: int, *, ended: bool = True) -> int:
-        """Append lines of a file from ``begin`` on; return where they end."""
+        """Append lines of a file from the offset ``begin`` on; return the offset of their end."""
         number = self._first + len(self._lines)
         for line in lines:
             begin += len(line) + ended

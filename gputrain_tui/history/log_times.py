@@ -1,4 +1,4 @@
-"""When the lines of a log were written, from the sizes that the file had at known times; pure, of bounded memory."""
+"""Times at which the lines of a log were written, from the file's sizes at known times; pure, of bounded memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from math import inf
 from operator import itemgetter
 
 MARKS = 1 << 19
-"""Known times, of all ranks together: 8 MiB, 8 minutes of 1,024 ranks that print in every second."""
+"""Maximum number of known times of all ranks together: 8 MiB, 8 minutes of 1,024 ranks that print in every second."""
 MIN_MARKS = 256
-"""Of each rank."""
+"""Number of known times that each rank may have at least."""
 
 
 class LogTimes:
-    """Times of one file."""
+    """Sizes of one log file and the times at which they were first known."""
 
     def __init__(self, ranks: int = 1) -> None:
         self._most = max(MARKS // max(ranks, 1), MIN_MARKS)
@@ -46,7 +46,7 @@ class LogTimes:
             yield self._sizes[index], self._times[index]
 
     def at(self, end: int) -> float | None:
-        """Return when the byte before ``end`` was there for the first time, Unix seconds; None where not known."""
+        """Return the first known time at which the file had ``end`` bytes, Unix seconds; None where not known."""
         if end <= self._forgotten:
             return None
         index = bisect_left(self._sizes, end)
@@ -54,13 +54,14 @@ class LogTimes:
 
 
 Part = tuple[str, bytes, int]
-"""Name of a log, bytes of it, and where in the file they begin."""
+"""Name of a log, some of its bytes, and their offset in the file."""
 
 
 def in_order(parts: Iterable[Part], times: Mapping[str, LogTimes]) -> Iterator[Part]:
     """Yield parts of several logs cut at line ends in the order of their times.
 
-    Logs without any come first: node agents and the supervisor speak at the start. What no sample holds comes last.
+    Logs without known times come first: node agents and the supervisor write at the start. So do lines whose times are
+    forgotten; lines that are newer than the last known time come last.
     """
     found: list[tuple[float, Part]] = []
     for name, data, begin in parts:
@@ -71,8 +72,10 @@ def in_order(parts: Iterable[Part], times: Mapping[str, LogTimes]) -> Iterator[P
             if cut > start:
                 found.append((time, (name, data[start:cut], begin + start)))
                 start = cut
-        last = -inf if known is None else known.at(end)
-        found.append((inf if last is None else last, (name, data[start:], begin + start)))
+        last = None if known is None else known.at(end)
+        if last is None:
+            last = inf if known is not None and end > known.last else -inf
+        found.append((last, (name, data[start:], begin + start)))
     for _, part in sorted(found, key=itemgetter(0)):
         if part[1]:
             yield part

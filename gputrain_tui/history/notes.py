@@ -1,4 +1,4 @@
-"""What a person wrote about a run: a note of one line, and tags; ``notes.json`` in its directory."""
+"""Notes of a user on a run: a note of one line, and tags; ``notes.json`` in its directory."""
 
 from __future__ import annotations
 

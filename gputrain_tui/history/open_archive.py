@@ -1,8 +1,8 @@
-"""Unpacks the archive of a run into a private temporary folder, whoever made it.
+"""Unpacks the archive of a run, also one from an untrusted source, into a private temporary folder.
 
-Only plain files are taken whose place in a run directory is known: nothing in an archive chooses where it lands, what
-it links to, or how much of the disk and memory it takes. ``tarfile`` reads its long names and extended headers whole
-into memory, so that its headers alone are used here, one at a time.
+Only regular files with a known place in a run directory are unpacked: an archive cannot choose a path, create a link,
+or exhaust disk and memory. ``tarfile.open`` would read long names and extended headers whole into memory, so that only
+``tarfile``'s parser of a header is used, one header at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trainer.contract.errors import RequestError, quoted
 from trainer.contract.record.regular_file import open_regular
 
 MIN_REFUSED_BYTES = 1 << 30
-"""Unpacked, below which an archive is no bomb, however well it was compressed."""
+"""Unpacked size up to which no ratio of compression is refused."""
 MAX_RATIO = 200
-"""Unpacked bytes per byte above that: records and logs have 5 to 30, a bomb of zeros 1000."""
+"""Unpacked bytes per compressed byte above that size: records and logs have 5 to 30, a bomb of zeros 1000."""
 COPY_BYTES = 1 << 20
-"""Unpacked at once."""
+"""Bytes unpacked at once."""
 MAX_END_BYTES = 1 << 20
-"""Of zeros with which an archive ends; tar writes 10 KiB unless it is asked for larger blocks."""
+"""Limit of the zeros at the end of an archive; tar writes 10 KiB unless a larger block size is chosen."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
 class _RefusedError(Exception):
-    """Why an archive is not opened, in words that follow its name."""
+    """Reason not to unpack an archive; the message puts it after the archive's name."""
 
 
 def unpack(archive: Path) -> Path:
@@ -129,22 +129,21 @@ class _Unpacking:
     def _file(self, path: Path, header: tarfile.TarInfo, stream: gzip.GzipFile) -> None:
         self._count(header.size, ahead=True)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        left = header.size
+        remaining = header.size
         with path.open("xb") as file:
-            while left > 0:
-                data = stream.read(min(left, COPY_BYTES))
+            while remaining > 0:
+                data = stream.read(min(remaining, COPY_BYTES))
                 if not data:
                     raise EOFError
                 self._count(len(data))
-                left -= len(data)
+                remaining -= len(data)
                 file.write(data)
         os.utime(path, (header.mtime, header.mtime))
         self._count(len(stream.read(-header.size % tarfile.BLOCKSIZE)))
 
-    def _count(self, count: int, *, ahead: bool = False) -> int:
-        """Count bytes that come, or check those that are announced; return their number."""
+    def _count(self, count: int, *, ahead: bool = False) -> None:
+        """Add to the unpacked bytes, or only check a size from a header (``ahead``); raise above the limit."""
         if self._bytes + count > self._limit_bytes:
             space = f"than {self._folder.parent} has room for" if self._full else f"than {MAX_RATIO} times its size"
             raise _RefusedError(f"it unpacks to more {space}")
         self._bytes += 0 if ahead else count
-        return count

@@ -1,4 +1,4 @@
-"""Finds the run from whose checkpoint another one went on."""
+"""Finds the runs that a run has resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.record.regular_file import read_whole
 
 
 def parent_of(run: Run) -> Run | None:
-    """Return the run whose checkpoint the recipe of ``run`` resumes; None where there is none, or no longer."""
+    """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
     try:
         recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
         resumed = recipe.get("train", {}).get("resume")
@@ -26,7 +26,7 @@ def parent_of(run: Run) -> Run | None:
 
 
 def ancestors_of(run: Run) -> list[Run]:
-    """Return the run that ``run`` has resumed, the one that that has resumed, and so on, each once."""
+    """Return the parent of ``run``, the parent's parent and so on, each once."""
     found: list[Run] = []
     while (parent := parent_of(found[-1] if found else run)) is not None:
         if parent.id == run.id or any(parent.id == known.id for known in found):

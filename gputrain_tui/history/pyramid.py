@@ -1,7 +1,7 @@
 """Curves of any length in bounded memory: the newest points singly, older ones as ever wider min/max blocks.
 
 A window is read from the finest level that covers it: its cost depends on the width, not on the run, and a spike is
-never averaged away. ``RankFrames`` does the same for one value per rank, of which memory holds no whole curves.
+never averaged away. ``RankFrames`` keeps the values of each rank likewise, with means for older steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 FAN_OUT = 4
 """Points of a level that one point of the next covers."""
 POINTS_PER_LEVEL = 8192
-"""Minimum kept: more than four for every column of the widest chart."""
+"""Minimum number of points kept of a level: more than four for every column of the widest chart."""
 FRAME_VALUES_PER_LEVEL = 1 << 18
 """Memory bound of one metric: frames × ranks."""
 
@@ -34,7 +34,7 @@ NO_BAND = Band(nan, nan, nan)
 
 
 class Point(NamedTuple):
-    """A band and the step at which it stands."""
+    """A band and its step."""
 
     step: int
     """First step of the block."""
@@ -48,7 +48,7 @@ class _Level:
 
     def __init__(self) -> None:
         self.start = 0
-        """Points before the first one that is kept."""
+        """Number of points dropped before the first kept one."""
         self.steps = array("q")
         self.low = array("d")
         self.median = array("d")
@@ -167,7 +167,7 @@ class RankFrames:
         self._metrics = metrics
         self._levels: list[deque[Frame]] = [deque()]
         self._pending = [0]
-        """Per level, the number of newest frames that no frame of the next covers."""
+        """Per level, the number of newest frames that are not yet merged into the next level."""
 
     @property
     def newest(self) -> Frame | None:
@@ -225,7 +225,7 @@ class RankFrames:
         return next((level[0].first_step for level in reversed(self._levels) if level), 0)
 
     def _folded(self, frames: Sequence[Frame]) -> Frame:
-        """Return the mean of consecutive frames, of what was measured."""
+        """Return one frame with the means over consecutive frames, of measured values only."""
         values = tuple(
             _mean([part for frame in frames if (part := frame.values[metric]) is not None])
             for metric in range(self._metrics)
@@ -234,7 +234,7 @@ class RankFrames:
 
 
 def _mean(parts: Sequence[array[float]]) -> array[float] | None:
-    """Return the mean of each rank's values, passing over those that are no numbers."""
+    """Return the mean of each rank's values, ignoring those that are not finite."""
     if len(parts) < 2:
         return parts[0] if parts else None
     longest = max(map(len, parts))

@@ -29,7 +29,7 @@ def newest_loss_of(run: RunDir, world_size: int) -> tuple[int | None, float | No
 
 
 def last_test(run: RunDir, *, tail_bytes: int = 16_384) -> Validation | None:
-    """Return the newest evaluation of weights that need not be the last ones, from the end of the record of rank 0."""
+    """Return the newest evaluation with a ``weights_step`` (a test or ``eval``) at the end of rank 0's record."""
     try:
         data = read_tail(run.rank_events(0), tail_bytes)
     except OSError:

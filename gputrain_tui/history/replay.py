@@ -19,13 +19,13 @@ from trainer.contract.record.regular_file import read_part, read_whole, size_of
 READ_WHOLE_BYTES = 40 << 20
 """A shorter record is read whole, in less than a second."""
 MAX_BYTES_PER_BLOCK_EVENT = 15 << 20
-"""Of the record, per event of a block: 40,000 blocks of events of 370 bytes; the finest level within it is read."""
+"""Maximum of record size by events per block: 40,000 blocks of 370-byte events; the finest such level is read."""
 TAIL_BYTES = 4 << 20
-"""Newest events of all ranks together, which are read singly: recent means are taken over them."""
+"""Size of the newest events of all ranks together, which are read one by one: recent means are taken over them."""
 MIN_TAIL_BYTES = 32 << 10
-"""Minimum of one file."""
+"""Minimum of that size for one file."""
 MAX_GAP_BYTES = 64 << 20
-"""Of one file that no block covers; with more, the record is read from its beginning."""
+"""Bytes of one file that may lie outside of all blocks; with more, the record is read from its beginning."""
 
 _decode_blocks = msgspec.json.Decoder(DownsampledBlock)
 _decode_notes = msgspec.json.Decoder(DownsampledNote)
@@ -113,7 +113,7 @@ def _ends_line(path: Path, end: int) -> bool:
 
 
 def _until(blocks: list[DownsampledBlock], step: int) -> list[DownsampledBlock]:
-    """Return the blocks up to a step; of several passes after restarts, up to the last."""
+    """Return the blocks up to the last one that does not go beyond a step; after restarts there may be several such."""
     count = len(blocks)
     while count and blocks[count - 1].step > step:
         count -= 1

@@ -1,4 +1,4 @@
-"""Columns of the list of runs: by them it is sorted and filtered, in the command and in the console."""
+"""Columns of the list of runs, for sorting and filtering in the command and in the console."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
         _column("note", "note", is_number=False),
     )
 }
-"""By their titles, which are their names in the filter; ``started`` is in Unix seconds, ``took`` in seconds."""
+"""By title, which is also the name in a filter; ``started`` is in Unix seconds, ``took`` in seconds."""
 NEWEST_FIRST = "started"
 """Column by which runs are sorted unless another one is chosen."""
 ANYWHERE = ("id", "state", "recipe", "note")
+"""Keys of a summary in which a filter word without a column is searched, besides the tags."""
 
 
 def run_filter(text: str) -> RowFilter[Entry]:
@@ -69,12 +70,12 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    Those without a value come last, whichever way.
+    Those without a value come last in either direction.
 
     Args:
         entries: Newest first; runs of equal values stay in this order.
         key: The column.
-        reverse: Whether to turn the order around.
+        reverse: Whether to reverse the order.
 
     Raises:
         RequestError: there is no such column.

@@ -28,14 +28,14 @@ from trainer.contract.record import RunDir, write_atomically
 from trainer.host.process_identity import identify
 
 ARCHIVES = (".tar.gz", ".tgz")
-"""Ends of the names of archives."""
+"""Suffixes of archives."""
 
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadableRun:
-    """A run directory whose status cannot be read."""
+    """A run directory with a missing or damaged ``status.json``."""
 
     dir: RunDir
     problem: str
@@ -92,7 +92,7 @@ def create(
         try:
             for part in (draft.path, draft.events, draft.logs, draft.checkpoints, draft.nodes):
                 part.mkdir(mode=0o700)
-            draft.lock.touch(mode=0o600)  # now, because the disk may be full later
+            draft.lock.touch(mode=0o600)  # early, because the disk may be full later
             draft.recipe.write_text(recipe_toml, encoding="utf-8")
             while True:
                 name = base if number == 1 else f"{base}-{number}"
@@ -119,8 +119,8 @@ def create(
         ) from None
 
 
-def describe_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, runs: Path, now: float) -> None:
-    """Make the directory of a run whose commands a person will type, and list it among the runs.
+def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, runs: Path, now: float) -> None:
+    """Create the directory of a run with commands for the user to type, and list it among the runs.
 
     Args:
         run: its directory; one that has a record already is left as it is.
@@ -163,10 +163,10 @@ def open_run(path: Path) -> Run | None:
 
 
 def open_directory(path: Path) -> Run:
-    """Return the run of any run directory, also of one that ``python -m trainer`` has made alone.
+    """Return the run of any run directory, also of one that ``python -m trainer`` made without a supervisor.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is no run directory.
     """
     path = path.absolute()
     if (found := open_run(path)) is not None:

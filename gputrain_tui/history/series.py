@@ -25,8 +25,8 @@ METRICS: tuple[Metric, ...] = (*BAND_METRICS, "late_ms")
 INTERPOLATED = frozenset({"sync_exposed_ms", "step_ms"})
 """Metrics that are not measured at every step: curves are interpolated over missing values."""
 LEAD_SPANS, LEAD_COLUMNS = 5, 256
-"""Spans of an average before a range of steps that it goes on from, and the columns in which they are read: what is
-older has a weight below 1 %."""
+"""Smoothing spans before a range of steps from which its moving average is initialised, and the columns in which they
+are read; older steps have a weight below 1 %."""
 MAX_OPEN_EVENTS = 1 << 19
 """Memory bound: events kept of steps that some rank has not reported yet."""
 MIN_OPEN_STEPS = 256
@@ -58,13 +58,13 @@ class Series:
         self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
         """The newest band of each metric that was measured."""
         self.axis = StepAxis()
-        """Where the steps lie in time, samples and tokens."""
+        """Positions of the steps in time, samples and tokens."""
         self._pyramids = {metric: BandPyramid() for metric in BAND_METRICS}
         self._frames = RankFrames(len(METRICS))
         self._open: dict[int, dict[int, Step]] = {}
         """Events by rank, by row; a row is one step, or ``_width`` of them."""
         self._width = 1
-        """Steps of a row: a power of two, at least what one event covers."""
+        """Steps of a row: a power of two, at least the steps of one event."""
         self._completed = -1
         """Newest complete row."""
         self._completed_time = 0.0
@@ -92,7 +92,7 @@ class Series:
         if row is None:
             if key <= self._completed:
                 if event.time <= self._completed_time:
-                    return  # its step was completed without it
+                    return  # its row was completed without it
                 self._rewind(key)
             row = self._open[key] = {}
             if len(self._open) > MIN_OPEN_STEPS and len(self._open) * self.world_size > MAX_OPEN_EVENTS:
@@ -115,7 +115,7 @@ class Series:
     def coarsen(self, steps: int) -> None:
         """Merge the events of ``steps`` steps into one row until ``refine``.
 
-        For blocks of a downsampled record, of which no two ranks' are of the same steps; none covers more than
+        For blocks of a downsampled record: those of different ranks begin at different steps, and none covers more than
         ``steps``.
         """
         if steps > self._width:
@@ -126,7 +126,7 @@ class Series:
         self.flush()
         self._completed, self._width = self.last_step, 1
 
-    # What views ask
+    # Read by views
 
     @property
     def first_step(self) -> int:
@@ -151,31 +151,31 @@ class Series:
         low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
         scale = columns / (end - first + 1)
         interpolated = metric in INTERPOLATED
-        column, parts, before = -1, 0, -1
+        filled, parts, before = -1, 0, -1
         for step, (bottom, mid, top) in self._pyramids[metric].points(first, end, 4 * columns):
             if mid != mid:
                 if not interpolated:
                     before = -1
                 continue
-            here = min(int((step - first) * scale), columns - 1)
-            if here != column:
+            column = min(int((step - first) * scale), columns - 1)
+            if column != filled:
                 if parts > 1:
-                    median[column] /= parts
-                column, parts = here, 1
-                low[here], median[here], high[here] = bottom, mid, top
+                    median[filled] /= parts
+                filled, parts = column, 1
+                low[column], median[column], high[column] = bottom, mid, top
             else:
                 parts += 1
-                median[here] += mid
-                if bottom < low[here]:
-                    low[here] = bottom
-                if top > high[here]:
-                    high[here] = top
-            if 0 <= before < here - 1:
+                median[column] += mid
+                if bottom < low[column]:
+                    low[column] = bottom
+                if top > high[column]:
+                    high[column] = top
+            if 0 <= before < column - 1:
                 for values, value in ((low, bottom), (median, mid), (high, top)):
-                    interpolate(values, before, here, value)
-            before = here
+                    interpolate(values, before, column, value)
+            before = column
         if parts > 1:
-            median[column] /= parts
+            median[filled] /= parts
         return Window(first_step=first, last_step=end, low=low, median=median, high=high)
 
     def rank_line(
@@ -201,11 +201,11 @@ class Series:
                 if not interpolated:
                     before = -1
                 continue
-            here = min(max(int((frame.first_step - first) * scale), 0), columns - 1)
-            line[here] = value
-            if 0 <= before < here - 1:
-                interpolate(line, before, here, value)
-            before = here
+            column = min(max(int((frame.first_step - first) * scale), 0), columns - 1)
+            line[column] = value
+            if 0 <= before < column - 1:
+                interpolate(line, before, column, value)
+            before = column
         return line
 
     def smoothed_window(self, metric: BandMetric, columns: int, *, span: tuple[int, int], over: int) -> Window:
@@ -246,10 +246,10 @@ class Series:
         """Return the ranks' values over a range of steps, at most about ``most`` frames."""
         return self._frames.frames(first, last, most)
 
-    # What events change
+    # Changed by events
 
     def _widen(self, steps: int) -> None:
-        """Widen rows to as many steps as one event covers: ranks begin their events at different steps."""
+        """Widen rows to at least ``steps`` steps, those of one event: ranks begin their events at different steps."""
         old, self._width = self._width, 1 << (steps - 1).bit_length()
         rows, self._open = self._open, {}
         shift = 0 if old > 1 else 1  # rows of one step are counted from 1
@@ -345,8 +345,8 @@ def smooth_window(window: Window, span: float, lead: Window | None = None) -> Wi
 
     Args:
         window: The band.
-        span: As of ``smooth``.
-        lead: The band right before, from which the average goes on.
+        span: As in ``smooth``.
+        lead: The band right before it, from which the average is initialised.
     """
     if not span:
         return window
@@ -368,7 +368,7 @@ def _smooth_lines(
 ) -> list[list[float]]:
     """Smooth lines alike: a column in which one of them is not finite is a gap of all.
 
-    A value after a gap, as between the columns of a chart that has more of them than steps, stands for the gap, too.
+    A value after a gap has the weight of the gap, too: a chart with more columns than steps has gaps between values.
     """
     totals, weight, gap = [0.0] * len(lines), 0.0, 0.0
     out: list[list[float]] = [[] for _ in lines]
@@ -386,15 +386,15 @@ def _smooth_lines(
     return out
 
 
-def interpolate(values: list[float], before: int, here: int, value: float) -> None:
-    """Fill the columns between ``before`` and ``here``, which has ``value``, linearly."""
-    start, length = values[before], here - before
-    for column in range(before + 1, here):
+def interpolate(values: list[float], before: int, after: int, value: float) -> None:
+    """Fill the columns between ``before`` and ``after`` linearly, towards the ``value`` of ``after``."""
+    start, length = values[before], after - before
+    for column in range(before + 1, after):
         values[column] = start + (value - start) * (column - before) / length
 
 
 def _merged(earlier: Step, later: Step) -> Step:
-    """Merge two events of a rank in one row: means over their steps, of what was measured."""
+    """Merge two events of a rank in one row: measured values are averaged over their steps."""
     steps = earlier.steps + later.steps
     joined = DownsampledBlock(
         time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps, samples=later.samples,

@@ -1,4 +1,4 @@
-"""Contents of ``slurm.json``: the job of Slurm that a run is in."""
+"""Contents of ``slurm.json``: the Slurm job of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.record.regular_file import read_json
 
 
 class SlurmJob(msgspec.Struct, kw_only=True):
-    """Contents of ``slurm.json``: the job that a run is in."""
+    """Contents of ``slurm.json``: the Slurm job of a run."""
 
     number: Count
     partition: str = ""
@@ -25,7 +25,7 @@ _job = msgspec.json.Decoder(SlurmJob)
 
 
 def read_job(run: RunDir) -> SlurmJob | None:
-    """Read the job of Slurm that a run is in; None where it is in none."""
+    """Read the Slurm job of a run; None where it has none."""
     try:
         return read_json(run.slurm, _job)
     except RecordError:

@@ -21,7 +21,7 @@ from trainer.contract.record.regular_file import open_regular, read_json
 from trainer.host.process_identity import ProcessIdentity, is_alive
 
 RunStateName = RunStatusName | Literal["lost"]
-"""``lost``: by its status it runs, but its supervisor is dead."""
+"""``lost``: its status is no end, but its supervisor is dead."""
 
 ENDED = ("finished", "failed", "stopped")
 
@@ -39,7 +39,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     world_size: WorldSize
     status: RunStatusName = "starting"
     by_hand: bool = False
-    """Whether its commands were typed by a person: nobody writes its end, which is read from its record."""
+    """Whether its commands were typed by a user: without a supervisor its end is read from its record."""
     supervisor: ProcessIdentity | None = None
     """Process responsible for the run: its creator until the supervisor has taken over."""
     started: UnixSeconds = 0.0
@@ -64,13 +64,13 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     samples_per_s: FiniteFloat | None = None
     """Of all ranks together over the whole run; written at the end."""
     tokens_per_s: FiniteFloat | None = None
-    """Likewise; None where the task counts none."""
+    """Tokens likewise; None where the task counts none."""
     mfu: FiniteFloat | None = None
     """Model FLOPs utilization since the ranks were last started, 0 to 1; None where it is not known."""
     tested: Validation | None = None
-    """The last test, or what an evaluation found; written at the end."""
+    """The last test, or the result of a run of ``eval``; written at the end."""
     archived: UnixSeconds | None = None
-    """When this copy of the run was made for an archive, Unix seconds; nothing goes on in it."""
+    """When this copy of the run was made for an archive, Unix seconds; the copy never changes."""
 
 
 _encode = msgspec.json.Encoder()
@@ -113,7 +113,7 @@ def require_status(run: RunDir) -> Status:
 
 
 def as_recorded(run: RunDir, status: Status) -> Status:
-    """Return the status of a run without a supervisor as its nodes have recorded their ends."""
+    """Return the status of a run without a supervisor, with the outcome that its nodes have recorded."""
     numbers = [int(path.stem) for path in run.nodes.glob("*.json") if path.stem.isdecimal()]
     try:
         count = len(read_plan(run).nodes)
@@ -126,10 +126,10 @@ def as_recorded(run: RunDir, status: Status) -> Status:
     failure = root_cause((int(end.failure.time * 1e9), end.failure) for end in ends if end.failure is not None)
     code = exit_code_of(failure) if failure is not None else max(end.exit_code for end in ends)
     step, loss = newest_loss_of(run, status.world_size)
-    how: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
+    outcome: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
     return msgspec.structs.replace(
         status,
-        status=how,
+        status=outcome,
         exit_code=int(code),
         ended=max(run.node_result(end.node).stat().st_mtime for end in ends),
         message=None if failure is None else failure.message,
@@ -139,7 +139,7 @@ def as_recorded(run: RunDir, status: Status) -> Status:
 
 
 def state_of(status: Status) -> RunStateName:
-    """Return the state by a run's status; ``lost`` where it runs without a supervisor, as in an archive of before."""
+    """Return a run's state: its status, or ``lost`` if that is no end and the supervisor is dead or it is archived."""
     if status.archived is not None and status.status not in ENDED:
         return "lost"
     if status.status in ENDED or status.supervisor is None or is_alive(status.supervisor) is not False:

@@ -1,9 +1,10 @@
-"""Where the steps of a run lie in time, samples and tokens, and their learning rates. Pure, and of bounded memory."""
+"""Positions of a run's steps in time, samples and tokens, and their learning rates. Pure, and of bounded memory."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from typing import Literal
 
 from trainer.contract.record import Step
@@ -15,7 +16,7 @@ MAX_POINTS = 8192
 
 
 class StepAxis:
-    """Positions of steps on other axes, by the events of rank 0; between two of them they are interpolated."""
+    """Positions of steps on other axes: those of rank 0's events, interpolated between two events."""
 
     def __init__(self) -> None:
         self._steps = array("q")
@@ -28,9 +29,9 @@ class StepAxis:
         """Events between two points."""
         self._skipped = 0
         self._all = {"samples": 0, "tokens": 0}
-        """Of all ranks."""
+        """Totals of all ranks."""
         self._own = {"samples": 0, "tokens": 0}
-        """Of rank 0."""
+        """Totals of rank 0."""
 
     def apply(self, event: Step) -> None:
         """Apply one rank's event."""
@@ -46,7 +47,7 @@ class StepAxis:
             self._append(event.step - event.steps, 0.0, event.lr)
         self._own["samples"] += event.samples
         self._own["tokens"] += event.tokens or 0
-        if self._skipped:  # the newest point stands for now
+        if self._skipped:  # replace the newest point until the next one is due
             self._steps.pop()
             for values in (self._lr, *self._positions.values()):
                 values.pop()
@@ -87,7 +88,7 @@ class StepAxis:
         """Return the position of a step's end: the step itself, seconds, or samples or tokens of all ranks."""
         if name == "step":
             return step
-        position = self._interpolated(self._positions[name], step)
+        position = value_at(self._steps, self._positions[name], step)
         if name == "time" or not self._own[name]:
             return position
         return position * self._all[name] / self._own[name]
@@ -98,11 +99,13 @@ class StepAxis:
             return float("nan")
         return self._lr[min(bisect_left(self._steps, step), len(self._lr) - 1)]
 
-    def _interpolated(self, values: array[float], step: float) -> float:
-        after = bisect_right(self._steps, step)
-        if after == 0:
-            return values[0] if values else 0.0
-        if after == len(self._steps):
-            return values[-1]
-        low, high = self._steps[after - 1], self._steps[after]
-        return values[after - 1] + (step - low) / (high - low) * (values[after] - values[after - 1])
+
+def value_at(steps: Sequence[int], values: Sequence[float], step: float) -> float:
+    """Return the value at a step, interpolated linearly between ``steps``, which ascend; 0 without any."""
+    after = bisect_right(steps, step)
+    if after == 0:
+        return values[0] if values else 0.0
+    if after == len(steps):
+        return values[-1]
+    low, high = steps[after - 1], steps[after]
+    return values[after - 1] + (step - low) / (high - low) * (values[after] - values[after - 1])

@@ -1,7 +1,7 @@
 """Pure: formats a plan as a batch script for Slurm, with one step of one task for each node.
 
-Steps are started one by one because their GPU counts may differ; a plan whose nodes have no names that Slurm knows
-takes its nodes from the allocation instead.
+Steps are started one by one because their GPU counts may differ. A plan without Slurm's node names takes its nodes from
+the allocation.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from trainer.host.addresses import is_loopback
 
 MASTER = "MASTER_ADDR="
 SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-"""Which GPUs a step gets is Slurm's decision."""
-
-
-OF_CORES = ("-c", "--cpus", "--exclusive", "--oversubscribe")
-"""How words of sbatch begin that say how many cores a node gives; without them it gives all."""
+"""Variables that a step does not get from the plan: Slurm chooses its GPUs."""
+CORE_OPTIONS = ("-c", "--cpus", "--exclusive", "--oversubscribe")
+"""Beginnings of the options of sbatch that set the cores of a node; without any, a job takes whole nodes."""
 
 
 def sbatch_words(plan: Plan, options: SlurmOptions, *, name: str, output: str) -> list[str]:
-    """Return the words of ``sbatch`` that ask for the nodes of a plan, as a heterogeneous job where they differ.
+    """Return the arguments of ``sbatch`` for the nodes of a plan: a heterogeneous job if their GPU counts differ.
 
     Args:
         plan: the plan.
         options: ``[slurm]`` of the recipe.
-        name: of the job.
-        output: file for what the job's script prints.
+        name: name of the job.
+        output: file for the output of the job's script.
     """
     hosts = [address_of(node.host) for node in plan.nodes]
     counts = [_gpus(node) for node in plan.nodes]
     components = [(len(list(alike)), count) for count, alike in itertools.groupby(counts)]
-    if not all(map(is_pending, hosts)):  # whole nodes, which have what they have
+    if not all(map(is_pending, hosts)):  # named hosts are taken whole, with all of their GPUs
         components = [(len(plan.nodes), counts[0] if len(set(counts)) == 1 else 0)]
     words = [f"--job-name={_job_name(name)}", f"--output={output.replace('%', '%%')}", "--open-mode=append"]
     for index, (nodes, gpus) in enumerate(components):
         words += [":"] if index else []
-        words += [f"--nodes={nodes}", "--ntasks-per-node=1", *_asked(options)]
+        words += [f"--nodes={nodes}", "--ntasks-per-node=1", *_resource_words(options)]
         if not all(map(is_pending, hosts)):
             words.append(f"--nodelist={','.join(hosts)}")
         if gpus:
@@ -53,31 +51,31 @@ def sbatch_words(plan: Plan, options: SlurmOptions, *, name: str, output: str) -
     return words
 
 
-def _asked(options: SlurmOptions) -> list[str]:
+def _resource_words(options: SlurmOptions) -> list[str]:
     names = ("partition", "account", "qos", "time", "mem", "constraint")
     words = [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
-    return words if any(word.startswith(OF_CORES) for word in options.extra) else [*words, "--exclusive"]
+    return words if any(word.startswith(CORE_OPTIONS) for word in options.extra) else [*words, "--exclusive"]
 
 
 def _setup(setup: str | None) -> list[str]:
     if setup is None:
         return []
-    said = f'echo "gputrain: slurm.setup ended with exit code $?" >&2; exit {ExitCode.REFUSED}'
-    return [f"trap '{said}' EXIT", setup, "[ $? -eq 0 ] || exit $?", "trap - EXIT"]
+    report = f'echo "gputrain: slurm.setup ended with exit code $?" >&2; exit {ExitCode.REFUSED}'
+    return [f"trap '{report}' EXIT", setup, "[ $? -eq 0 ] || exit $?", "trap - EXIT"]
 
 
 def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
-    """Return a script whose only command is the supervisor of a run, so that Slurm's signals reach it."""
-    where = shell_quoted(run_dir)
+    """Return a batch script that ends in ``exec`` of a run's supervisor, so that Slurm's signals reach it."""
+    folder = shell_quoted(run_dir)
     lines = [
         "#!/bin/bash",
-        "# What asks to save is not to end this before the supervisor listens.",
+        "# A signal to save must not end this shell before the supervisor handles it.",
         "trap '' USR1 USR2",
     ]
     lines += _setup(setup)
     lines += [
-        f"if ! [ -e {where}/plan.json ]; then",
-        f'  echo "gputrain: $(hostname) does not see the run directory" {where} >&2',
+        f"if ! [ -e {folder}/plan.json ]; then",
+        f'  echo "gputrain: $(hostname) does not see the run directory" {folder} >&2',
         f"  exit {ExitCode.REFUSED}",
         "fi",
         f"exec {shell_joined([python, '-m', 'gputrain_tui.lifecycle.supervisor', run_dir])}",
@@ -90,7 +88,7 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
 
     Args:
         plan: the plan; its interpreter, working directory and data must exist on every node.
-        name: of the job.
+        name: name of the job.
         options: ``[slurm]`` of the recipe.
 
     Raises:
@@ -120,7 +118,7 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
     if options is not None:
-        words = [*_asked(options), *options.extra]
+        words = [*_resource_words(options), *options.extra]
         head += [f"#SBATCH {printable(shell_quoted(word))}" for word in words if word != "--exclusive"]
     lines = [*head, "", *_setup(None if options is None else options.setup), "set -u"]
     lines.append('[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "gputrain: submit this script with sbatch" >&2; exit 2; }')
@@ -132,8 +130,8 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
         lines += ["  exit 2", "fi"]
     lines += ["", *_steps(plan, counts, named), ""]
     lines += [
-        "# When a step fails, the ranks of the others miss it, say so and end; what has not ended then is ended. When",
-        "# Slurm ends the job it tells the ranks itself, and gives them the time to save.",
+        "# When a step fails, the ranks of the others lose a peer, report it and end; steps that still run after that",
+        "# are killed. When Slurm ends the job, it signals the ranks itself and leaves them time to save.",
         "code=0",
         "tries=50",
         "trap tries=100000 TERM",

@@ -1,4 +1,4 @@
-"""Pure: computes one command per node from a recipe and what is known of its machines.
+"""Pure: computes one command per node from a recipe and the inventories of its machines.
 
 Ranks and world size are never input: they follow from the nodes. The flags are HetSeq's, in the order of its
 documentation, so that a plan can be compared with it and typed by hand.
@@ -62,12 +62,12 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
 
     Args:
         recipe: the recipe.
-        inventories: by host as in the recipe, ``localhost`` for this machine. A machine without one is believed to
+        inventories: by host as in the recipe, ``localhost`` for this machine. A machine without one is assumed to
             have the GPUs that the recipe counts or lists.
         local: facts about this machine.
 
     Raises:
-        RequestError: the machines lack what the recipe asks for, or it contradicts itself.
+        RequestError: the machines lack devices of the recipe, or the recipe contradicts itself.
     """
     from gputrain_tui.hosts.devices import DeviceAllocator
 
@@ -88,7 +88,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     _check_batch_size(recipe, world_size)
     init_method = _init_method(recipe, machines, world_size, local)
     backend = _backend(recipe, assignments)
-    alike_on_all_nodes = [*to_flags(recipe.launch), *_training_flags(recipe)]
+    common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
     nodes: list[PlannedNode] = []
     first_rank = 0
     for index, assigned in enumerate(assignments):
@@ -102,7 +102,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                 first_rank=first_rank,
                 ranks=ranks,
                 devices=list(assigned.devices),
-                argv=[node.python or local.python, "-m", "trainer", *flags, *alike_on_all_nodes],
+                argv=[node.python or local.python, "-m", "trainer", *flags, *common_flags],
                 env={**node.env, **_environment(recipe, assigned, init_method, machines, local)},
                 workdir=node.workdir or "",
                 setup=node.setup or "",
@@ -119,7 +119,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
 
 
 def _on_slurm(recipe: Recipe, local: LocalFacts) -> Recipe:
-    """Return the recipe with a host for every node: the allocation's in their order, or names until there is one.
+    """Return the recipe with a host for every node: those of the allocation in order, placeholders without one.
 
     Raises:
         RequestError: the allocation has too few hosts, or a node wants GPUs that Slurm has not given it yet.
@@ -154,8 +154,8 @@ def with_run_dir(plan: Plan, run_dir: str) -> Plan:
 def stop_grace(argv: Sequence[str]) -> float:
     """Return ``--stop-grace`` of a command, seconds."""
     flag = "--stop-grace"
-    ours = argv[: argv.index("--")] if "--" in argv else argv
-    return float(ours[ours.index(flag) + 1]) if flag in ours else Distributed().stop_grace
+    own = argv[: argv.index("--")] if "--" in argv else argv  # without the arguments of a script
+    return float(own[own.index(flag) + 1]) if flag in own else Distributed().stop_grace
 
 
 def with_flags(argv: Sequence[str], *flags: str) -> list[str]:
@@ -191,19 +191,19 @@ def _distributed_flags(
     nodes: int,
     backend: str,
 ) -> list[str]:
-    ranks_here = len(assigned.devices)
+    local_world_size = len(assigned.devices)
     words = ["--distributed-init-method", init_method] if init_method is not None else []
     words += ["--distributed-world-size", str(world_size)]
     if world_size > 1:
-        words += ["--distributed-gpus", str(ranks_here)]
+        words += ["--distributed-gpus", str(local_world_size)]
     if nodes > 1:
         words += ["--distributed-rank", str(first_rank)]
     default = "gloo" if assigned.cpu or assigned.shared else "nccl"
     if recipe.cluster.backend != "auto" or backend != default:
         words += ["--distributed-backend", backend]
-    if ranks_here == 1 and world_size > 1:
+    if local_world_size == 1 and world_size > 1:
         words.append("--distributed-no-spawn")
-    if ranks_here == 1 and not assigned.cpu:
+    if local_world_size == 1 and not assigned.cpu:
         words += ["--device-id", "0"]
     return [*words, "--cpu"] if assigned.cpu else words
 
@@ -259,14 +259,14 @@ def _rendezvous_address(recipe: Recipe, machines: Sequence[str], local: LocalFac
 
 def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -> None:
     """Raise for a loopback address or a missing host where nodes on other machines must resolve it."""
-    other = next(machine for machine in machines if machine != machines[0])
+    peer = next(machine for machine in machines if machine != machines[0])
     for index, node in enumerate(recipe.cluster.nodes):
         if node.host is None and index > 0:
             continue
         if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
             found = f"is {quoted(node.host)}" if node.host else "is missing"
-            away = other if index == 0 else machines[0]
+            away = peer if index == 0 else machines[0]
             raise RequestError(
                 f"{recipe.where('cluster', 'nodes', index, 'host')} {found}, which the other node {away} cannot reach: "
                 f"give this machine's address{known}"

@@ -13,13 +13,13 @@ OPEN_CHECKS = 8
 
 
 class ModelDifference(NamedTuple):
-    """Ranks whose model differs from the majority's at a step."""
+    """Ranks with other parameters or buffers than the majority at a step."""
 
     step: int
-    what: str
+    tensors: str
     """``parameters`` or ``buffers``."""
     ranks: tuple[int, ...]
-    """The minority, ascending; of two equal parts the one without the lowest rank."""
+    """The minority, ascending; of two equal groups the one without the lowest rank."""
 
 
 class DesyncState:
@@ -31,7 +31,7 @@ class DesyncState:
         self.difference: ModelDifference | None = None
         """The difference at that comparison."""
         self._open: dict[int, dict[int, Checksum]] = {}
-        """By step and rank."""
+        """Checksums by step and rank."""
 
     def add(self, checksum: Checksum, world_size: int) -> None:
         """Add a rank's checksum."""
@@ -51,9 +51,9 @@ class DesyncState:
 
 
 def _model_difference(step: int, checksums: Mapping[int, Checksum]) -> ModelDifference | None:
-    for what in ("parameters", "buffers"):
-        values = {rank: getattr(checksums[rank], what) for rank in sorted(checksums)}
+    for tensors in ("parameters", "buffers"):
+        values = {rank: getattr(checksums[rank], tensors) for rank in sorted(checksums)}
         (common, count), *_ = Counter(values.values()).most_common(1)
         if count < len(values):
-            return ModelDifference(step, what, tuple(rank for rank, value in values.items() if value != common))
+            return ModelDifference(step, tensors, tuple(rank for rank, value in values.items() if value != common))
     return None

@@ -44,14 +44,14 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
     step = min((last.step for _, last, _ in reporting), default=0)
     epoch = min((last.epoch for _, last, _ in reporting), default=0)
     timed_ms, timed_steps = 0.0, 0
-    parts = working = synced = exposed = 0.0
+    phases_ms = compute_ms = synced_ms = exposed_ms = 0.0
     for _, _, recent in reporting:
         timed_ms += recent.step_ms
         timed_steps += recent.timed_steps
-        parts += recent.phases_ms
-        working += recent.compute_ms + recent.optimizer_ms
-        synced += recent.synced_ms
-        exposed += recent.exposed_ms
+        phases_ms += recent.phases_ms
+        compute_ms += recent.compute_ms + recent.optimizer_ms
+        synced_ms += recent.synced_ms
+        exposed_ms += recent.exposed_ms
     rates = _throughput([(view, recent, recent) for view, _, recent in reporting])
     return RunFigures(
         samples_per_s=rates.samples_per_s,
@@ -64,13 +64,13 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
             for view, last, _ in reporting
         ),
         step_ms=timed_ms / timed_steps if timed_steps else None,
-        compute_share=working / parts if parts > 0 else None,
-        sync_share=exposed / synced if synced > 0 else None,
+        compute_share=compute_ms / phases_ms if phases_ms > 0 else None,
+        sync_share=exposed_ms / synced_ms if synced_ms > 0 else None,
     )
 
 
 def run_throughput(views: Iterable[RankView]) -> Throughput:
-    """Return the rates over the whole run; the utilization since the ranks were last started, on the GPUs of then."""
+    """Return the rates over the whole run; the utilization only since the last start, as GPUs may have changed."""
     return _throughput([(view, view.totals, view.totals.since(view.totals_at_start)) for view in views])
 
 
@@ -86,7 +86,7 @@ def _throughput(ranks: Sequence[tuple[RankView, Totals, Totals]]) -> Throughput:
 
 
 def _utilization(ranks: Sequence[tuple[RankView, float | None]]) -> float | None:
-    """Return the share of the peak of all GPUs, each counted once however many ranks it has.
+    """Return the used share of the peak of all GPUs; a GPU that several ranks share counts once.
 
     Source: Chowdhery et al., PaLM, appendix B.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 MAX_MARKS = 60
-"""At least a second apart: the pace is that of about the last minute."""
+"""Maximum number of marks, at least a second apart: the pace is that of about the last minute."""
 
 
 class Pace:

@@ -42,7 +42,7 @@ class RankView:
     last: Step | None = None
     """Its newest step event."""
     before: Step | None = None
-    """The step event before that: ranks' events end at different steps, and one of them may be behind."""
+    """The step event before ``last``, for the loss at the newest step of all ranks, which may not be in ``last``."""
     doing: Doing | None = None
     """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
     entered: float | None = None
@@ -52,11 +52,11 @@ class RankView:
     events: int = 0
     """Step events seen."""
     rss_peak_bytes: int | None = None
-    """The most memory of its process in a sample."""
+    """Maximum memory of its process over the samples."""
     totals: Totals = ZERO_TOTALS
-    """Over the whole run."""
+    """Totals over the whole run."""
     totals_at_start: Totals = ZERO_TOTALS
-    """Of the run when it was last started."""
+    """Totals of the rank when it was last started."""
     flops: ModelFlops | None = None
     """Operations of its samples, and the peak of its GPU; None until it has counted them since it was last started."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
@@ -107,7 +107,7 @@ class RankView:
 
     @property
     def display_state(self) -> str | None:
-        """Its outcome, or else its state: only a rank that failed by itself is ``failed``."""
+        """Its outcome, or else its state: ``failed`` only for a rank that failed by itself."""
         return self.outcome or self.state
 
     @property
@@ -131,9 +131,9 @@ class RankView:
 
     @property
     def memory_peak_bytes(self) -> int | None:
-        """Most memory that its tensors have held on its GPU, or its process without one."""
-        newest = next((step.memory_peak_bytes for step in (self.last, self.before) if step is not None), None)
-        return newest or self.rss_peak_bytes
+        """Peak memory of its tensors on its GPU, or of its process without one."""
+        on_gpu = self.last.memory_peak_bytes if self.last is not None else None
+        return on_gpu or self.rss_peak_bytes
 
     @property
     def late_ms(self) -> float | None:

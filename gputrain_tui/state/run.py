@@ -67,7 +67,7 @@ class RunState:
         """Unix seconds."""
         self.ended: RunEnded | None = None
         self.queued: Queued | None = None
-        """What the scheduler said last, while the run waits for it."""
+        """Newest report about the queued job, until the scheduler starts it."""
         self.time = 0.0
         """Newest time of any event, Unix seconds."""
         self.step_time = 0.0
@@ -81,7 +81,7 @@ class RunState:
         self.root_cause: Failure | None = None
         """The supervisor's failure, or else the earliest one that is no consequence of another."""
         self.findings: dict[tuple[str, int | None], Finding] = {}
-        """Those raised and not cleared, by kind and rank."""
+        """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
         """Every finding as it was raised or cleared."""
         self.desync = DesyncState()
@@ -89,8 +89,8 @@ class RunState:
         self.nodes: dict[int, NodeSample] = {}
         """Newest machine sample per node."""
         self.sample: Sample | None = None
-        self.hosts_heard_at = 0.0
-        """When a host was last found to be silent, or heard of again, Unix seconds."""
+        self.silence_changed_at = 0.0
+        """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self._lateness = Lateness()
@@ -113,7 +113,7 @@ class RunState:
             NodeSample: self._node_sample,
             Finding: self._finding,
             Failure: self._failure,
-            Lost: lambda _: None,  # shown as it comes; the state keeps nothing of it
+            Lost: lambda _: None,  # shown when it arrives, and not kept
             RunEnded: self._run_ended,
             Queued: self._queued,
         }
@@ -183,25 +183,25 @@ class RunState:
     @property
     def joined(self) -> list[int]:
         """Ranks that have joined the process group."""
-        here = ("ready", "training", "validating", "saving", "finished")
-        done = {rank for rank, view in self.ranks.items() if view.state in here}
+        joined_states = ("ready", "training", "validating", "saving", "finished")
+        done = {rank for rank, view in self.ranks.items() if view.state in joined_states}
         return sorted(done | set(self.joining.joined if self.joining is not None else ()))
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not joined yet."""
-        here = set(self.joined)
-        return [rank for rank in sorted(self.ranks) if rank not in here]
+        joined = set(self.joined)
+        return [rank for rank in sorted(self.ranks) if rank not in joined]
 
     @property
     def flagged(self) -> set[int]:
-        """Ranks about which a finding stands, or that failed by themselves."""
+        """Ranks with a raised finding, and ranks that failed by themselves."""
         found = {rank for _, rank in self.findings if rank is not None}
         failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
         return found.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return, by rank, how much later than the first it is ready to synchronise, ms, over recent steps."""
+        """Return the lateness by rank over recent steps: the delay after the first rank to be ready, ms."""
         return self._lateness.of(self.ranks)
 
     def slowest(self) -> tuple[int, float] | None:
@@ -222,7 +222,7 @@ class RunState:
         return next((v for v in reversed(self.validations) if v.split == split), None)
 
     def last_test(self) -> Validation | None:
-        """Return the newest evaluation of weights that need not be the last ones: a test, or a run of ``eval``."""
+        """Return the newest evaluation with a ``weights_step``: a test, or a run of ``eval``."""
         return next((v for v in reversed(self.validations) if v.weights_step is not None), None)
 
     # Changed by events
@@ -253,7 +253,7 @@ class RunState:
             view.steps.append(event)
         if event.bucket_ms is not None:
             view.bucket_step = event
-        if view.time is None or event.time >= view.time:  # its end may be in another file, which was read earlier
+        if view.time is None or event.time >= view.time:  # its end may come from another file, read earlier
             view.time = event.time
             view.state = "training"
             if view.outcome is not None or self.ended is not None:
@@ -367,7 +367,7 @@ class RunState:
     def _finding(self, event: Finding) -> None:
         self.past_findings.append(event)
         if event.kind == "host_silent":
-            self.hosts_heard_at = event.time
+            self.silence_changed_at = event.time
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:

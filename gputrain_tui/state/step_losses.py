@@ -1,4 +1,4 @@
-"""The loss of one step, also where an event covers several; what every view shows as the run's step and loss."""
+"""The loss of one step, also of an event that covers several: the run's step and loss in every view."""
 
 from __future__ import annotations
 

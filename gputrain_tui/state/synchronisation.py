@@ -17,7 +17,7 @@ class Lateness:
     """Lateness of each rank: how much later than the first one it was ready to synchronise.
 
     An all-reduce ends everywhere at about the same moment, so ``late_r = max_k E_k - E_r`` of the exposed waits E needs
-    no common clock. Steps that every rank reported alone are compared one by one; where events cover several steps, the
+    no common clock. Steps with an event of their own are compared one by one; where events cover several steps, the
     means of the windows are compared.
     """
 

@@ -42,6 +42,15 @@ def test_the_past_of_several_logs_is_read_in_the_order_of_time() -> None:
     ]
 
 
+def test_lines_whose_times_are_forgotten_come_before_those_of_known_times() -> None:
+    forgetful, known = LogTimes(ranks=1 << 16), LogTimes()
+    for second in range(2 * MIN_MARKS):
+        forgetful.note(10 * (second + 1), float(second))
+    known.note(4, 1.0)
+    parts = [("1", b"new\n", 0), ("0", b"old\n", 0)]
+    assert [name for name, *_ in in_order(parts, {"0": forgetful, "1": known})] == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     "pieces",
     [[b"one\ntwo\nthree"], [b"on", b"e\ntw", b"o", b"\nthree"], [b"10%\r 5", b"0%\rone\ntwo\nthr", b"ee"]],

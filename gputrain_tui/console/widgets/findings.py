@@ -17,7 +17,7 @@ from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS, URGENCY, failure_summary, finding_summary
-from gputrain_tui.diagnosis.roll_up import newest_with_members
+from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
@@ -69,7 +69,10 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     found += [_failed(failure) for failure in others if failure not in consequences]
     if cause is not None and consequences:
         found.append(_lost(cause, consequences))
-    found += [_raised(finding, members, cleared=not stands) for finding, stands, members in newest_with_members(state)]
+    found += [
+        _raised(finding, members, cleared=not stands)
+        for finding, stands, members in newest_findings_with_members(state)
+    ]
     return sorted(found, key=_order)
 
 

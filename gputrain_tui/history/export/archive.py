@@ -1,4 +1,4 @@
-"""Writes a run as one file that opens anywhere: recipe, plan, record and logs, no checkpoints, secrets masked."""
+"""Writes a run as one portable file: recipe, plan, record and logs, no checkpoints, secrets masked."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from trainer.contract.record import decode_events
 from trainer.contract.record.regular_file import open_regular, read_whole, size_of
 
 READ_BYTES = 1 << 20
-"""Of a file at a time."""
+"""Bytes read of a file at a time."""
 COMPRESSION = 6
 """Level of gzip: higher ones take several times as long for a few percent."""
 MAX_BYTES = 256 << 30
-"""A file of more, which may be sparse, is damage: a week of a thousand ranks has less."""
+"""Maximum size of record and logs: a week of a thousand ranks has less, so that more is damage, as by a sparse file."""
 MAX_USTAR_BYTES = 8**11
-"""The size of a file has eleven octal digits there."""
+"""Limit of a file's size in a USTAR header, which has eleven octal digits for it."""
 OWNERS_COMMAND = "the command at the run's end is its owner's own, and may have secrets of any form in it"
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:\\.|[^\\])*?"""' r"|'''.*?'''" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'|(?P<comment>#[^\n]*)", re.DOTALL
 )
-"""Of TOML; a # in a string begins no comment."""
+"""Strings and comments of TOML; a # in a string begins no comment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Archived:
-    """What an archive holds."""
+    """Contents of a written archive."""
 
     files: int
     bytes: int
@@ -51,11 +51,11 @@ class Archived:
     masked: list[str]
     """Names of the secrets that were masked."""
     left_out: list[str]
-    """A line for each file that should be there and is not."""
+    """A line for each file or setting that was left out."""
 
 
 class Archive:
-    """The files of a run that go into its archive, as long as they are now."""
+    """The files of a run that go into its archive, with their sizes when they were listed."""
 
     def __init__(self, run: Run) -> None:
         """List the files.
@@ -84,8 +84,8 @@ class Archive:
         if len(self._sizes) > MAX_FILES:
             raise RequestError(f"{run.dir.path} has more than {MAX_FILES:,} files")
         if self.total_bytes > MAX_BYTES:
-            what = f"{size(self.total_bytes)} of record and logs, more than the {size(MAX_BYTES)} of an archive"
-            raise RequestError(f"{run.dir.path} has {what}")
+            excess = f"{size(self.total_bytes)} of record and logs, more than the {size(MAX_BYTES)} of an archive"
+            raise RequestError(f"{run.dir.path} has {excess}")
 
     @property
     def total_bytes(self) -> int:
@@ -98,9 +98,9 @@ class Archive:
         """Write the archive.
 
         Args:
-            file: where.
-            environment: variables whose secrets the run may have printed.
-            advance: is told the bytes that were read.
+            file: the archive.
+            environment: variables with secrets that the run may have printed.
+            advance: called with the number of bytes after each read.
 
         Raises:
             OSError: it cannot be written, or a file of the run cannot be read.
@@ -131,7 +131,7 @@ class Archive:
     def _member(self, out: gzip.GzipFile, name: str, length: int, modified: float) -> None:
         header = tarfile.TarInfo(f"{self._run.id}/{name}")
         header.size, header.mode, header.mtime = length, 0o600, int(modified)
-        # Without extended headers, which a reader would have to hold in memory whole.
+        # No extended headers: a reader would have to keep them in memory whole.
         out.write(header.tobuf(tarfile.USTAR_FORMAT if length < MAX_USTAR_BYTES else tarfile.GNU_FORMAT))
 
     def _bytes(self, name: str) -> bytes:
@@ -143,7 +143,7 @@ class Archive:
             return b""
 
     def _recipe(self, mask: SecretMask) -> bytes:
-        """Return the recipe; one of its name alone where it cannot be read, as its secrets are not known then."""
+        """Return the masked recipe; only its name if it cannot be parsed, as its secrets cannot be found then."""
         try:
             document = tomlkit.parse(read_whole(self._run.dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
         except (OSError, UnicodeDecodeError, TOMLKitError, RecursionError):
@@ -160,17 +160,17 @@ class Archive:
         return text.encode()
 
     def _leave_out_command(self, document: tomlkit.TOMLDocument, mask: SecretMask) -> None:
-        """Take out the command at the end of the run, which may hold secrets of any form and acts for its owner."""
+        """Remove the command at the end of the run, which may hold secrets of any form and acts for its owner."""
         report = document.get("report")
         if isinstance(report, dict) and "on_end" in report:
-            mask.mask_text(str(report["on_end"]))  # as far as they are known: they may have been printed
+            mask.mask_text(str(report["on_end"]))  # secrets found in it are masked in the logs, too
             del report["on_end"]
             self._left_out.append(
                 "on_end of recipe.toml: a command of whoever ran this, who may have put secrets in it"
             )
 
     def _plan(self, mask: SecretMask) -> bytes:
-        """Return the plan; nothing where it cannot be read, as its secrets are not known then."""
+        """Return the masked plan; nothing if it cannot be parsed, as its secrets cannot be found then."""
         try:
             plan = msgspec.json.decode(self._bytes("plan.json"))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -180,7 +180,7 @@ class Archive:
         return msgspec.json.encode(plan)
 
     def _status(self) -> Status:
-        """Return the status, of which nothing names a process: on another machine that could be anybody's."""
+        """Return the status without its supervisor: on another machine that process id belongs to another process."""
         return msgspec.structs.replace(self._run.status, supervisor=None, archived=time.time())
 
 
@@ -189,7 +189,7 @@ def _padding(length: int) -> bytes:
 
 
 def _read(path: Path, length: int, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield so many bytes of a file; it may have grown."""
+    """Yield the first ``length`` bytes of a file, which may have grown."""
     with os.fdopen(open_regular(path), "rb") as file:
         while length > 0:
             data = file.read(min(length, READ_BYTES))
@@ -201,14 +201,14 @@ def _read(path: Path, length: int, advance: Callable[[int], None]) -> Iterator[b
 
 
 def _masked(mask: SecretMask, parts: Iterator[bytes], *, by_event: bool) -> Iterator[bytes]:
-    """Yield the bytes with secrets masked, also where one lies in two parts."""
+    """Yield the bytes with secrets masked, also a secret that spans two parts."""
     keep = mask.longest_bytes - 1
     rest = b""
     for part in parts:
         data = rest + part
         shown = mask.mask_bytes(data)
         if by_event and shown != data:
-            shown = _still_events(data, shown)
+            shown = _restore_events(data, shown)
         whole_lines = shown.rfind(b"\n") + 1
         cut = whole_lines if by_event and whole_lines else max(len(shown) - keep, 0)
         rest = shown[cut:]
@@ -216,8 +216,8 @@ def _masked(mask: SecretMask, parts: Iterator[bytes], *, by_event: bool) -> Iter
     yield rest
 
 
-def _still_events(data: bytes, shown: bytes) -> bytes:
-    """Return the masked lines, but those as they were whose masked form is no event: a word of the record itself."""
+def _restore_events(data: bytes, shown: bytes) -> bytes:
+    """Return the masked lines, but unmasked where the masked line is no event: the value is a word of the format."""
     lines = []
     for before, after in zip(data.split(b"\n"), shown.split(b"\n"), strict=False):  # no value in JSON has a line feed
         lines.append(before if before != after and decode_events(before) and not decode_events(after) else after)

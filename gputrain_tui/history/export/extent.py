@@ -1,4 +1,4 @@
-"""How far the record of a run goes, and what it lacks, in words."""
+"""Extent of the record of a run and the gaps in it, as text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.runs import Run
 
 GOING = ("queued", "starting", "running", "stopping")
-"""States of a run in which its last lines may be half written at the moment."""
+"""States of a run that may be writing its last lines."""
 MAX_LINES = 8
-"""About ranks; a run of a thousand ranks would scroll all else away."""
+"""Maximum number of lines about ranks; a thousand of them would scroll everything else away."""
 MAX_GAPS = 3
-"""Of each rank that are named; the missing steps are all counted."""
+"""Gaps that are listed for a rank; all missing steps are counted."""
 
 
 @dataclass(kw_only=True)
 class RankExtent:
-    """How far the record of a rank goes, and what it lacks."""
+    """Steps that a rank's record covers, and the gaps in it."""
 
     rank: int
     steps: int = 0
@@ -30,25 +30,25 @@ class RankExtent:
     missing: int = 0
     """Steps that are not in the record although later ones are."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
-    """The first few of these gaps: first and last step that is missing."""
+    """The first few gaps, each with its first and last missing step."""
     unreadable_lines: int = 0
     """Lines that are no events of this version, such as those that a crash has torn."""
     lost_events: int = 0
-    """That the disk did not take."""
+    """Events that could not be written, as on a full disk."""
     only_means: int = 0
-    """Steps of which the record has no single values at all."""
+    """Steps that the record has only in means over several steps."""
     is_cut: bool = False
-    """Whether the file holds bytes without end that are no lines, and was read no further."""
+    """Whether reading ended early, at a long part of the file without any event."""
 
-    def missed(self, first: int, last: int) -> None:
-        """Note steps that are missing."""
+    def add_gap(self, first: int, last: int) -> None:
+        """Add missing steps."""
         self.missing += last - first + 1
         if len(self.gaps) < MAX_GAPS:
             self.gaps.append((first, last))
 
 
 def summary(extents: Sequence[RankExtent]) -> str:
-    """Return what was exported: ``600 steps of 2 ranks, 1 to 300``."""
+    """Return a line about the exported steps: ``600 steps of 2 ranks, 1 to 300``."""
     whole = [extent for extent in extents if extent.steps]
     first = min(extent.first or 0 for extent in whole)
     last = max(extent.last or 0 for extent in whole)
@@ -56,7 +56,7 @@ def summary(extents: Sequence[RankExtent]) -> str:
 
 
 def shortcomings(run: Run, extents: Sequence[RankExtent] = ()) -> list[str]:
-    """Return a line about a run that is not finished, and lines about what the record of its ranks lacks."""
+    """Return a line about a run that is not finished, and lines about gaps and damage in the records of its ranks."""
     newest = last_step(run.dir)
     last = max((extent.last or 0 for extent in extents), default=0 if newest is None else newest.step)
     lines = []
@@ -66,8 +66,8 @@ def shortcomings(run: Run, extents: Sequence[RankExtent] = ()) -> list[str]:
         why = "its supervisor was killed" if run.status.archived is None else "it was archived while it ran"
         lines.append(f"{run.id} has no end, {why}: its record goes to step {last}")
     elif run.state != "finished":
-        how = "was stopped" if run.state == "stopped" else "failed"
-        lines.append(f"{run.id} {how}: its record goes to step {last}")
+        outcome = "was stopped" if run.state == "stopped" else "failed"
+        lines.append(f"{run.id} {outcome}: its record goes to step {last}")
     about = [line for extent in extents for line in _of_rank(extent, last if run.state not in GOING else extent.last)]
     more = len(about) - MAX_LINES
     return [*lines, *about[:MAX_LINES], *([f"{more} more such lines about other ranks"] if more > 0 else [])]

@@ -1,7 +1,7 @@
-"""Follows the record of a run and hands every single step of it to a sink once, also over restarts of the sink.
+"""Follows the record of a run and passes every single step of it to a sink once, also over restarts of the writer.
 
-What is written where follows from the record alone: whoever continues reads the record from its beginning and passes
-over as much of each stream as has been written.
+The streams of values follow from the record alone: a restarted writer reads the record from its beginning and skips as
+many values of each stream as were written before.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from gputrain_tui.history.follow import Follower
 from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, decode_events
 
 BUDGET_BYTES = 1 << 20
-"""Read between two commits; its events take some twenty times as much."""
+"""Bytes read between two commits; decoded events take about twenty times as much memory."""
 MAX_ROWS = 10_000
-"""Steps that wait for a rank; with a rank that never comes, as in a script without a group, the others go on."""
+"""Maximum number of steps that wait for some rank; beyond that the oldest is written without it, as for a script whose
+ranks form no group."""
 
 
 class Sink(Protocol):
-    """Takes the values of a run; nothing of them is kept before ``commit``."""
+    """Receiver of the values of a run, which are pending until ``commit``."""
 
     def rank(self, rank: int, single: SingleStep, *, restarted: bool) -> None:
         """Take a step of one rank; ``restarted``: the rank has started again before it."""
@@ -35,10 +36,10 @@ class Sink(Protocol):
         """Take an evaluation."""
 
     def commit(self, save: Callable[[], None]) -> None:
-        """Write what was taken, and have it saved how far that is; in the order in which nothing is written twice."""
+        """Write the pending values and call ``save``, which records progress, in the order that repeats no value."""
 
     def finish(self) -> None:
-        """Write the end; nothing more will come."""
+        """End the output: no more values follow."""
 
 
 class LiveScalars:
@@ -48,29 +49,29 @@ class LiveScalars:
         """Begin at the beginning of the record.
 
         Args:
-            run_dir: of the run.
-            world_size: its ranks.
-            sink: takes the values.
-            written: by stream, how many values were written before.
+            run_dir: the run's directory.
+            world_size: its number of ranks.
+            sink: receiver of the values.
+            written: by stream, the number of values written before.
         """
         self._follower = Follower(run_dir.events, ".ndjson")
         self._world_size = world_size
         self._sink = sink
         self._before = written
         self.written = Counter[str]()
-        """By stream, how many values there were so far."""
+        """By stream, the number of values so far, skipped ones included."""
         self.ended = False
         """Whether the record has the end of the run."""
         self._readings: dict[int, RankReading] = {}
         self._attempts: dict[str, int] = {}
         """By stream, the attempt of its last step."""
         self._rows: dict[tuple[int, int], dict[int, SingleStep]] = {}
-        """Steps that some ranks have and others have not, by attempt and number."""
+        """Steps that only some ranks have recorded so far: by attempt and number, then by rank."""
         self._order: list[tuple[int, int]] = []
-        """A heap of their keys."""
+        """Heap of the keys of ``_rows``."""
 
     def poll(self) -> bool:
-        """Hand on what was appended; return whether there was anything."""
+        """Forward the appended values; return whether any file has grown."""
         found = False
         for name, lines in self._follower.poll(BUDGET_BYTES):
             found = True
@@ -89,11 +90,11 @@ class LiveScalars:
                         if self._is_new("validations"):
                             self._sink.validation(event)
                     else:
-                        reading.other(event)
+                        reading.note(event)
         return found
 
     def finish(self) -> None:
-        """Hand on the steps that some ranks never made; the record has ended."""
+        """Forward the steps that some ranks never made; the record has ended."""
         while self._order:
             self._emit_first()
 
@@ -112,7 +113,7 @@ class LiveScalars:
             heapq.heappush(self._order, key)
         self._rows[key][rank] = single
         if len(self._rows[key]) == self._world_size:
-            while self._order and self._order[0] <= key:  # earlier ones are those that a rank has passed over
+            while self._order and self._order[0] <= key:  # earlier steps are in it if a rank has skipped them
                 self._emit_first()
         elif len(self._rows) > MAX_ROWS:
             self._emit_first()

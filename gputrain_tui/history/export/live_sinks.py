@@ -1,4 +1,4 @@
-"""Writes a run to TensorBoard or Weights & Biases while it goes on; each value once, also where a writer was killed."""
+"""Writes a run to TensorBoard or Weights & Biases while it goes on; each value once, also after a writer was killed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class TensorBoardSink:
         """Continue the files of a folder.
 
         Args:
-            run_dir: of the run.
-            world_size: its ranks.
-            folder: of the event files.
-            began: Unix seconds; in the files' name.
-            sizes: bytes of each file that are committed, by its folder; what follows them is written again.
+            run_dir: the run's directory.
+            world_size: its number of ranks.
+            folder: folder of the event files.
+            began: start of the run, Unix seconds; part of the files' names.
+            sizes: committed bytes of each file, by its folder; later bytes are written again.
         """
         self._folder = folder
         self._began = began
         self._several = world_size > 1
         self.sizes = sizes
-        """Bytes of each file that are committed, by its folder within the folder."""
+        """Committed bytes of each file, by its folder within the folder."""
         self._pending: dict[str, tuple[io.BytesIO, EventFile]] = {}
         if "." not in sizes:
             self._file(".").hyper_parameters(hyper_parameters(run_dir, world_size), began=began, ended=None)
@@ -47,7 +47,7 @@ class TensorBoardSink:
         self._write(f"rank_{rank}", rank_scalars(single), single, restarted)
 
     def over_ranks(self, row: list[SingleStep], *, restarted: bool) -> None:
-        """Write mean, least and most of a step."""
+        """Write mean, minimum and maximum of a step over the ranks."""
         for part, values in zip((".", "lowest", "highest"), over_ranks(row), strict=True):
             if part == "." or self._several:
                 self._write(part, values, row[-1], restarted)
@@ -57,7 +57,7 @@ class TensorBoardSink:
         self._file(".").scalars(validation_scalars(event), step=event.step, time=event.time)
 
     def commit(self, save: Callable[[], None]) -> None:
-        """Append all of it to the files, then save how far they go.
+        """Append the pending values to the files, then save the files' sizes.
 
         Raises:
             OSError: they cannot be written.
@@ -68,7 +68,7 @@ class TensorBoardSink:
             path = folder / f"{PREFIX}{int(self._began):010d}.gputrain"
             size = self.sizes.get(part, 0)
             with path.open("r+b" if path.exists() else "wb") as file:
-                # What a killed writer has written after its last commit comes again, byte for byte.
+                # Values that a killed writer wrote after its last commit are written again, byte for byte.
                 file.seek(min(size, file.seek(0, os.SEEK_END)))
                 file.truncate()
                 file.write(data.getbuffer())
@@ -77,7 +77,7 @@ class TensorBoardSink:
         save()
 
     def finish(self) -> None:
-        """Leave the files as they are."""
+        """Leave the files as they are: they need no end."""
 
     def _write(self, part: str, values: dict[str, float], single: SingleStep, restarted: bool) -> None:
         file, step = self._file(part), single.step
@@ -93,10 +93,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs mean, least and most over the ranks to Weights & Biases, by the ``wandb`` that is installed and set up."""
+    """Logs mean, minimum and maximum over the ranks to Weights & Biases, with the user's ``wandb`` and its settings."""
 
     def __init__(self, run_dir: RunDir, world_size: int, project: str, *, logged: int) -> None:
-        """Begin or continue the run there; its id is that of the run. ``logged``: how often was logged before."""
+        """Begin or continue the run of the same id there; ``logged``: number of calls of ``log`` before."""
         import wandb
 
         self._pending: list[dict[str, float]] = []
@@ -111,15 +111,15 @@ class WandbSink:
             resume="allow",
             settings=wandb.Settings(console="off"),
         )
-        # After a restart the step goes back, which wandb's own cannot: that one counts what is logged.
+        # After a restart the step goes back. wandb's own step cannot, so that it counts the calls of log.
         self._run.define_metric("*", step_metric="step")
         self._logged = logged
 
     def rank(self, rank: int, single: SingleStep, *, restarted: bool) -> None:
-        """Pass over the single ranks: thousands of charts would hide the others."""
+        """Skip single ranks: thousands of charts would hide the others."""
 
     def over_ranks(self, row: list[SingleStep], *, restarted: bool) -> None:
-        """Log mean, least and most of a step."""
+        """Log mean, minimum and maximum of a step over the ranks."""
         means, lows, highs = over_ranks(row)
         values = {"step": float(row[0].step.step), **means}
         if self._several:
@@ -132,7 +132,7 @@ class WandbSink:
         self._pending.append({"step": float(event.step), **validation_scalars(event)})
 
     def commit(self, save: Callable[[], None]) -> None:
-        """Save how far it goes, then log: what is logged cannot be taken back, and must not come twice."""
+        """Save the progress, then log: a logged value cannot be taken back, and must not be logged twice."""
         save()
         for values in self._pending:
             self._run.log(values, step=self._logged)
@@ -140,5 +140,5 @@ class WandbSink:
         self._pending.clear()
 
     def finish(self) -> None:
-        """Finish the run there, which uploads the rest unless wandb is offline."""
+        """Finish the run there: wandb uploads the rest unless it is offline."""
         self._run.finish()

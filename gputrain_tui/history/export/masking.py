@@ -1,8 +1,9 @@
-"""Finds secrets in what a run was asked to do, and masks them there and wherever else they were printed.
+"""Finds secrets in a run's recipe, plan and environment, and masks them there and in its logs and events.
 
-In a table ``env`` and in assignments of a shell, names such as ``HF_TOKEN`` are secrets; of options, whose names are
-words such as ``max_tokens``, only those that end with such a word and hold text. Within any text, what a URL has before
-its host, a header's credentials, the value of such a flag and tokens of well-known services are secrets too.
+A variable of a table ``env`` or of a shell assignment is secret if its name contains a word such as in ``HF_TOKEN``. An
+option is secret only if its name ends with such a word and its value is text (``max_tokens`` is not). Within any text,
+the userinfo of a URL, a header's credentials, the value of such a flag and tokens of well-known services are secrets
+too.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "WEBHOOK", "AUTHORIZATION")
-"""Anywhere in a name."""
+"""Words that make a name secret wherever they occur in it."""
 SECRET_PARTS = frozenset(("AUTH", "COOKIE", "DSN", "PASS", "PAT", "PWD", "SIGNATURE"))
-"""Between the underscores of a name: longer words have them within, such as ``PATH`` and ``COMPASS``."""
+"""Words that must stand between underscores, because harmless words contain them, such as ``PATH`` and ``COMPASS``."""
 PLACES = frozenset(("PWD", "OLDPWD", "SSH_AUTH_SOCK"))
-"""Variables that are paths in spite of such a part."""
+"""Variables that have such a part but are paths."""
 MASK = "********"
 QUOTES = "\"'"
 MIN_VALUE_CHARS = 8
-"""Shorter values are not looked for in logs: ``false`` of TOKENIZERS_PARALLELISM stands everywhere."""
+"""Minimum length of a value that is masked in logs: ``false`` of TOKENIZERS_PARALLELISM is in every log."""
 
 _OPTION_END = re.compile(
     r"(?:TOKEN|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK|AUTHORIZATION)$", re.IGNORECASE
 )
 _QUOTED = r"\"[^\"]*\"|'[^']*'"
 _ASSIGNMENT = re.compile(rf"(?<![\w-])([\w-]+)=({_QUOTED}|[^\s;&|]+)", re.ASCII)
-"""Of a shell, a query of a URL, a program's settings."""
+"""Assignment in a shell command, in the query of a URL or in a program's settings."""
 _HEADER = re.compile(
     r"(?<![\w-])([\w-]+)[\"']?:\s*[\"']?(?:(?:Basic|Bearer|Token)\s+)?([^\s\"',;}]+)", re.ASCII | re.IGNORECASE
 )
-"""Of a request, and a key of JSON."""
+"""Header of a request, or key of JSON, with its value."""
 _FLAG = re.compile(rf"(?<!\S)(-[\w-]+)\s+({_QUOTED}|[^\s;&|\"'-][^\s;&|\"']*)", re.ASCII)
 _BEARER = re.compile(r"\bBearer\s+([\w.~+/=-]+)", re.ASCII | re.IGNORECASE)
 _USERINFO = re.compile(r"\b([a-z][a-z0-9+.-]{0,30})://([^\s/\"']+)@", re.ASCII | re.IGNORECASE)
@@ -68,17 +69,17 @@ class SecretMask:
         self.masked: set[str] = set()
         """Names of the secrets that were masked."""
         self._names: dict[bytes, str] = {}
-        """Of values that are masked wherever they stand."""
+        """Name of each secret by its value, which is masked everywhere."""
         self._pattern: re.Pattern[bytes] | None = None
         for name, value in environment.items():
             if is_secret_variable(name):
                 self._learn(name, value)
             else:
                 self.mask_text(value)
-        self.masked.clear()  # nothing of it was shown
+        self.masked.clear()  # the environment itself is not part of the archive
 
     def mask_values(self, container: Any, *, table: str = "") -> None:
-        """Mask the secrets of a parsed file in place; ``table``: the key that it stands under."""
+        """Mask the secrets of a parsed file in place; ``table``: the key of ``container`` in the file."""
         pairs: Iterable[tuple[Any, Any]] = (
             list(container.items()) if isinstance(container, dict) else list(enumerate(container))
         )
@@ -108,10 +109,10 @@ class SecretMask:
     def mask_text(self, text: str) -> str:
         """Return a text with the secrets in it masked: a line of shell, an address, a comment."""
         text = _USERINFO.sub(self._userinfo, text)
-        text = _ASSIGNMENT.sub(lambda found: self._second(found, secret=is_secret_variable(found[1])), text)
-        text = _HEADER.sub(lambda found: self._second(found, secret=is_secret_variable(found[1])), text)
+        text = _ASSIGNMENT.sub(lambda found: self._named(found, secret=is_secret_variable(found[1])), text)
+        text = _HEADER.sub(lambda found: self._named(found, secret=is_secret_variable(found[1])), text)
         text = _FLAG.sub(
-            lambda found: self._second(
+            lambda found: self._named(
                 found, secret=is_secret_option(found[1]) or _is_user_with_password(found[1], found[2])
             ),
             text,
@@ -132,8 +133,8 @@ class SecretMask:
             return found[0]
         return f"{scheme}://{self._hide('password in a URL', user)}@"
 
-    def _second(self, found: re.Match[str], *, secret: bool) -> str:
-        """Return what was found, its second group masked where that is a secret."""
+    def _named(self, found: re.Match[str], *, secret: bool) -> str:
+        """Return a match of name and value, with the value masked if it is a secret."""
         if not secret:
             return found[0]
         before = found[0][: found.start(2) - found.start()]
@@ -169,5 +170,5 @@ class SecretMask:
 
     @property
     def longest_bytes(self) -> int:
-        """Length of the longest value that ``mask_bytes`` looks for."""
+        """Length of the longest value that ``mask_bytes`` masks."""
         return max(map(len, self._names), default=1)

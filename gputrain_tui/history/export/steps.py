@@ -19,43 +19,44 @@ from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.resource_limits import open_files
 
 READ_BYTES = (16 << 10, 1 << 20)
-"""Of one file at a time: least, where many ranks are read side by side, and most."""
+"""Minimum, for many ranks side by side, and maximum number of bytes read of one file at a time."""
 SIDE_BY_SIDE_BYTES = 16 << 20
-"""Of all files together, where they are read side by side; the events of a byte take some twenty in memory."""
+"""Bytes read of all files together where they are read side by side; decoded events take about twenty times as much
+memory."""
 MAX_STEPS_PER_EVENT = 1 << 16
 """More than the fastest steps of half a second; a larger number is damage, and would become as many lines."""
 MAX_BYTES_WITHOUT_EVENT = 64 << 20
-"""Of a damaged file; what follows is not read."""
+"""Limit after which a file is damaged, and read no further."""
 
 
 class SingleStep(NamedTuple):
     """One optimizer step of one rank."""
 
     attempt: int
-    """From 1: it grows where the rank has started again. Steps that were lost then stand in both attempts."""
+    """Number of the rank's attempt, from 1; steps that a restart repeats are in both attempts."""
     averaged_over: int
     """Steps over which the fields besides ``SINGLE_VALUES`` are means; 1: they are this step's own."""
     is_last: bool
-    """Whether it is the last step of those."""
+    """Whether it is the last of those steps."""
     step: Step
     """With ``steps`` 1 and without lists of single values."""
 
 
 class RecordedSteps:
-    """The steps of some ranks of a run, up to what their files held when this was made."""
+    """The recorded steps of some ranks of a run, up to the sizes that their files have at construction."""
 
     def __init__(self, run: Run, ranks: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> None:
         """Note how long each file is.
 
         Args:
-            run: whose record is read.
-            ranks: whose steps are wanted, ascending.
-            advance: is told the bytes that were read.
+            run: the run.
+            ranks: the wanted ranks, ascending.
+            advance: called with the number of bytes after each read.
         """
         self.run = run
         self.ranks = ranks
         self.extents = {rank: RankExtent(rank=rank) for rank in ranks}
-        """What the last reading of each rank has found."""
+        """Extent of each rank's record, as the last reading found it."""
         self._advance = advance
         names = [*map(str, ranks), *(path.stem for path in run.dir.events.glob("*.ndjson") if path.stem.isdecimal())]
         self._sizes = {name: size_of(run.dir.events / f"{name}.ndjson") for name in names}
@@ -67,7 +68,7 @@ class RecordedSteps:
 
     @property
     def began(self) -> float:
-        """Unix seconds before all that is recorded of the wanted ranks, as far as their clocks agree."""
+        """Start of the run or of the earliest recorded event of the wanted ranks, Unix seconds."""
         paths = [path for path in map(self.run.dir.rank_events, self.ranks) if size_of(path)]
         heads = [decode_events(read_part(path, 0, READ_BYTES[0])) for path in paths]
         firsts = [events[0] for events in heads if events]
@@ -90,7 +91,7 @@ class RecordedSteps:
                 if type(event) is Step:
                     yield from reading.step(event)
                 else:
-                    reading.other(event)
+                    reading.note(event)
             without_event = 0 if events else without_event + len(lines)
             if without_event > MAX_BYTES_WITHOUT_EVENT:
                 extent.is_cut = True
@@ -99,14 +100,14 @@ class RecordedSteps:
     def over_ranks(self) -> Iterator[list[SingleStep]]:
         """Yield the steps of equal attempt and number of all wanted ranks together, in their order."""
         readings = [self.of(rank, share=len(self.ranks)) for rank in self.ranks]
-        for _, row in groupby(heapq.merge(*readings, key=_place), _place):
+        for _, row in groupby(heapq.merge(*readings, key=_attempt_and_step), _attempt_and_step):
             yield list(row)
 
     def notes(self, names: Sequence[str]) -> Iterator[AnyEvent]:
         """Yield the events of some files, by name without suffix, that are no steps and no samples of machines."""
         for name in names:
             for lines in self._lines(name, READ_BYTES[1], counted=False):
-                kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(PLENTY)]
+                kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(FREQUENT_EVENTS)]
                 yield from decode_events(b"".join(kept), self.run.status.world_size)
 
     def names(self) -> list[str]:
@@ -115,16 +116,16 @@ class RecordedSteps:
 
     def _lines(self, name: str, limit: int, *, keep_open: bool = True, counted: bool = True) -> Iterator[bytes]:
         path = self.run.dir.events / f"{name}.ndjson"
-        left = self._sizes[name] if name in self._sizes else size_of(path)
+        remaining = self._sizes[name] if name in self._sizes else size_of(path)
         file = AppendedFile(path, keep_open=keep_open)
         try:
-            while left > 0:
+            while remaining > 0:
                 before = file.offset
-                lines = file.lines(min(left, limit))
+                lines = file.lines(min(remaining, limit))
                 read = file.offset - before
-                if not read:  # it is shorter now: somebody has replaced it
+                if not read:  # the file was replaced by a shorter one
                     return
-                left -= read
+                remaining -= read
                 if counted:
                     self._advance(read)
                 if lines:
@@ -137,22 +138,22 @@ class RecordedSteps:
             file.close()
 
 
-PLENTY = (b'{"type":"step"', b'{"type":"node_sample"')
-"""How the lines begin of which a record mostly consists."""
+FREQUENT_EVENTS = (b'{"type":"step"', b'{"type":"node_sample"')
+"""Beginnings of the lines that make up most of a record."""
 
 
 class RankReading:
-    """The events of one rank's file in their order: attempts, and what is missing."""
+    """Reading of one rank's events in their order: splits them into attempts, and counts missing steps."""
 
     def __init__(self, extent: RankExtent) -> None:
         self._extent = extent
         self._joined = False
-        """Whether this attempt has begun by joining the process group."""
+        """Whether this attempt has reported that it joins the process group."""
         self._next: int | None = None
         """Number of the next step, where that is known."""
 
-    def other(self, event: AnyEvent) -> None:
-        """Note what an event that is no step says about the next ones."""
+    def note(self, event: AnyEvent) -> None:
+        """Note an event other than a step: the begin of an attempt, its first step, or lost events."""
         if type(event) is RankState and event.state == "joining":
             if self._joined or self._extent.steps:
                 self._begin_attempt()
@@ -169,10 +170,10 @@ class RankReading:
             extent.unreadable_lines += 1
             return
         first = event.step - count + 1
-        if self._next is not None and first < self._next and extent.steps:  # of a script, which need not join
+        if self._next is not None and first < self._next and extent.steps:  # a script need not join
             self._begin_attempt()
         if self._next is not None and first > self._next:
-            extent.missed(self._next, first - 1)
+            extent.add_gap(self._next, first - 1)
         self._next = event.step + 1
         extent.steps += count
         extent.first = first if extent.first is None else extent.first
@@ -191,5 +192,5 @@ class RankReading:
         self._next = None
 
 
-def _place(single: SingleStep) -> tuple[int, int]:
+def _attempt_and_step(single: SingleStep) -> tuple[int, int]:
     return single.attempt, single.step.step

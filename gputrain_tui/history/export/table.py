@@ -13,7 +13,7 @@ from trainer.contract.record import SINGLE_VALUES, Step, encode_event
 CORE_WAIT_PHASES = ("data", "h2d", "forward", "backward", "sync", "optimizer", "other")
 """Phases of ``core_wait_ms``, which has a column for each."""
 PARTS_PER_WRITE = 2000
-"""Two for each line: a write of about 300 KB."""
+"""Buffered parts, two for each line, after which they are written: about 300 KB."""
 
 _KEYS = ("rank", "step", "time", "epoch")
 _SCALARS = tuple(
@@ -25,12 +25,12 @@ COLUMNS = (
     "rank", "attempt", "step", "averaged_over", "time", "epoch", *_SCALARS,
     *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms",
 )  # fmt: skip
-"""Of the CSV file."""
+"""Columns of the CSV file."""
 _NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
 
 
 def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
-    """Write a line per rank and step, rank after rank; what was not measured is empty.
+    """Write a line per rank and step, rank after rank; values that were not measured are empty.
 
     The times of the buckets are numbers with spaces between them.
     """
@@ -42,7 +42,7 @@ def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
             rows.writerows(map(_row, record.of(rank)))
         text.flush()
     finally:
-        text.detach()  # the file is closed by whoever opened it
+        text.detach()  # the caller closes the file
 
 
 def _row(single: SingleStep) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ from trainer.contract.record import SINGLE_VALUES, RunDir, Step, Validation
 from trainer.contract.record.regular_file import read_whole
 
 PREFIX = "events.out.tfevents."
-"""How TensorBoard finds its files."""
+"""Beginning of the file names by which TensorBoard finds its files."""
 TOTALS = ("samples", "tokens")
 """Fields that add up over the ranks."""
 SCALARS = tuple(
@@ -31,7 +31,7 @@ SCALARS = tuple(
 
 
 def tag_of(field: str) -> str:
-    """Return the tag of a field of a step; TensorBoard groups tags by what is before the slash."""
+    """Return the tag of a field of a step; TensorBoard groups tags by the part before the slash."""
     group = "sync" if field.startswith("sync_") else "time" if field.endswith("_ms") else "train"
     return f"{group}/{field}"
 
@@ -40,14 +40,14 @@ TAGS = {name: tag_of(name) for name in SCALARS}
 
 
 class EventFile:
-    """One event file, with nothing but what TensorBoard's own modules encode."""
+    """One event file, encoded by TensorBoard's own modules."""
 
     def __init__(self, file: BinaryIO, *, time: float | None) -> None:
         """Begin a file.
 
         Args:
-            file: what is written goes to its end.
-            time: of its first record; None where the file has begun already.
+            file: file to append to.
+            time: Unix seconds of its first record; None to continue a file that has one.
 
         Raises:
             MachineNotReadyError: the package is not installed.
@@ -72,7 +72,7 @@ class EventFile:
             self._write(self._event(wall_time=time, step=step, summary=self._summary(value=found)))
 
     def restarted(self, *, step: int, time: float) -> None:
-        """Have a reader drop what was written of this step and later ones: the training goes on from before them."""
+        """Write a restart: TensorBoard drops the values of this step and later ones that were written before it."""
         log = self._session(status=self._session.START)
         self._write(self._event(wall_time=time, step=step, session_log=log))
 
@@ -124,7 +124,7 @@ def write_tensorboard(record: RecordedSteps, folder: Path) -> None:
                 for name in ("lowest", "highest")
             )
             _write_over_ranks(record, mean, lowest, highest)
-        for event in record.notes(["0"]):  # last: a restart in this file would have a reader drop those before it
+        for event in record.notes(["0"]):  # last: a restart that follows in this file would make TensorBoard drop them
             if isinstance(event, Validation):
                 mean.scalars(validation_scalars(event), step=event.step, time=event.time)
 
@@ -149,7 +149,7 @@ def _write_rank(record: RecordedSteps, rank: int, file: EventFile) -> None:
 
 
 def rank_scalars(single: SingleStep) -> dict[str, float]:
-    """Return the values of a step of one rank by tag; means stand once, at the last step that they are of."""
+    """Return the values of a step of one rank by tag; a mean over several steps only at the last of them."""
     step, own = single.step, SCALARS if single.is_last else SINGLE_VALUES
     values = {TAGS[name]: value for name in own if (value := getattr(step, name)) is not None}
     if single.is_last and step.core_wait_ms is not None:
@@ -182,7 +182,7 @@ def _write_over_ranks(
 
 
 def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return mean (or total), least and most of the fields over the ranks; means where the first rank has its last."""
+    """Return mean (or total), minimum and maximum over the ranks by tag; a mean over steps only at the last of them."""
     means: dict[str, float] = {}
     lows: dict[str, float] = {}
     highs: dict[str, float] = {}
@@ -196,7 +196,7 @@ def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float
 
 
 def hyper_parameters(run: RunDir, world_size: int) -> dict[str, bool | float | str]:
-    """Return the world size, and the options of a run's recipe by name, where that can be read."""
+    """Return the world size and, if the recipe can be read, its options by name."""
     found: dict[str, bool | float | str] = {"world_size": world_size}
     try:
         recipe = tomllib.loads(read_whole(run.recipe, MAX_RECIPE_BYTES).decode("utf-8"))

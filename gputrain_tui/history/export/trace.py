@@ -7,9 +7,9 @@ fractions off when it counts in nanoseconds: so times here are whole microsecond
 written from the outermost inwards, and names have the time 0, before all else: Perfetto gives a name to the newest
 thread of a number.
 
-A rank is a process. The record has how long the phases of a step took, and not when each began: they are drawn in the
-order in which a step has them, with the times that were measured. The buckets of a step are drawn from the start of its
-synchronisation to its end, at even distances, each as long as it took.
+A rank is a process. The record has the durations of a step's phases but not their start times: they are drawn in the
+order in which a step has them, with the measured durations. The buckets of a step are drawn from the start of its
+synchronisation to its end, at even distances, each with its duration.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
-    """Write the timeline of the wanted ranks, and of what the whole run has recorded besides."""
+    """Write the timeline of the wanted ranks, and the events of the run and its nodes."""
     run = record.run
     began = record.began
     metadata = {"run": run.id, "recipe": run.status.recipe, "began_unix_seconds": began}
@@ -53,8 +53,8 @@ def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
 
 def _events(record: RecordedSteps, began: float, *, run_process: int, ranks: set[int]) -> Iterator[dict[str, Any]]:
     yield from _process(run_process, f"run {record.run.id}", -1)
-    others = [name for name in record.names() if not name.isdecimal() or int(name) in ranks or name == "0"]
-    for event in record.notes(others):
+    names = [name for name in record.names() if not name.isdecimal() or int(name) in ranks or name == "0"]
+    for event in record.notes(names):
         if isinstance(event, INSTANTS):
             rank = getattr(event, "rank", None)
             if rank is None or rank in ranks:
@@ -105,7 +105,7 @@ def _micros(seconds: float) -> int:
 
 
 class _RankTimeline:
-    """The slices of one rank; those of a thread follow each other or lie within each other, as the format demands."""
+    """The slices of one rank; those of a thread are consecutive or nested, as the format demands."""
 
     def __init__(self, rank: int, began: float) -> None:
         self._rank = rank
@@ -148,7 +148,7 @@ class _RankTimeline:
 
     @staticmethod
     def _widths(phases_ms: dict[str, float], room: float) -> dict[str, float]:
-        """Return the width of each phase in microseconds; means are narrowed where a step was shorter than those."""
+        """Return the width of each phase in microseconds; means are narrowed where a step is shorter than their sum."""
         own = min(phases_ms.get("sync_exposed_ms", 0.0) * 1e3, room)
         others = sum(value for name, value in phases_ms.items() if name != "sync_exposed_ms") * 1e3
         narrowed = min(1.0, (room - own) / others) if others else 1.0
