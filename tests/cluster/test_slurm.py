@@ -348,7 +348,16 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     assert "Slurm put it back into its queue at update " in user.status()["message"]
     (kept,) = (user.record() / "checkpoints").glob("step_*.pt")
     before = len(events(user.record(), 0))
-    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", "ExcNodeList=n1")
+    cluster.run("scontrol", "update", f"JobId={number}", "ExcNodeList=n1")
+
+    def is_running() -> bool:
+        state = cluster.job(number)["JobState"]
+        if state == "PENDING":
+            # Slurm lets a requeued job wait for two minutes, and may set that time once more when its nodes are free.
+            cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+        return state == "RUNNING"
+
+    wait_until(is_running, "it has left the queue")
     again = wait_until(
         lambda: [event for event in events(user.record(), 0)[before:] if event["type"] == "step"], "it trains again"
     )
