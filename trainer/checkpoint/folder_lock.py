@@ -72,7 +72,7 @@ class FolderLock:
                     time.sleep(POLL_S)
                     continue
                 raise RequestError(
-                    f"{folder}: another training writes its checkpoints here ({holder or 'it has not said which'}): "
+                    f"{folder}: another training writes its checkpoints here ({holder or 'which one is not recorded'}): "
                     "end it first, or choose another folder"
                 ) from None
             except OSError as error:

@@ -67,7 +67,7 @@ class DataSample:
         """
         size = len(self._dataset)
         if samples != size:
-            return f"it has {size} samples now and had {samples}"
+            return f"it has {size} samples now, but had {samples}"
         indices = [index for index, _ in known]
         read = zip(known, self._digests(indices), strict=False)
         unequal = [index for (index, digest), now in read if now and now != digest]
@@ -81,7 +81,7 @@ class DataSample:
             self._known = [[index, digest] for index, digest in known]
             return ""
         return (
-            f"of {len(known)} samples that were compared {len(altered)} are not what they were, such as {min(altered)}"
+            f"{len(altered)} of {len(known)} samples that were compared have changed, such as sample {min(altered)}"
         )
 
     def _digests(self, indices: Sequence[int]) -> list[str]:

@@ -126,8 +126,8 @@ class Schedule:
             raise RequestError("--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays")
         if len(options.lr) > 1 and options.lr_scheduler != "fixed":
             raise RequestError(
-                f"--lr has {len(options.lr)} values, one per epoch, but --lr-scheduler {options.lr_scheduler} makes "
-                "its own way from one: give one, or --lr-scheduler fixed"
+                f"--lr has {len(options.lr)} values, one per epoch, but --lr-scheduler {options.lr_scheduler} "
+                "computes all from one: give one, or --lr-scheduler fixed"
             )
         self._factors = [float(group["lr"]) / options.lr[0] for group in optimizer.param_groups]
         self._updates = 0
@@ -203,7 +203,7 @@ def _end_of(options: Training) -> int:
     flag = "--total-num-update" if options.total_num_update else "--max-updates"
     if not end:
         raise RequestError(
-            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, to know where it ends"
+            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, the step at which it ends"
         )
     if end <= options.warmup_updates:
         raise RequestError(

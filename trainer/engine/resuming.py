@@ -253,12 +253,12 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
     if was == seed:
         return ""
     numbers = (
-        f"the ranks' random numbers go on as saved, from seed {was}" if same_ranks else "random numbers begin with it"
+        f"the ranks' random states continue as saved, from seed {was}" if same_ranks else "the random states start from it"
     )
     if not shuffle:
         return f"seed {seed} does not change the order of the data, which is not shuffled; {numbers}"
     if position["consumed"]:
-        rest = f"epoch {epoch} ends in the order of seed {was}"
+        rest = f"the rest of epoch {epoch} keeps the order of seed {was}"
         return f"seed {seed} orders the data from epoch {epoch + 1} on, {rest}; {numbers}"
     return f"seed {seed} orders the data from epoch {epoch} on; {numbers}"
 
