@@ -142,7 +142,7 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
         flag = task_flags[0].partition("=")[0]
         if flag == "--task":
             raise RequestError("--script and --task exclude each other: keep one of them")
-        raise RequestError(f"{flag} is an option of tasks, but --script runs a script; the script's own arguments follow --")
+        raise RequestError(f"{flag} is for tasks, but --script runs a script; the script's own arguments follow --")
     if unknown:
         names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"

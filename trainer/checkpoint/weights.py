@@ -28,7 +28,7 @@ def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """
     weights = state.get("model")
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{source}: entry model is missing, or no dict of tensors")
+        raise CheckpointError(f"{source}: entry model is missing, or is not a dict of tensors")
     return weights
 
 
@@ -82,7 +82,7 @@ def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dic
     missing = [name for name in shapes if name not in weights]
     unexpected = [name for name in weights if name not in shapes]
     reshaped = [
-        f"{name} is {list(value.shape)}, but {shapes[name]} in the model"
+        f"{name} is {list(value.shape)} instead of {shapes[name]}"
         for name, value in weights.items()
         if name in shapes and name not in fitting
     ]

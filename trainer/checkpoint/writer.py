@@ -137,7 +137,7 @@ class CheckpointWriter:
             self._lock = FolderLock(self.folder, run_id=run_id)
             clear_unfinished(self.folder)
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: no folder for checkpoints ({error.strerror})") from None
+            raise CheckpointError(f"{self.folder}: cannot be used as the folder for checkpoints ({error.strerror})") from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
         if self._lock.why_not:
@@ -265,7 +265,7 @@ class CheckpointWriter:
             link(path, best)
             size = best.stat().st_size
         except OSError as error:
-            self._on_failed(step, f"the earlier best checkpoint, {path}, was not linked into this folder: {_why(error)}")
+            self._on_failed(step, f"the earlier best checkpoint, {path}, was not copied to this folder: {_why(error)}")
             return
         if self._on_saved is not None:
             write_ms = (time.perf_counter() - began) * 1000

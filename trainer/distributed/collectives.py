@@ -223,7 +223,7 @@ def _exchange_sizes(size: int) -> list[int]:
     if len(set(counts)) > 1:
         usual = statistics.mode(counts)
         others = [f"rank {rank} at {count}" for rank, count in enumerate(counts) if count != usual]
-        raise TrainingError(f"ranks are out of step: most are at exchange {usual}, but {', '.join(others)}")
+        raise TrainingError(f"ranks are out of step at exchange {usual}: {', '.join(others)}")
     return [size for _, size in pairs]
 
 

@@ -72,7 +72,7 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     own, groups = optimizer.state_dict(), saved.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise RequestError("its param_groups are no list of dicts")
+        raise RequestError("its param_groups are not a list of dicts")
     if len(groups) != len(own["param_groups"]):
         raise RequestError(f"it has {len(groups)} parameter groups, but this run {len(own['param_groups'])}")
     for index, (settings, group) in enumerate(zip(own["param_groups"], groups, strict=True)):
@@ -90,7 +90,7 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     known = {parameter for group in own["param_groups"] for parameter in group["params"]}
     state = saved.get("state")
     if not isinstance(state, Mapping) or not all(isinstance(of_one, Mapping) for of_one in state.values()):
-        raise RequestError("its state is no dict of dicts")
+        raise RequestError("its state is not a dict of dicts")
     if unknown := [parameter for parameter in state if parameter not in known]:
         raise RequestError(f"its state[{unknown[0]!r}] belongs to no parameter of this run")
 

@@ -149,10 +149,10 @@ def require_fit(
     if not isinstance(saved, Mapping):
         problem = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
         raise CheckpointError(
-            f"{source}: entry {ENTRIES}, the list of what was saved, {problem}; was it written by an earlier version?"
+            f"{source}: entry {ENTRIES}, the list of saved entries, {problem}; was it written by an earlier version?"
         )
     found = kinds({key: value for key, value in state.items() if key != ENTRIES})
-    if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
+    if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of saved entries"):
         raise CheckpointError(f"{source}: {_line(wrong)}")
     entries = _convert(state, CheckpointEntries, source)
     if entries.scaler:
