@@ -419,7 +419,10 @@ def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
         (["--script", str(HERE)], "is a folder"),
         (["--script", __file__, "--task", "lm"], "--script and --task exclude each other"),
         (["--script", __file__, "--batch-size", "3"], "--batch-size is for tasks, but --script runs a script"),
-        (["--script", __file__, "--epochs", "3"], "'--epochs' is not an option of the trainer; the script's own arguments"),
+        (
+            ["--script", __file__, "--epochs", "3"],
+            "'--epochs' is not an option of the trainer; the script's own arguments",
+        ),
         (["--script", __file__, "--distributed-gpu", "3"], "did you mean '--distributed-gpus'?"),
         (["--task", "lm", "--no-instrument"], "--instrument needs --script FILE"),
         (["--script", __file__, "--instrument=maybe"], "--instrument is 'maybe', but must be true or false"),

@@ -212,7 +212,11 @@ def test_weights_are_read_from_a_checkpoint_a_state_dict_and_other_programs_file
     [
         ("none.pt", None, "none.pt: cannot be read (No such file or directory)"),
         ("text.pt", b"hello", "text.pt: cannot be loaded: "),
-        ("list.pt", [1], "list.pt: holds no dict of named tensors, at the top level or under model, state_dict, model_"),
+        (
+            "list.pt",
+            [1],
+            "list.pt: holds no dict of named tensors, at the top level or under model, state_dict, model_state_dict",
+        ),
         ("numbers.pt", {"lr": 0.1}, "numbers.pt: holds no dict of named tensors"),
     ],
 )

@@ -197,8 +197,18 @@ def test_ranks_in_step_have_equal_checksums_and_no_finding(gang: Gang) -> None:
             "critical",
             "rank 1 holds different parameters than the others, first in parameter 0.weight (1 of",
         ),
-        ("buffer", [1], "warning", "rank 1 holds different buffers than the others, first in buffer seen (1 of 2 differ)"),
-        ("shape", [1], "critical", "rank 1 holds different parameters than the others, a different number of parameters"),
+        (
+            "buffer",
+            [1],
+            "warning",
+            "rank 1 holds different buffers than the others, first in buffer seen (1 of 2 differ)",
+        ),
+        (
+            "shape",
+            [1],
+            "critical",
+            "rank 1 holds different parameters than the others, a different number of parameters",
+        ),
     ],
 )
 def test_a_desync_names_the_rank_and_the_first_tensor_that_differs(

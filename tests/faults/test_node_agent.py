@@ -247,8 +247,8 @@ def test_a_rank_that_exits_with_255_is_an_ordinary_failure(start: Start) -> None
         (
             "one_is_ended_by_the_watchdog_of_nccl",
             "silent",
-            "rank 1 reported nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog caught "
-            "collective operation timeout: WorkNCCL(...)",
+            "rank 1 reported nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog "
+            "caught collective operation timeout: WorkNCCL(...)",
         ),
         (
             "one_is_ended_by_the_heartbeat_monitor_of_nccl",
@@ -259,8 +259,8 @@ def test_a_rank_that_exits_with_255_is_an_ordinary_failure(start: Start) -> None
         (
             "one_ends_as_its_peer_is_gone",
             "silent",
-            "rank 1 reported nothing; rank 0 gave up: the process ended with exit code 1 before its training was complete: "
-            "RuntimeError: Connection closed by peer",
+            "rank 1 reported nothing; rank 0 gave up: the process ended with exit code 1 before its training was "
+            "complete: RuntimeError: Connection closed by peer",
         ),
         (
             "one_has_left",

@@ -275,7 +275,11 @@ def test_the_best_of_the_training_before_is_kept_beside_the_first_checkpoint_and
         assert not log.failed
     else:
         assert log.failed == [
-            (9, f"the earlier best checkpoint, {before / 'best.pt'}, was not copied to this folder: No such file or directory")
+            (
+                9,
+                f"the earlier best checkpoint, {before / 'best.pt'}, was not copied to this folder: "
+                "No such file or directory",
+            )
         ]
 
 

@@ -237,7 +237,9 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
                 reason = error.strerror or str(error)
         time.sleep(min(0.1, max(deadline - time.monotonic(), 0.0)))
     if replied:
-        raise TrainingError(f"{where} waited {timeout_s:g} s for the GPU counts of other nodes, and some are still missing")
+        raise TrainingError(
+            f"{where} waited {timeout_s:g} s for the GPU counts of other nodes, and some are still missing"
+        )
     raise TrainingError(f"{where} did not answer within {timeout_s:g} s: {reason}")
 
 

@@ -74,7 +74,8 @@ def _rendezvous_file(path: Path, *, single_node: bool) -> Iterator[None]:
         if is_first and path.exists() and path.stat().st_size > 0:
             lock_path.unlink(missing_ok=True)
             raise RequestError(
-                f"file://{path} is left from an earlier run: delete it, or choose another name (a new one for every run)"
+                f"file://{path} is left from an earlier run: "
+                "delete it, or choose another name (a new one for every run)"
             )
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)

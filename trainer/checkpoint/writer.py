@@ -137,7 +137,9 @@ class CheckpointWriter:
             self._lock = FolderLock(self.folder, run_id=run_id)
             clear_unfinished(self.folder)
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be used as the folder for checkpoints ({error.strerror})") from None
+            raise CheckpointError(
+                f"{self.folder}: cannot be used as the folder for checkpoints ({error.strerror})"
+            ) from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
         if self._lock.why_not:

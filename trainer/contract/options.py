@@ -186,7 +186,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 0
     fix_batches_to_gpus: Annotated[
         bool,
-        Meta(description="each rank gets the same batches in every epoch, in a different order", extra={"group": "Data"}),
+        Meta(
+            description="each rank gets the same batches in every epoch, in a different order", extra={"group": "Data"}
+        ),
     ] = False
     drop_last: Annotated[
         bool,

@@ -68,7 +68,7 @@ REFUSED: dict[str, str] = {
     "--threshold-loss-scale": "--min-loss-scale X ends a run below it",
     "--store-ema": "--ema-decay X keeps the average",
     "--ema-fp32": "--ema-decay X keeps the average, in the weights' own precision",
-    "--empty-cache-freq": "the record has the memory that torch holds, and a run that is out of memory reports the cause",
+    "--empty-cache-freq": "the record has the memory that torch holds; a run that is out of memory reports the cause",
     "--tpu": "ranks run on NVIDIA GPUs, or with --cpu on CPUs",
     "--zero-sharding": _NO_SHARDS,
     "--cpu-offload": _NO_SHARDS,

@@ -68,9 +68,7 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     dropout: Dropout = 0.0
     prompt: Annotated[str, option_meta("Sample", "first text of the sample at the end")] = "\n"
     sample_bytes: Annotated[int, option_meta("Sample", "length of the sample at the end, bytes; 0: none", ge=0)] = 240
-    temperature: Annotated[
-        float, option_meta("Sample", "sampling temperature; below 1: less random", gt=0)
-    ] = 0.7
+    temperature: Annotated[float, option_meta("Sample", "sampling temperature; below 1: less random", gt=0)] = 0.7
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:

@@ -224,7 +224,7 @@ def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
             raise TrainingError(keys.get("probe_result").decode())
         if wait.left_s <= 0:
             raise JoinTimeoutError(
-                f"no report from {setter} for {wait.timeout_s:g} s while the connections between the machines were checked"
+                f"no report from {setter} for {wait.timeout_s:g} s while connections between machines were checked"
             )
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.1)

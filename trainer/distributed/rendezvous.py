@@ -190,7 +190,8 @@ def _register(keys: Store, rdzv: RendezvousStore, mine: Registration, request: M
         ), owner
     if first.identity != mine.identity:
         return _stale_file_message(rdzv, first, mine) or (
-            f"ranks of two runs use the same rendezvous, {rdzv.url}: {first.identity!r} is rank {first.rank} ({first.process}), "
+            f"ranks of two runs use the same rendezvous, {rdzv.url}: "
+            f"{first.identity!r} is rank {first.rank} ({first.process}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
         ), owner
     own = RankRequest(rank=mine.rank, process=mine.process, values=dict(request))

@@ -80,9 +80,7 @@ class DataSample:
         if not altered:
             self._known = [[index, digest] for index, digest in known]
             return ""
-        return (
-            f"{len(altered)} of {len(known)} samples that were compared have changed, such as sample {min(altered)}"
-        )
+        return f"{len(altered)} of {len(known)} samples that were compared have changed, such as sample {min(altered)}"
 
     def _digests(self, indices: Sequence[int]) -> list[str]:
         """Return a digest of each sample, empty where it has none; fewer where reading fails or takes long."""

@@ -203,7 +203,8 @@ def _end_of(options: Training) -> int:
     flag = "--total-num-update" if options.total_num_update else "--max-updates"
     if not end:
         raise RequestError(
-            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, the step at which it ends"
+            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, "
+            "the step at which it ends"
         )
     if end <= options.warmup_updates:
         raise RequestError(

@@ -253,7 +253,9 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
     if was == seed:
         return ""
     numbers = (
-        f"the ranks' random states continue as saved, from seed {was}" if same_ranks else "the random states start from it"
+        f"the ranks' random states continue as saved, from seed {was}"
+        if same_ranks
+        else "the random states start from it"
     )
     if not shuffle:
         return f"seed {seed} does not change the order of the data, which is not shuffled; {numbers}"

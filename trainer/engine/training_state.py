@@ -137,7 +137,11 @@ class TrainingState:
         resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
         self.average.load(entries.plain, self.model)
         if self.average.enabled != (entries.plain is not None):
-            begins = "starts from these weights" if self.average.enabled else "ends; training continues from the plain weights"
+            begins = (
+                "starts from these weights"
+                if self.average.enabled
+                else "ends; training continues from the plain weights"
+            )
             reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)

@@ -274,7 +274,8 @@ class _Rank:
     def _report_missing(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
         self._print_line(
-            f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} have joined"
+            f"waiting for ranks {', '.join(map(str, missing))}: "
+            f"{len(joined)} of {len(joined) + len(missing)} have joined"
         )
 
     def _end_lost_peer(self, why: str) -> None:

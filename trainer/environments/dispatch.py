@@ -240,7 +240,8 @@ def _single_node_decision(options: Distributed, device_count: int) -> Decision:
     nprocs = options.distributed_gpus
     if options.distributed_rank > 0:
         raise RequestError(
-            f"--distributed-rank {options.distributed_rank} needs --distributed-init-method, the rendezvous of all ranks"
+            f"--distributed-rank {options.distributed_rank} needs --distributed-init-method, "
+            "the rendezvous of all ranks"
         )
     if requested is not None and nprocs is not None and nprocs != requested:
         raise RequestError(
