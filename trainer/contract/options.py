@@ -48,7 +48,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ranks to start on this node and their rendezvous: flags with the names and meaning of fairseq's and HetSeq's."""
 
     distributed_init_method: (
-        Annotated[str, Meta(description="rendezvous of the ranks: tcp://HOST:PORT, file:///PATH or env://")] | None
+        Annotated[str, Meta(description="rendezvous: tcp://HOST:PORT, file:///PATH or env://")] | None
     ) = None
     distributed_world_size: (
         Annotated[int, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")] | None
@@ -153,7 +153,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="max_tokens: round the samples of a batch down to a multiple of this, where it has as many",
+            description="max_tokens: round the samples of a batch down to a multiple of this, if it has that many",
             extra={"group": "Data"},
         ),
     ] = 1
@@ -187,7 +187,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     fix_batches_to_gpus: Annotated[
         bool,
         Meta(
-            description="each rank gets the same batches in every epoch, in a different order", extra={"group": "Data"}
+            description="each rank has the same batches in every epoch, in a different order", extra={"group": "Data"}
         ),
     ] = False
     drop_last: Annotated[

@@ -21,7 +21,7 @@ Text = Annotated[
     option_meta(
         "Data",
         "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
-        "source of Python's own standard library; bytes are bytes, no encoding is assumed",
+        "source of Python's own standard library; read as bytes, no encoding is assumed",
         per_rank=True,
     ),
 ]

@@ -176,7 +176,7 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
         if no_route_since is not None and time.monotonic() - no_route_since >= min(NO_ROUTE_S, wait.timeout_s):
             raise JoinTimeoutError(
                 f"there is no route from {socket.gethostname()} to rank 0 at {host}:{port} ({reason}): "
-                "name an address of rank 0's machine in a network that this machine is in"
+                "use an address of rank 0's machine to which this machine has a route"
             )
         if wait.left_s <= 0:
             raise JoinTimeoutError(

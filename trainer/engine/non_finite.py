@@ -21,10 +21,7 @@ from trainer.contract.errors import TrainingError
 from trainer.distributed.host_copies import HostCopies, HostCopy
 from trainer.tasks.task import Task, summed_loss
 
-AGAIN = (
-    "dropout and other random numbers were drawn anew, or the number came from one of them: lower --lr, or set "
-    "--clip-norm"
-)
+AGAIN = "random numbers such as dropout differ between the two passes: lower --lr, or set --clip-norm"
 """Reasons why the same batch may give finite numbers when it is computed again, and advice."""
 
 

@@ -168,7 +168,7 @@ class TrainingState:
             reports.remark(
                 ctx,
                 "data_changed",
-                f"the training data is not that of {source}: {altered}",
+                f"the training data differs from that of {source}: {altered}",
                 severity="warning",
                 advice="to continue that training exactly, stop and restore its data",
             )
