@@ -297,7 +297,7 @@ HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)
     [
         ("def f(): raise ValueError('no more data\\nat all')\nf()", "exception", "ValueError: no more data"),
         ("sys.exit(3)", "exit", "the script called sys.exit(3)"),
-        ("print('use it well', file=sys.stderr); sys.exit(2)", "exit", "by sys.exit(2): use it well"),
+        ("print('use it well', file=sys.stderr); sys.exit(2)", "exit", "called sys.exit(2): use it well"),
         ("sys.exit('wrong data')", "exit", "the script exited with: wrong data"),
         ("os._exit(9)", "exit", "the process ended with exit code 9 before its training was complete"),
         (

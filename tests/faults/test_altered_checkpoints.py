@@ -279,7 +279,7 @@ def test_the_reason_why_no_checkpoint_is_usable_is_one_line(first_checkpoints: P
         (folder / name).write_bytes(whole[:-100])
     done = train(tmp_path / "run", "--batch-size", 10, "--max-updates", 6, "--resume", folder)
     assert done.code == 2, done.output
-    (line,) = (line for line in done.output.splitlines() if "no good checkpoint" in line)
+    (line,) = (line for line in done.output.splitlines() if "no intact checkpoint" in line)
     assert f"{folder / 'step_00000003.pt'}: is incomplete" in line
     (failure,) = done.events_of("failure")
     assert f"{folder / 'step_00000003.pt'}: is incomplete" in failure["message"]

@@ -80,7 +80,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_grace: Annotated[
         float,
         # At least three of their steps, see ``outcome.answer_s``.
-        Meta(ge=0, description="seconds that ranks have to respond when asked to stop and save; then they are killed"),
+        Meta(ge=0, description="seconds for ranks to respond when asked to stop and save; then they are killed"),
     ] = 10.0
     distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
     device_id: (

@@ -63,7 +63,7 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         where = ".".join([module, *holder, name])
         reason = f"{type(error).__name__}: {error}"
-        print(f"gputrain: {where} is not the one of torch and is not measured: {reason}", file=sys.stderr)
+        print(f"gputrain: {where} is not torch's own and is not measured: {reason}", file=sys.stderr)
         return
     wrapper = wrap(recording, original)
     functools.update_wrapper(wrapper, original)
