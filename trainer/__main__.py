@@ -128,9 +128,9 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     values, remaining = read_flags(words, flags)
     if "script" not in values:
         if "instrument" in values:
-            raise RequestError("--instrument belongs to --script FILE, which is not given")
+            raise RequestError("--instrument needs --script FILE")
         if script_words is not None:
-            raise RequestError("the words after -- are the arguments of a script: name it with --script")
+            raise RequestError("the arguments after -- are for a script: name it with --script FILE")
         return None
     path = Path(values["script"])
     if path.is_dir() or not path.exists():
@@ -142,11 +142,11 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
         flag = task_flags[0].partition("=")[0]
         if flag == "--task":
             raise RequestError("--script and --task exclude each other: keep one of them")
-        raise RequestError(f"{flag} is for tasks, but --script runs a script, whose own arguments follow --")
+        raise RequestError(f"{flag} is for tasks, but --script runs a script; the script's own arguments follow --")
     if unknown:
         names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"
-        raise RequestError(f"{quoted(unknown[0])} is no option of the trainer{hint}")
+        raise RequestError(f"{quoted(unknown[0])} is not an option of the trainer{hint}")
     return check(Script, values | {"script": str(path), "args": list(script_words or ())}, where=_flag_names(flags))
 
 
@@ -163,7 +163,7 @@ def _check_training(words: Sequence[str]) -> None:
     schema = options_schema(training.task)
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
-            raise RequestError(f"{quoted(remaining[0])} belongs to no option")
+            raise RequestError(f"unexpected argument {quoted(remaining[0])}")
         return
     values, unknown = read_flags(remaining, describe(schema))
     unknown, _ = settle(unknown)  # rank 0 reports flags without effect, once for all nodes
@@ -186,11 +186,11 @@ def _flag_names(options: Sequence[Option]) -> Any:
 
 def _unknown(word: str, task: str, task_options: Sequence[Option]) -> RequestError:
     if not word.startswith("-"):
-        return RequestError(f"{quoted(word)} belongs to no option")
+        return RequestError(f"unexpected argument {quoted(word)}")
     options = [*describe(Distributed), *describe(Training), *task_options]
     flags = [flag for option in options for flag in (option.flag, *option.aliases)]
     flag = word.partition("=")[0]
-    return RequestError(f"{flag} is no option of the trainer or of task {task}{nearest(flag, flags)}")
+    return RequestError(f"{flag} is not an option of the trainer or of task {task}{nearest(flag, flags)}")
 
 
 def _help(words: Sequence[str]) -> int:

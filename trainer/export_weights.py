@@ -44,9 +44,9 @@ class Exported(msgspec.Struct, kw_only=True):
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; an error is one line on standard error."""
     parser = ArgumentParser(prog="python -m trainer.export_weights", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="a file, or a folder whose newest good one is taken")
+    parser.add_argument("checkpoint", type=Path, help="a file, or a folder, whose newest intact checkpoint is used")
     parser.add_argument("output", type=Path)
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args(words)
     output: Path = args.output
     try:

@@ -44,7 +44,7 @@ def desync(state: RunState) -> list[Symptom]:
             severity="critical" if tensors == "parameters" else "warning",
             cause=tensors,
             step=step,
-            message=f"{who} other {tensors} than the rest",
+            message=f"{who} different {tensors} than the others",
             advice=ADVICE["desync"],
         )
     ]

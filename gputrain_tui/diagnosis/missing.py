@@ -30,13 +30,13 @@ def lost_peer(state: RunState) -> Failure | None:
     exited = [v for v in state.ranks.values() if v.state == "finished" and (v.time or 0.0) <= first.time]
     if exited:
         earliest = min(exited, key=lambda view: view.time or 0.0)
-        reason = f"{_names(exited)} had left with exit code 0{_after(earliest)}, and others went on"
+        reason = f"{_names(exited)} had exited with code 0{_after(earliest)} while others were still training"
         return _failure(earliest, "left_early", f"{reason}; {gave_up}", earliest.time or first.time)
     silent = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
     if not silent:
         return None
     silent = [view for view in awaited_ranks(state) if view in silent] or silent
-    return _failure(silent[0], "silent", f"{_names(silent)} said nothing{_after(silent[0])}; {gave_up}", first.time)
+    return _failure(silent[0], "silent", f"{_names(silent)} reported nothing{_after(silent[0])}; {gave_up}", first.time)
 
 
 def _failure(view: RankView, kind: str, message: str, time: float) -> Failure:

@@ -156,8 +156,8 @@ def test_a_link_that_goes_down_ends_every_host_with_the_name_of_the_lost_peer(cl
     finally:
         lost.link("up")
     for host in cluster.hosts[:2]:
-        assert "no word from ranks 2, 3 on h3" in cluster.last_line(host)
-    assert "h3 has lost the others: its interface enp1s0f1 is down" in cluster.last_line(lost)
+        assert "no report from ranks 2, 3 on h3" in cluster.last_line(host)
+    assert "h3 has lost the other machines: its interface enp1s0f1 is down" in cluster.last_line(lost)
     for host, rank in firsts.items():
         failures = [event for event in events(cluster.record(host), rank) if event["type"] == "failure"]
         assert [failure["kind"] for failure in failures] in (["lost_peer"], [])  # its node may have ended it before
@@ -194,7 +194,7 @@ def test_a_host_that_cannot_reach_the_first_one_fails_before_the_others_time_out
         assert cluster.wait() == {"h1": 1, "h2": 1, "h3": 1}
     finally:
         h2.run("ip", "route", "add", "10.77.0.0/24", "dev", h2.interface)
-    assert "there is no way from h2 to rank 0 at h1:" in cluster.last_line(h2)
+    assert "there is no route from h2 to rank 0 at h1:" in cluster.last_line(h2)
     assert "Network is unreachable" in cluster.last_line(h2)
     assert "rank 1 of 3 did not join within 15 s" in cluster.last_line(cluster.hosts[0])
 
@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_o
     assert all(codes.values())
     for index, host in enumerate(cluster.hosts):
         if index != where:
-            lost = "h1 (rank 0) is gone" if rank == 0 else "no word from"
+            lost = "h1 (rank 0) is down" if rank == 0 else "no report from"
             assert lost in cluster.last_line(host)
             assert ["h1", "", "h3"][where] in cluster.last_line(host)
 

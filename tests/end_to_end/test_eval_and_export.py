@@ -200,7 +200,7 @@ def test_a_run_is_exported_with_its_best_weights_and_replaces_no_file(trained: T
     again = trained.call(*words)
     assert (again.returncode, again.stderr) == (
         2,
-        f"gputrain: {written.name} is there already: replace it with --force, or name another file\n",
+        f"gputrain: {written.name} already exists: replace it with --force, or name another file\n",
     )
     assert load_file(written).keys() == kept.keys()
     assert trained.call(*words, "--force").returncode == 0
@@ -258,8 +258,8 @@ def test_tied_half_uneven_and_empty_tensors_come_back_as_they_were(
     [
         (".", "{output} is a folder: name a file in it"),
         ("none/out.safetensors", "{output}: there is no folder {output.parent}"),
-        ("step_00000007.pt", "{output} is there already: replace it with --force, or name another file"),
-        ("pipe", "{output} is no regular file, and is not replaced by one"),
+        ("step_00000007.pt", "{output} already exists: replace it with --force, or name another file"),
+        ("pipe", "{output} is not a regular file and will not be replaced"),
         ("complex.safetensors", "safetensors: "),
     ],
 )

@@ -157,8 +157,8 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
         (
             "import torch\nweight = torch.ones(1, requires_grad=True)\noptimizer = torch.optim.SGD([weight])\n"
             "weight.grad, = torch.autograd.grad(2 * weight, weight)\noptimizer.step()",
-            "gputrain: no backward pass was seen by backward(), as those of torch.autograd.grad are not, so nothing of "
-            "this training is measured\n",
+            "gputrain: no call of backward() was seen (torch.autograd.grad is not measured), so nothing of this "
+            "training is measured\n",
         ),
         (
             "import pathlib\npathlib.Path('own/torch.py').write_text('')\nimport torch",
@@ -296,9 +296,9 @@ HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)
     ("end", "kind", "message"),
     [
         ("def f(): raise ValueError('no more data\\nat all')\nf()", "exception", "ValueError: no more data"),
-        ("sys.exit(3)", "exit", "the script left by sys.exit(3)"),
-        ("print('use it well', file=sys.stderr); sys.exit(2)", "exit", "by sys.exit(2): use it well"),
-        ("sys.exit('wrong data')", "exit", "the script left with: wrong data"),
+        ("sys.exit(3)", "exit", "the script called sys.exit(3)"),
+        ("print('use it well', file=sys.stderr); sys.exit(2)", "exit", "called sys.exit(2): use it well"),
+        ("sys.exit('wrong data')", "exit", "the script exited with: wrong data"),
         ("os._exit(9)", "exit", "the process ended with exit code 9 before its training was complete"),
         (
             "import traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc(); os._exit(1)",
@@ -419,18 +419,21 @@ def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
         (["--script", str(HERE)], "is a folder"),
         (["--script", __file__, "--task", "lm"], "--script and --task exclude each other"),
         (["--script", __file__, "--batch-size", "3"], "--batch-size is for tasks, but --script runs a script"),
-        (["--script", __file__, "--epochs", "3"], "'--epochs' is no option of the trainer; the script's own arguments"),
+        (
+            ["--script", __file__, "--epochs", "3"],
+            "'--epochs' is not an option of the trainer; the script's own arguments",
+        ),
         (["--script", __file__, "--distributed-gpu", "3"], "did you mean '--distributed-gpus'?"),
-        (["--task", "lm", "--no-instrument"], "--instrument belongs to --script FILE, which is not given"),
+        (["--task", "lm", "--no-instrument"], "--instrument needs --script FILE"),
         (["--script", __file__, "--instrument=maybe"], "--instrument is 'maybe', but must be true or false"),
         (["--script", __file__, "--instrumen"], "did you mean '--instrument'?"),
-        (["--task", "lm", "--", "x"], "the words after -- are the arguments of a script: name it with --script"),
+        (["--task", "lm", "--", "x"], "the arguments after -- are for a script: name it with --script FILE"),
         (
             [
                 *("--script", __file__, "--cpu", "--distributed-world-size", "2", "--distributed-gpus", "2"),
                 *("--distributed-init-method", "file:///tmp/x"),
             ],
-            "a script meets at MASTER_ADDR and MASTER_PORT, not at a file; use tcp://HOST:PORT",
+            "a script uses MASTER_ADDR and MASTER_PORT for its rendezvous, not a file; use tcp://HOST:PORT",
         ),
     ],
 )

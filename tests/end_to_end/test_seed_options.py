@@ -113,8 +113,8 @@ def test_the_average_is_validated_and_saved_and_the_plain_weights_train_on(two_r
 @pytest.mark.parametrize(
     ("there", "here", "warning"),
     [
-        (0.0, 0.5, "the average of the weights begins with these weights"),
-        (0.5, 0.0, "the average of the weights ends, and the weights beside it go on"),
+        (0.0, 0.5, "the average of the weights starts from these weights"),
+        (0.5, 0.0, "the average of the weights ends; training continues from the plain weights"),
     ],
 )
 def test_an_average_that_begins_or_ends_on_resuming_is_reported(
@@ -164,8 +164,8 @@ def test_activations_that_are_computed_again_give_the_same_gradients_bit_for_bit
         ("sized_task:DeepNormTask", {"activation_checkpointing": True}, "--activation-checkpointing: a module whose"),
         (TINY, {"max_tokens": 8}, "--max-tokens needs the tokens of each sample of the train data: give RecordingTask"),
         (SIZED, {"batch_size": None, "max_tokens": 4}, "has 5 tokens, but --max-tokens is 4"),
-        (TINY, {"reset_optimizer": True}, "--reset-optimizer belongs to --resume PATH, which is not given"),
-        (TINY, {"finetune_partial": True}, "--finetune-partial belongs to --finetune-from FILE, which is not given"),
+        (TINY, {"reset_optimizer": True}, "--reset-optimizer needs --resume PATH"),
+        (TINY, {"finetune_partial": True}, "--finetune-partial needs --finetune-from FILE"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_met_is_one_line(
@@ -212,8 +212,12 @@ def test_weights_are_read_from_a_checkpoint_a_state_dict_and_other_programs_file
     [
         ("none.pt", None, "none.pt: cannot be read (No such file or directory)"),
         ("text.pt", b"hello", "text.pt: cannot be loaded: "),
-        ("list.pt", [1], "list.pt: holds no weights by name, on its own or under model, state_dict, model_state_dict"),
-        ("numbers.pt", {"lr": 0.1}, "numbers.pt: holds no weights by name"),
+        (
+            "list.pt",
+            [1],
+            "list.pt: holds no dict of named tensors, at the top level or under model, state_dict, model_state_dict",
+        ),
+        ("numbers.pt", {"lr": 0.1}, "numbers.pt: holds no dict of named tensors"),
     ],
 )
 def test_a_file_without_weights_is_one_line(tmp_path: Path, name: str, content: Any, line: str) -> None:
@@ -252,7 +256,7 @@ def test_weights_that_do_not_fit_are_reported_by_name_and_shape() -> None:
     assert fit(model, model) == (model, "")
     fitting, other = fit({"a": torch.ones(2), "b": torch.ones(4, 4), "d": torch.ones(1)}, model)
     assert list(fitting) == ["a"]
-    assert other == "missing: c; unexpected: d; of another shape: b is [4, 4] and in the model [3, 4]"
+    assert other == "missing: c; unexpected: d; different shape: b is [4, 4] instead of [3, 4]"
     _, other = fit({}, {f"layer{index}": torch.ones(1) for index in range(8)})
     assert other == "missing: layer0, layer1, layer2, layer3, layer4 and 3 more"
 
@@ -269,18 +273,18 @@ def test_a_warm_start_has_the_weights_and_everything_else_fresh(pretrained: Path
     assert same(found["model"], state_of(pretrained)["model"])
     assert (found["updates"], found["position"]["epoch"], found["position"]["consumed"]) == (1, 1, 8)
     assert [event["message"] for event in done.events_of("finding")] == [
-        f"the model begins with 4 weights of {pretrained}"
+        f"the model starts from 4 weights of {pretrained}"
     ]
     wider = train_spawned(tmp_path / "wider", *flags, "--width", 17, ranks=2)
     assert wider.code == 2
-    line = f"{pretrained} does not fit this model, of another shape: 0.weight is [16, 8] and in the model [17, 8], "
+    line = f"{pretrained} does not fit this model, different shape: 0.weight is [16, 8] instead of [17, 8], "
     assert len([text for text in wider.output.splitlines() if line in text]) == 1
     some = train(tmp_path / "some", *flags, "--width", 17, "--finetune-partial")
     assert some.code == 0, some.output
     assert torch.equal(
         state_of(tmp_path / "some" / "checkpoints")["model"]["3.bias"], state_of(pretrained)["model"]["3.bias"]
     )
-    assert "not with what does not fit: of another shape: 0.weight is" in some.events_of("finding")[0]["message"]
+    assert "not loaded: different shape: 0.weight is" in some.events_of("finding")[0]["message"]
 
 
 def test_without_saving_nothing_is_written_and_every_step_may_be_printed(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_after_a_restart_the_reader_has_the_steps_of_the_last_attempt(call: Comm
 def test_force_replaces_the_folder_of_an_export(call: Command, run: Run) -> None:
     assert call(run.id, "--to", "tensorboard", "-o", "out").returncode == 0
     refused = call(run.id, "--to", "tensorboard", "-o", "out")
-    assert refused.stderr == "gputrain: out is there already: replace it with --force, or name another folder\n"
+    assert refused.stderr == "gputrain: out already exists: replace it with --force, or name another folder\n"
     assert call(run.id, "--to", "tensorboard", "-o", "out", "--force", "--rank", 1).returncode == 0
     assert sorted(path.name for path in Path("out").iterdir() if path.is_dir()) == ["rank_1"]
     assert sorted(path.name for path in Path().iterdir()) == ["home", "out"]

@@ -267,7 +267,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
             folder = tmp_path / name
             assert f"{folder / bad.name}: {ALTERED[name][1]}" in line
             offered = folder / good.name
-            assert f"{offered} is good: --resume {offered} (in a recipe train.resume) goes on from update 2" in line
+            assert f"{offered} fits: --resume {offered} (in a recipe train.resume) continues from update 2" in line
             assert done.events_of("step") == []
 
 
@@ -279,10 +279,10 @@ def test_the_reason_why_no_checkpoint_is_usable_is_one_line(first_checkpoints: P
         (folder / name).write_bytes(whole[:-100])
     done = train(tmp_path / "run", "--batch-size", 10, "--max-updates", 6, "--resume", folder)
     assert done.code == 2, done.output
-    (line,) = (line for line in done.output.splitlines() if "no good checkpoint" in line)
-    assert f"{folder / 'step_00000003.pt'}: is torn" in line
+    (line,) = (line for line in done.output.splitlines() if "no intact checkpoint" in line)
+    assert f"{folder / 'step_00000003.pt'}: is incomplete" in line
     (failure,) = done.events_of("failure")
-    assert f"{folder / 'step_00000003.pt'}: is torn" in failure["message"]
+    assert f"{folder / 'step_00000003.pt'}: is incomplete" in failure["message"]
 
 
 def test_a_torn_file_that_is_passed_over_is_on_the_record(first_checkpoints: Path, tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ def test_another_seed_and_other_data_on_resume_are_reported(first_checkpoints: P
     assert done.code == 0, done.output
     found = {finding["kind"]: finding for finding in done.events_of("finding")}
     seed = found["seed_on_resume"]["message"]
-    assert "seed 99 orders the data from epoch 2 on, epoch 1 ends in the order of seed 1" in seed
+    assert "seed 99 orders the data from epoch 2 on, the rest of epoch 1 keeps the order of seed 1" in seed
     data = found["data_changed"]
-    assert "of 32 samples that were compared 32 are not what they were" in data["message"]
+    assert "32 of 32 samples that were compared have changed" in data["message"]
     log = (tmp_path / "run" / "logs" / "0.log").read_text()
     assert seed in log
     assert data["message"] in log

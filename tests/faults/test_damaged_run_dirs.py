@@ -240,7 +240,7 @@ def test_a_run_with_an_impossible_number_is_one_dim_line_among_the_others(
 def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
     with damaged(template, Damage("status.json", "fifo")) as (home, run):
         entries = summarize_runs(*list_all(home / "runs"), now=synthetic.BEGIN)
-        text = "unreadable: status.json cannot be read: it is no regular file"
+        text = "unreadable: status.json cannot be read: it is not a regular file"
         title, whole, line = report(entries, colour=True).splitlines()
         assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
         assert "\x1b" not in title + whole

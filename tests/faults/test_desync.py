@@ -183,22 +183,32 @@ def test_ranks_in_step_have_equal_checksums_and_no_finding(gang: Gang) -> None:
             "parameter",
             [2],
             "critical",
-            "rank 2 holds other parameters than the rest, first in parameter 0.bias (2 of 6",
+            "rank 2 holds different parameters than the others, first in parameter 0.bias (2 of 6",
         ),
         (
             "parameter",
             [0],
             "critical",
-            "rank 0 holds other parameters than the rest, first in parameter 0.bias (2 of 6",
+            "rank 0 holds different parameters than the others, first in parameter 0.bias (2 of 6",
         ),
         (
             "last bits",
             [1],
             "critical",
-            "rank 1 holds other parameters than the rest, first in parameter 0.weight (1 of",
+            "rank 1 holds different parameters than the others, first in parameter 0.weight (1 of",
         ),
-        ("buffer", [1], "warning", "rank 1 holds other buffers than the rest, first in buffer seen (1 of 2 differ)"),
-        ("shape", [1], "critical", "rank 1 holds other parameters than the rest, another number of parameters"),
+        (
+            "buffer",
+            [1],
+            "warning",
+            "rank 1 holds different buffers than the others, first in buffer seen (1 of 2 differ)",
+        ),
+        (
+            "shape",
+            [1],
+            "critical",
+            "rank 1 holds different parameters than the others, a different number of parameters",
+        ),
     ],
 )
 def test_a_desync_names_the_rank_and_the_first_tensor_that_differs(
@@ -281,7 +291,7 @@ def test_a_training_that_ends_desynchronised_fails_with_the_reason(tmp_path: Pat
         timeout=120,
     )
     output = done.stdout + done.stderr
-    different = "rank 1 holds other parameters than the rest, first in parameter 0.weight"
+    different = "rank 1 holds different parameters than the others, first in parameter 0.weight"
     assert done.returncode == 1, output
     assert f"trained, but {different}" in done.stderr
     if not recorded:

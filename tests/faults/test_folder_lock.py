@@ -129,7 +129,7 @@ def test_a_file_system_without_locks_is_reported_and_training_goes_on(
     writer.close()
     assert (tmp_path / "step_00000001.pt").exists()
     assert capsys.readouterr().err.splitlines() == [
-        f"{tmp_path}: two trainings are not kept apart here, there are no locks (No locks available)"
+        f"{tmp_path}: cannot be locked (No locks available); another training could write here unnoticed"
     ]
 
 

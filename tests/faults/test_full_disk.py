@@ -152,7 +152,7 @@ def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: b
         assert f"checkpoint {folder}/step_{UPDATES:08}.pt" in out
         return
     assert process.returncode == 1
-    what = f"trained, but there is no checkpoint of it; that of step {UPDATES} was not kept: No such file or directory"
+    what = f"trained, but there is no checkpoint; that of step {UPDATES} was not kept: No such file or directory"
     assert bench.runs()[0].status.message == what
     assert what in err
     assert str(folder) not in out, "no file is named that is not there"

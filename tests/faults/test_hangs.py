@@ -172,13 +172,13 @@ def test_after_the_time_out_of_the_others_the_rank_that_hung_is_the_cause_and_it
 def test_of_ranks_that_give_up_before_a_stall_is_found_the_silent_one_is_the_cause(bench: Bench) -> None:
     err = failed(bench, recipe(bench, "first"), "--set", "train.distributed_timeout=3")
     assert re.search(r"^rank 1 failed on \S+: silent$", err, re.MULTILINE)
-    assert "rank 1 said nothing; rank 0 gave up:" in err
+    assert "rank 1 reported nothing; rank 0 gave up:" in err
 
 
 def test_a_rank_that_left_in_the_middle_is_the_cause(bench: Bench) -> None:
     err = failed(bench, script_recipe(bench, "leave"))
     assert re.search(r"^rank 1 failed on \S+: left early$", err, re.MULTILINE)
-    assert "rank 1 had left with exit code 0, and others went on; rank 0 gave up:" in err
+    assert "rank 1 had exited with code 0 while others were still training; rank 0 gave up:" in err
 
 
 def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
@@ -219,7 +219,7 @@ def test_a_killed_fork_server_is_the_cause_and_no_rank(bench: Bench) -> None:
     os.kill(server.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert "the fork server, from which the ranks of this node come, was ended by SIGKILL" in err
+    assert "the fork server, the parent of all ranks on this node, was ended by SIGKILL" in err
     assert "exit code 255" not in err
     state, _ = read(run)
     assert [event.rank for event in state.failures] == [None]

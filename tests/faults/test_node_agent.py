@@ -227,7 +227,7 @@ def test_ranks_that_end_with_a_killed_fork_server_are_not_blamed(start: Start) -
     assert agent.wait() == 1
     reported = agent.failure()
     assert (reported.kind, reported.rank, reported.host) == ("signal", None, "here")
-    assert reported.message.startswith("the fork server, from which the ranks of this node come, was ended by SIGKILL")
+    assert reported.message.startswith("the fork server, the parent of all ranks on this node, was ended by SIGKILL")
     assert [event for event in agent.events() if isinstance(event, Failure)] == [reported]
     assert still_alive(agent.family) == set()
 
@@ -243,29 +243,29 @@ def test_a_rank_that_exits_with_255_is_an_ordinary_failure(start: Start) -> None
 @pytest.mark.parametrize(
     ("target", "kind", "words"),
     [
-        ("one_is_silent", "silent", "rank 1 said nothing; rank 0 gave up: Connection reset by peer"),
+        ("one_is_silent", "silent", "rank 1 reported nothing; rank 0 gave up: Connection reset by peer"),
         (
             "one_is_ended_by_the_watchdog_of_nccl",
             "silent",
-            "rank 1 said nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog caught "
-            "collective operation timeout: WorkNCCL(...)",
+            "rank 1 reported nothing; rank 0 gave up: the process was ended by SIGABRT: [PG ID 0 Rank 0] Watchdog "
+            "caught collective operation timeout: WorkNCCL(...)",
         ),
         (
             "one_is_ended_by_the_heartbeat_monitor_of_nccl",
             "silent",
-            "rank 1 said nothing; rank 0 gave up: the process was ended by SIGABRT: ProcessGroupNCCL.cpp:1557] "
+            "rank 1 reported nothing; rank 0 gave up: the process was ended by SIGABRT: ProcessGroupNCCL.cpp:1557] "
             "[PG ID 0 Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress",
         ),
         (
             "one_ends_as_its_peer_is_gone",
             "silent",
-            "rank 1 said nothing; rank 0 gave up: the process ended with exit code 1 before its training was complete: "
-            "RuntimeError: Connection closed by peer",
+            "rank 1 reported nothing; rank 0 gave up: the process ended with exit code 1 before its training was "
+            "complete: RuntimeError: Connection closed by peer",
         ),
         (
             "one_has_left",
             "left_early",
-            "rank 1 had left with exit code 0, and others went on; rank 0 gave up: Connection reset by peer",
+            "rank 1 had exited with code 0 while others were still training; rank 0 gave up: Connection reset by peer",
         ),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     assert time.monotonic() - signalled_at >= 1.0
     assert code == 130
     assert outcome(tmp_path).unanswered == [0, 1], "one hangs, and one waits for it in a collective"
-    assert "killed, because they did not answer: ranks 0, 1; no process is left" in stderr
+    assert "killed because they did not respond: ranks 0, 1; no process is left" in stderr
 
 
 @pytest.mark.parametrize(

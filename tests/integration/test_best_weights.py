@@ -228,8 +228,8 @@ def test_a_resumed_training_tests_the_best_weights_of_before_or_reports_that_the
     (finding,) = done["findings"]
     assert (finding.kind, finding.severity) == ("best_not_tested", "warning")
     assert finding.message == (
-        f"the last weights are tested, of step {done['updates']}, not the best, of step {first['best']}: "
-        f"no checkpoint of it in {folder}, from which the training was resumed"
+        f"testing the last weights (step {done['updates']}), not the best (step {first['best']}): "
+        f"{folder}, from which the training was resumed, has no checkpoint of that step"
     )
 
 
@@ -245,7 +245,7 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
         )
         results.append((result_of_test(done).loss, result_of_test(done).metrics, result_of_test(done).weights_step))
         assert (
-            f"evaluates test with the weights of step {first['best']}: {checkpoints / 'best.pt'}" in done["narration"]
+            f"evaluating test with the weights of step {first['best']}: {checkpoints / 'best.pt'}" in done["narration"]
         )
         assert not on_ranks_in_folder.checkpoints.exists(), "nothing is saved"
     assert results == [(result_of_test(first).loss, result_of_test(first).metrics, first["best"])] * 3

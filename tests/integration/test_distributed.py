@@ -240,8 +240,8 @@ def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, u
     for outcome in processes.outcomes(join_and_leave, joins):
         assert outcome.kind == "RequestError"
         assert "ranks disagree on the world size" in outcome.message
-        assert "2 says rank 0 (pid " in outcome.message
-        assert "3 says rank 1 (pid " in outcome.message
+        assert "2 on rank 0 (pid " in outcome.message
+        assert "3 on rank 1 (pid " in outcome.message
 
 
 def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> None:
@@ -249,7 +249,7 @@ def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> 
     joins[1]["identity"] = "run-2"
     for outcome in processes.outcomes(join_and_leave, joins):
         assert outcome.kind == "RequestError"
-        assert "ranks of two runs meet" in outcome.message
+        assert "ranks of two runs use the same rendezvous" in outcome.message
         assert "'run-1' is rank 0" in outcome.message
         assert "'run-2' is rank 1" in outcome.message
 
@@ -463,8 +463,8 @@ def disagree(rank: int) -> list[str]:
 def test_ranks_that_differ_are_refused_and_named(processes: Processes, tcp: str) -> None:
     for rank, found in enumerate(processes.results(call, requests(tcp, 3, body=disagree))):
         names = "loss" if rank else "accuracy"
-        assert found[0].startswith(f"ranks reduce unlike values: rank {rank} has {names}")
-        assert "ranks have fallen out of step" in found[1]
+        assert found[0].startswith(f"ranks reduce different values: rank {rank} has {names}")
+        assert "ranks are out of step" in found[1]
         assert "rank 0 at" in found[1]
 
 

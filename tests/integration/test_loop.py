@@ -168,7 +168,7 @@ def test_training_ends_for_the_configured_reason(ended: Begun, reason: str) -> N
 @pytest.mark.parametrize(
     ("poison", "where", "remedy"),
     [
-        ("loss", "output of 4 (_Poison)", "look for such a number, or one out of all proportion, in this batch"),
+        ("loss", "output of 4 (_Poison)", "look for a non-finite or very large number in this batch"),
         ("gradient", "gradient of 3.bias", "look for a square root or logarithm of 0"),
     ],
 )
@@ -196,7 +196,7 @@ def test_an_overflow_of_half_precision_is_located_in_half_precision(tmp_path: Pa
     ("poison", "known"),
     [
         ("once", "non-finite loss at step 4: the same batch computed again gives finite numbers, so no module can"),
-        ("norm", "non-finite gradient at step 4: every gradient is finite, only their norm is too large for its"),
+        ("norm", "non-finite gradient at step 4: every gradient is finite, but their norm is too large for its"),
     ],
 )
 def test_a_non_finite_number_that_does_not_recur_is_reported_with_the_known_facts(
@@ -348,7 +348,7 @@ def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tm
         env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    message = "trained, but there is no checkpoint of it; that of step 3 was not kept: File too large"
+    message = "trained, but there is no checkpoint; that of step 3 was not kept: File too large"
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, last) == (1, f"trainer: rank 0 on {socket.gethostname()}: {message}")
     (failure,) = TrainingResult(tmp_path, done).events_of("failure")
@@ -372,7 +372,7 @@ def test_a_training_that_lacks_only_its_last_validation_gets_it_without_an_updat
     write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
     done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
     assert done.code == 0, done.output
-    line = "no update is left to make, max_updates 3 reached: its last validation is made now"
+    line = "no updates are left, max_updates 3 reached: running its last validation now"
     assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
     assert [event["message"] for event in done.events_of("finding")] == [line], "who looks at the run sees it too"
     assert [event["step"] for event in done.events_of("validation")] == [3]

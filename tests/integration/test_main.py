@@ -110,9 +110,12 @@ def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capsys:
     [
         (["--task", ""], "no task is named"),
         (["--task", "lmm"], "did you mean 'lm'?"),
-        (["--batch-sise", "4"], "--batch-sise is no option of the trainer or of task lm; did you mean '--batch-size'?"),
-        (["--dimm=4"], "--dimm is no option of the trainer or of task lm; did you mean '--dim'?"),
-        (["stray"], "'stray' belongs to no option"),
+        (
+            ["--batch-sise", "4"],
+            "--batch-sise is not an option of the trainer or of task lm; did you mean '--batch-size'?",
+        ),
+        (["--dimm=4"], "--dimm is not an option of the trainer or of task lm; did you mean '--dim'?"),
+        (["stray"], "unexpected argument 'stray'"),
         (["--lr", "fast"], "--lr is 'fast', but must be one or more numbers > 0"),
         (["--lr"], "--lr needs a value"),
         (["--layers", "0"], "--layers is '0', but must be an integer >= 1"),

@@ -65,7 +65,7 @@ def test_the_end_of_a_lease_is_reported_as_any_other(tmp_path: Path) -> None:
     supervisor.stdin.close()  # as when the command is killed
     assert supervisor.wait(LIMIT_S) == 130
     assert run.dir.on_end_log.read_text() == "stopped\n"
-    assert ended(run).message == "the command that started it is gone"
+    assert ended(run).message == "lost contact with the command that started it"
 
 
 def test_a_command_that_fails_costs_a_warning(tmp_path: Path) -> None:

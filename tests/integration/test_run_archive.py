@@ -255,7 +255,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no gzip": (of_bytes(b"PK\x03\x04 a zip"), NONE + "it is not compressed with gzip"),
     "nothing": (of_bytes(b""), NONE + "it is not compressed with gzip"),
     "empty gzip": (of_bytes(gzip.compress(b"")), NONE + "what was compressed is no tar, or is cut off"),
-    "pipe itself": (os.mkfifo, "{file} cannot be read: it is no regular file"),
+    "pipe itself": (os.mkfifo, "{file} cannot be read: it is not a regular file"),
     "not there": (lambda path: None, "{file} cannot be read: No such file or directory"),
 }
 

@@ -229,8 +229,8 @@ def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, s
     done = trained(three_ranks, None, stream, max_epochs=2, task_options={"valid_stream": True})
     assert (done["error"], done["updates"]) == ("", 2 * updates)
     assert done["best"][0] is not None
-    lines = [line for line in done["narration"] if "its length says" in line]
-    warning = "an epoch of the training data has 50 samples, but its length says 57"
+    lines = [line for line in done["narration"] if "its length is" in line]
+    warning = "an epoch of the training data has 50 samples, but its length is 57"
     assert lines == ([warning, warning] if stream == "WrongLengthStream" else [])
 
 
@@ -257,7 +257,7 @@ def test_epochs_of_a_stream_with_a_length_end_where_it_ends(three_ranks: Gang, s
         (
             "OneShotStream",
             {"max_epochs": 2},
-            "the training data is empty in epoch 2: its __iter__ must begin anew each time",
+            "the training data is empty in epoch 2: its __iter__ must start from the beginning each time",
         ),
         ("SizedStream", {"max_epochs": 1, "task_options": {"samples": 0}}, "the training data is empty"),
     ],

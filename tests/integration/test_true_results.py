@@ -43,14 +43,14 @@ def test_fp16_that_never_steps_ends_with_step_and_module_named(tmp_path: Path, r
     assert done.code == 1, done.output
     message = failure(done)["message"]
     assert message.startswith("the loss scale is 6.1e-05, below --min-loss-scale 0.0001, and 30 steps in a row were ")
-    assert "left out: non-finite gradient at step 4: first in gradient of 3.bias on rank 0" in message
+    assert "skipped: non-finite gradient at step 4: first in gradient of 3.bias on rank 0" in message
     assert max(event["step"] for event in done.events_of("step")) == 3
 
 
 def test_the_least_loss_scale_can_be_chosen(tmp_path: Path) -> None:
     flags = ("--precision", "fp16", "--poison", "gradient", "--max-updates", 200, "--min-loss-scale", 10000)
     done = train(tmp_path, "--batch-size", 5, *flags)
-    assert "below --min-loss-scale 10000, and 3 steps in a row were left out" in failure(done)["message"]
+    assert "below --min-loss-scale 10000, and 3 steps in a row were skipped" in failure(done)["message"]
 
 
 def test_only_steps_that_were_taken_count(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_only_steps_that_were_taken_count(tmp_path: Path) -> None:
     assert [event["step"] for event in done.events_of("step")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert done.events_of("step")[-1]["lr"] == pytest.approx(1e-3 * 0.3)
-    expected = "step 4 was left out: a gradient overflowed; the loss scale is now 32768"
+    expected = "step 4 was skipped: a gradient overflowed; the loss scale is now 32768"
     assert expected in (tmp_path / "logs" / "0.log").read_text()
     found = newest(tmp_path / "checkpoints")
     assert found is not None

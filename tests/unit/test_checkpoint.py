@@ -275,7 +275,11 @@ def test_the_best_of_the_training_before_is_kept_beside_the_first_checkpoint_and
         assert not log.failed
     else:
         assert log.failed == [
-            (9, f"the best checkpoint of before, {before / 'best.pt'}, was not kept here: No such file or directory")
+            (
+                9,
+                f"the earlier best checkpoint, {before / 'best.pt'}, was not copied to this folder: "
+                "No such file or directory",
+            )
         ]
 
 
@@ -410,7 +414,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_held(tmp_path: Path, log: C
         log.writer(folder)
     assert writer.close() == []
     assert [saved.step for saved in log.saved] == [1, 2]
-    assert log.failed == [(2, f"{folder} was deleted, and the checkpoints in it; it is made again")]
+    assert log.failed == [(2, f"{folder} and its checkpoints were deleted; the folder was created again")]
     assert checkpoint_names(folder) == ["step_00000002.pt"]
 
 
@@ -446,7 +450,7 @@ def test_a_fault_in_telling_of_one_checkpoint_does_not_cost_the_next(tmp_path: P
 @pytest.mark.parametrize("name", ["file/checkpoints", "file"])
 def test_a_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, log: CheckpointLog, name: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RequestError, match="no folder for checkpoints"):
+    with pytest.raises(RequestError, match="cannot be used as the folder for checkpoints"):
         log.writer(tmp_path / name)
 
 
@@ -470,14 +474,14 @@ DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda data: b"", "is empty"),
     (lambda data: b"hello", "is not a checkpoint"),
     (lambda data: os.urandom(4096), "is not a checkpoint"),
-    (lambda data: data[:10], "is torn, or a checkpoint of another program"),
-    (lambda data: data[: len(data) // 2], "is torn, or a checkpoint of another program"),
-    (lambda data: data[:-1], "is torn, or a checkpoint of another program"),
-    (lambda data: data + b"\n", "is torn, or a checkpoint of another program"),
+    (lambda data: data[:10], "is incomplete, or was written by another program"),
+    (lambda data: data[: len(data) // 2], "is incomplete, or was written by another program"),
+    (lambda data: data[:-1], "is incomplete, or was written by another program"),
+    (lambda data: data + b"\n", "is incomplete, or was written by another program"),
     (lambda data: data[100:], "is not a checkpoint"),
     (damage_middle, "is damaged: its checksum does not match"),
     (lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:], "is damaged: its checksum does not match"),
-    (foreign, "is torn, or a checkpoint of another program"),
+    (foreign, "is incomplete, or was written by another program"),
 ]
 
 
@@ -498,7 +502,7 @@ def test_a_bad_file_is_refused_in_one_line_and_the_one_before_is_used(
     assert "\n" not in str(raised.value)
     skipped: list[str] = []
     assert step_of(newest(tmp_path, on_skipped=skipped.append)) == 1
-    assert skipped == [f"passed over: {raised.value}"]
+    assert skipped == [f"skipped: {raised.value}"]
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path: Path) -> None:

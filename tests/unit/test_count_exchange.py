@@ -120,7 +120,7 @@ def test_a_node_of_another_slurm_step_is_refused() -> None:
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(exchange_counts, exchange(0, 2, port), 4, timeout_s=LIMIT_S)
         other = pool.submit(exchange_counts, exchange(1, 2, port, key="job 24, step 1"), 64, timeout_s=0.3)
-        with pytest.raises(TrainingError, match="what answers there is not node 0 of this Slurm step"):
+        with pytest.raises(TrainingError, match="something else listens there, not node 0 of this Slurm step"):
             other.result()
         assert exchange_counts(exchange(1, 2, port), 2, timeout_s=LIMIT_S) == [4, 2]
         assert first.result() == [4, 2]
@@ -145,7 +145,7 @@ def test_nodes_that_do_not_come_are_named_by_all_that_came() -> None:
         stack.enter_context(connect(port))
         second = pool.submit(exchange_counts, exchange(2, 4, port), 2, timeout_s=0.5)
         for pending in (first, second):
-            with pytest.raises(TrainingError, match=r"^nodes \[1, 3\] did not come within 0\.5 s to tell their GPUs"):
+            with pytest.raises(TrainingError, match=r"^nodes \[1, 3\] did not report their GPU counts within 0\.5 s"):
                 pending.result()
 
 
@@ -158,7 +158,7 @@ def test_a_missing_node_is_reported_with_the_foreign_connections() -> None:
             stranger.settimeout(LIMIT_S)
             with contextlib.suppress(ConnectionError):
                 assert stranger.recv(1) == b""
-        with pytest.raises(TrainingError, match=r"not of this Slurm step: 1, from 127\.0\.0\.1$"):
+        with pytest.raises(TrainingError, match=r"from outside this Slurm step: 1, from 127\.0\.0\.1$"):
             first.result()
 
 
@@ -188,7 +188,7 @@ def impostor() -> Iterator[int]:
 
 
 def test_counts_of_a_foreign_process_are_refused(impostor: int) -> None:
-    with pytest.raises(TrainingError, match="what answers there is not node 0 of this Slurm step"):
+    with pytest.raises(TrainingError, match="something else listens there, not node 0 of this Slurm step"):
         exchange_counts(exchange(1, 2, impostor), 2, timeout_s=0.2)
 
 

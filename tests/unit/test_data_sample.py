@@ -54,9 +54,9 @@ def test_altered_samples_are_counted_and_one_is_named(kind: str) -> None:
     altered = range(SIZE // 2)
     expected = [index for index, _ in kept["known"] if index in altered]
     message = sample(Numbers(kind, altered)).altered(**kept)
-    assert message.startswith(f"of {SAMPLES} samples that were compared {len(expected)} are not what they were")
+    assert message.startswith(f"{len(expected)} of {SAMPLES} samples that were compared have changed, ")
     assert message.endswith(f" {min(expected)}")
-    assert sample(Numbers(kind, size=SIZE - 1)).altered(**kept) == f"it has {SIZE - 1} samples now and had {SIZE}"
+    assert sample(Numbers(kind, size=SIZE - 1)).altered(**kept) == f"it has {SIZE - 1} samples now, but had {SIZE}"
 
 
 def test_reading_a_sample_leaves_the_random_numbers_of_training_alone() -> None:

@@ -503,7 +503,7 @@ def test_a_rank_with_another_checksum_is_named_once_until_the_ranks_agree() -> N
     (found,) = holding(run, 200, "aaba")
     assert summaries([found]) == [("desync", "raised", 2, "parameters")]
     assert (found.severity, found.step, found.host) == ("critical", 200, "node1")
-    assert found.message == "rank 2 holds other parameters than the rest"
+    assert found.message == "rank 2 holds different parameters than the others"
     assert holding(run, 300, "aaca") == []
     assert summaries(holding(run, 400, "dddd")) == [("desync", "cleared", 2, "parameters")]
 

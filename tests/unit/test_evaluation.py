@@ -27,7 +27,7 @@ def test_a_split_without_an_item_is_a_failure_with_a_message() -> None:
     batches = EvalBatches(
         task.datasets()["valid"], collate=task.collate, batch_sizes=(2,), rank=0, split="valid", num_workers=0
     )
-    with pytest.raises(TrainingError, match="counts no item"):
+    with pytest.raises(TrainingError, match="returned a count of 0"):
         evaluate(
             task,
             task.model(),

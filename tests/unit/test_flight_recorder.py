@@ -78,7 +78,7 @@ def test_a_machine_without_heartbeats_is_lost_and_one_that_left_is_not() -> None
     for HeartbeatClock.now_s in (0.0, LOST_S, 2 * LOST_S):
         assert (second.beat(), first.beat()) == ("", "")
     HeartbeatClock.now_s += LOST_S
-    assert first.beat() == f"no sign of life from two (ranks 2, 3) for {LOST_S:g} s"
+    assert first.beat() == f"no heartbeat from two (ranks 2, 3) for {LOST_S:g} s"
     second.leave()
     HeartbeatClock.now_s += LOST_S
     assert (first.beat(), first.beat()) == ("", "")
@@ -102,4 +102,4 @@ def test_a_store_that_does_not_answer_is_the_first_machines_loss() -> None:
     assert second.beat() == ""
     del server
     HeartbeatClock.now_s = LOST_S
-    assert second.beat() == "one (ranks 0, 1) is gone, or out of reach from two"
+    assert second.beat() == "one (ranks 0, 1) is down, or cannot be reached from two"

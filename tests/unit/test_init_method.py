@@ -74,7 +74,7 @@ def test_an_init_file_that_is_no_regular_file_is_refused_and_kept(tmp_path: Path
     odd = tmp_path / "rendezvous"
     make(odd)
     assert refused(decision(f"file://{odd}", here=2)) == (
-        f"file://{odd} is no regular file: choose a name that is free (one for every run)"
+        f"file://{odd} is not a regular file: choose an unused name (a new one for every run)"
     )
     assert list(tmp_path.iterdir()) == [odd]
 

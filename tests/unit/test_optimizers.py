@@ -93,16 +93,16 @@ def test_total_num_update_wins_over_max_updates() -> None:
     [
         (
             {"lr_scheduler": "polynomial_decay"},
-            "--lr-scheduler polynomial_decay needs --total-num-update or --max-updates, to know where it ends",
+            "--lr-scheduler polynomial_decay needs --total-num-update or --max-updates, the step at which it ends",
         ),
         (
             {"lr": (0.1, 0.01), "lr_scheduler": "inverse_sqrt"},
-            "--lr has 2 values, one per epoch, but --lr-scheduler inverse_sqrt makes its own way from one: give one, "
+            "--lr has 2 values, one per epoch, but --lr-scheduler inverse_sqrt computes all from one: give one, "
             "or --lr-scheduler fixed",
         ),
         (
             {"lr_scheduler": "cosine"},
-            "--lr-scheduler cosine needs --total-num-update or --max-updates, to know where it ends",
+            "--lr-scheduler cosine needs --total-num-update or --max-updates, the step at which it ends",
         ),
         (
             {"lr_scheduler": "cosine", "max_updates": 100, "warmup_updates": 100},

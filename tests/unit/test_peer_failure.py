@@ -23,13 +23,13 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
 @pytest.mark.parametrize(
     ("reports", "rank", "store_answered", "interface_down", "expected"),
     [
-        ([0, 1, 2], 2, True, "", "no word from ranks 3 to 5 on h3"),
-        ([0, 1, 2, 3, 5], 0, True, "", "no word from rank 4 on h3"),
-        ([0, 1], 1, True, "", "no word from rank 2 on h2, ranks 3 to 5 on h3"),
+        ([0, 1, 2], 2, True, "", "no report from ranks 3 to 5 on h3"),
+        ([0, 1, 2, 3, 5], 0, True, "", "no report from rank 4 on h3"),
+        ([0, 1], 1, True, "", "no report from rank 2 on h2, ranks 3 to 5 on h3"),
         ([0, 1, 2, 3, 4, 5], 1, True, "", ""),
-        ([], 4, False, "", "h1 (ranks 0, 1) is gone, or out of reach from h3"),
-        ([], 4, False, "eth0", "h3 has lost the others: its interface eth0 is down"),
-        ([0], 0, True, "eth0", "h1 has lost the others: its interface eth0 is down"),
+        ([], 4, False, "", "h1 (ranks 0, 1) is down, or cannot be reached from h3"),
+        ([], 4, False, "eth0", "h3 has lost the other machines: its interface eth0 is down"),
+        ([0], 0, True, "eth0", "h1 has lost the other machines: its interface eth0 is down"),
     ],
 )
 def test_a_silent_machine_is_lost_unless_this_one_is_cut_off(

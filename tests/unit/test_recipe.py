@@ -538,7 +538,7 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
     assert (found.task_options["text_column"], found.task_options["label_column"]) == ("1", "stars")
     assert "task.text_column is 1.5, but must be text or an integer" in refusal(recipe + "text_column = 1.5\n")
     both = refusal(recipe + 'text_column = 1\nformat = "glue"\n')
-    assert "text_column is '1', but format is glue, which says where both columns are" in both
+    assert "text_column is '1', but format is glue, which fixes both columns" in both
 
 
 @pytest.mark.parametrize(

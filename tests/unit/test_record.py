@@ -199,7 +199,7 @@ def test_a_stalled_disk_never_holds_the_caller(path: Path, stalled: int) -> None
     writer.close(0.05)
     assert time.monotonic() - started < 30.0, "it does not wait for the disk"
     assert writer.lost == 500, "nothing is known to be written"
-    read_pipe(stalled, b'"message":"the disk does not keep up"}\n')  # lets the writer's thread go
+    read_pipe(stalled, b'"message":"the disk is too slow"}\n')  # lets the writer's thread go
 
 
 def test_a_disk_that_comes_back_gets_the_rest_and_the_gap(path: Path, stalled: int) -> None:
@@ -209,7 +209,7 @@ def test_a_disk_that_comes_back_gets_the_rest_and_the_gap(path: Path, stalled: i
         writer.write(sample(number, size=1000))
     lost = writer.lost
     assert lost >= 200
-    events = read_pipe(stalled, b'"message":"the disk does not keep up"}\n')
+    events = read_pipe(stalled, b'"message":"the disk is too slow"}\n')
     assert numbers_of(events) == list(range(500 - lost))
     gap = events[-1]
     assert isinstance(gap, Lost)

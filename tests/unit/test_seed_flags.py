@@ -64,8 +64,8 @@ def test_a_flag_without_effect_is_taken_out_with_one_note(words: list[str], left
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--arch x", "--arch is a flag of fairseq or HetSeq and none of this trainer: the task builds the model"),
-        ("--reset-lr-scheduler", "--reset-lr-scheduler is a flag of fairseq or HetSeq and none of this trainer: the"),
+        ("--arch x", "--arch is a flag of fairseq or HetSeq, not of this trainer: the task builds the model"),
+        ("--reset-lr-scheduler", "--reset-lr-scheduler is a flag of fairseq or HetSeq, not of this trainer: the"),
         ("--ddp-backend no_c10d", "--ddp-backend is 'no_c10d', but may only be c10d or pytorch_ddp: gradients are"),
         ("--log-format", "--log-format is '', but may only be simple or none: lines are printed plainly"),
     ],
@@ -78,6 +78,6 @@ def test_a_flag_without_an_equal_option_is_refused_with_its_replacement(words: s
 
 @pytest.mark.parametrize("name", ["reset_optimizer", "reset_dataloader", "reset_meters", "finetune_partial"])
 def test_an_option_that_belongs_to_another_is_refused_alone(name: str) -> None:
-    with pytest.raises(RequestError, match=rf"^--{name.replace('_', '-')} belongs to --"):
+    with pytest.raises(RequestError, match=rf"^--{name.replace('_', '-')} needs --"):
         require_consistent(Training(**{name: True}))  # type: ignore[arg-type]
     require_consistent(Training(**{name: True}, resume="a", finetune_from="b"))  # type: ignore[arg-type]

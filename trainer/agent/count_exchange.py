@@ -187,7 +187,7 @@ class _Collector:
         if not self._refused:
             return ""
         some = ", ".join(list(self._refused)[:4]) + (", ..." if len(self._refused) > 4 else "")
-        return f"; connections that were not of this Slurm step: {sum(self._refused.values())}, from {some}"
+        return f"; refused connections from outside this Slurm step: {sum(self._refused.values())}, from {some}"
 
     def _close(self) -> None:
         for peer in self._peers:
@@ -200,7 +200,7 @@ def _listen(port: int) -> socket.socket:
         server = socket.create_server(("", port), backlog=2048)
     except OSError as error:
         raise RequestError(
-            f"node 0 cannot listen on port {port} to hear how many GPUs the other nodes have ({error.strerror}): "
+            f"node 0 cannot listen on port {port} for the GPU counts of the other nodes ({error.strerror}): "
             "choose another pair of ports with --distributed-port"
         ) from None
     server.setblocking(False)
@@ -208,7 +208,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _missing_message(nodes: list[int], timeout_s: float) -> str:
-    return f"nodes {nodes} did not come within {timeout_s:g} s to tell their GPUs"
+    return f"nodes {nodes} did not report their GPU counts within {timeout_s:g} s"
 
 
 # --- the other nodes ------------------------------------------------------------------------------------------------
@@ -228,16 +228,18 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
                         return [int(word) for word in words[1:]]
                     if words[0] == "missing":
                         raise TrainingError(_missing_message([int(word) for word in words[1:]], timeout_s))
-            reason = "what answers there is not node 0 of this Slurm step"
+            reason = "something else listens there, not node 0 of this Slurm step"
         except TimeoutError:
             if not replied:
-                reason = "its machine or what listens there does not answer"
+                reason = "its machine, or the process that listens there, does not answer"
         except OSError as error:
             if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
                 reason = error.strerror or str(error)
         time.sleep(min(0.1, max(deadline - time.monotonic(), 0.0)))
     if replied:
-        raise TrainingError(f"{where} waited {timeout_s:g} s for the GPU counts of other nodes and lacks some")
+        raise TrainingError(
+            f"{where} waited {timeout_s:g} s for the GPU counts of other nodes, and some are still missing"
+        )
     raise TrainingError(f"{where} did not answer within {timeout_s:g} s: {reason}")
 
 

@@ -107,7 +107,7 @@ class FailureAttribution:
         failure = Failure(
             time=now_ns / 1e9,
             kind=kind,
-            message=f"the fork server, from which the ranks of this node come, {end}{sender}",
+            message=f"the fork server, the parent of all ranks on this node, {end}{sender}",
             host=host,
         )
         self.failures.append((now_ns, failure))
@@ -119,11 +119,11 @@ class FailureAttribution:
             return "signal", ""
         if self._group is not None and self._group.oom_kills() > self._group_oom_kills:
             limit = self._group.limit_bytes()
-            allowed = "" if limit is None else f", as the processes of this node may use {limit >> 20} MiB"
+            allowed = "" if limit is None else f", at the limit of {limit >> 20} MiB for the processes of this node"
             return "out_of_memory", f" by the kernel's out-of-memory killer{allowed}"
         if oom_kills() > self._oom_kills:
             return "signal", ": the kernel's out-of-memory killer ended a process at that time"
-        return "signal", ": by hand, by a scheduler, or by a memory limit"
+        return "signal", ": sent by hand, by a scheduler, or because of a memory limit"
 
     def outcome(
         self,
@@ -198,8 +198,8 @@ def _lost_rank_failure(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure
     early = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
     unreported = [rank for rank in ranks if rank.unreported]
     for found, kind, predicate in (
-        (early, "left_early", "had left with exit code 0, and others went on"),
-        (unreported, "silent", "said nothing"),
+        (early, "left_early", "had exited with code 0 while others were still training"),
+        (unreported, "silent", "reported nothing"),
     ):
         if found:
             assignment = found[0].assignment

@@ -61,20 +61,21 @@ def _rendezvous_file(path: Path, *, single_node: bool) -> Iterator[None]:
     from one that failed. A node that can take the lock exclusively is the only one that holds it.
     """
     if path.exists() and not path.is_file():  # the last node deletes the path: as root even a device
-        raise RequestError(f"file://{path} is no regular file: choose a name that is free (one for every run)")
+        raise RequestError(f"file://{path} is not a regular file: choose an unused name (a new one for every run)")
     lock_path = path.with_name(path.name + ".lock")
     try:
         lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise RequestError(
-            f"file://{path}: cannot be written ({error.strerror}): every node needs the folder"
+            f"file://{path}: cannot be written ({error.strerror}): every node must be able to write to this folder"
         ) from None
     try:
         is_first = single_node or _lock_exclusively(lock)
         if is_first and path.exists() and path.stat().st_size > 0:
             lock_path.unlink(missing_ok=True)
             raise RequestError(
-                f"file://{path} is left from an earlier run: delete it, or choose another name (one for every run)"
+                f"file://{path} is left from an earlier run: "
+                "delete it, or choose another name (a new one for every run)"
             )
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)

@@ -180,7 +180,7 @@ def _with_resume(words: Sequence[str], run_dir: Path | None, environ: Mapping[st
     checkpoint = checkpoint_to_resume(RunDir(run_dir))
     if checkpoint is None:
         return words
-    narrate(f"Slurm has requeued this job, which goes on from {checkpoint}", program="trainer")
+    narrate(f"Slurm has requeued this job; resuming from {checkpoint}", program="trainer")
     return [*words, "--resume", str(checkpoint)]
 
 
@@ -214,7 +214,7 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
             held.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
         except GpuTakenError as error:
             raise MachineNotReadyError(
-                f"{error}; choose another one, or --share-devices uses it all the same"
+                f"{error}; choose another GPU, or allow sharing it with --share-devices"
             ) from None
         yield
 
@@ -225,7 +225,7 @@ def print_outcome(outcome: NodeOutcome) -> None:
     if outcome.exit_code == ExitCode.STOPPED:
         parts = [describe_stop(outcome.stopped_at, outcome.saved, outcome.not_kept)]
         if outcome.unanswered:
-            parts.append(f"killed, because they did not answer: ranks {', '.join(map(str, outcome.unanswered))}")
+            parts.append(f"killed because they did not respond: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
         narrate("; ".join(parts), program="trainer")
     elif failure is not None:

@@ -151,7 +151,7 @@ class _NodeAgent:
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
         rank = start_worker(context, assignment, target)
         if rank is None:
-            message = "the fork server ended while it was loading torch; its output says why"
+            message = "the fork server ended while it was loading torch; see its output for the cause"
             self._attribution.fail(assignment, "launch", message)
             return
         self._ranks.append(rank)

@@ -93,9 +93,9 @@ def _run(script: str, assignment: RankAssignment, hidden: str | None) -> tuple[i
         code = error.code if isinstance(error.code, int) else 1
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-            return code, _exit_failure(assignment, f"the script left with: {error.code}".splitlines()[0])
+            return code, _exit_failure(assignment, f"the script exited with: {error.code}".splitlines()[0])
         line = last_error(_log(assignment), since=log_start, any_line=True)
-        return code, _exit_failure(assignment, f"the script left by sys.exit({code})" + (line and f": {line}"))
+        return code, _exit_failure(assignment, f"the script called sys.exit({code})" + (line and f": {line}"))
     except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if hidden is not None:

@@ -29,7 +29,7 @@ def refuse_file_rendezvous(init_method: str | None) -> None:
     """
     if init_method is not None and scheme_of(init_method) == "file":
         raise RequestError(
-            f"{init_method}: a script meets at MASTER_ADDR and MASTER_PORT, not at a file; use tcp://HOST:PORT"
+            f"{init_method}: a script uses MASTER_ADDR and MASTER_PORT for its rendezvous, not a file; use tcp://HOST:PORT"
         )
 
 

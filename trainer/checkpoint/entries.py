@@ -61,10 +61,10 @@ def difference(found: Mapping[str, str], expected: Mapping[Any, Any], *, of: str
     """
     for path, kind in expected.items():
         if path not in found:
-            return f"entry {path} is missing, which is {kind} {of}"
+            return f"entry {path} is missing, but is {kind} {of}"
         if found[path] != kind:
             return f"entry {path} is {found[path]}, but {kind} {of}"
     for path, kind in found.items():
         if path not in expected:
-            return f"entry {path} is {kind}, but there is none {of}"
+            return f"entry {path} is {kind}, but does not exist {of}"
     return ""

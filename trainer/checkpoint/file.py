@@ -186,4 +186,4 @@ def _trailer(path: Path, file: BinaryIO) -> tuple[bytes, int, int, bytes]:
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
         raise CheckpointError(f"{path}: is not a checkpoint")
-    raise CheckpointError(f"{path}: is torn, or a checkpoint of another program: its checksum is missing")
+    raise CheckpointError(f"{path}: is incomplete, or was written by another program: its checksum is missing")

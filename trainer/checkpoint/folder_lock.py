@@ -72,8 +72,8 @@ class FolderLock:
                     time.sleep(POLL_S)
                     continue
                 raise RequestError(
-                    f"{folder}: another training writes its checkpoints here ({holder or 'it has not said which'}): "
-                    "end it first, or choose another folder"
+                    f"{folder}: another training writes its checkpoints here "
+                    f"({holder or 'which one is not recorded'}): end it first, or choose another folder"
                 ) from None
             except OSError as error:
                 if error.errno not in _WITHOUT_LOCKS:

@@ -84,7 +84,7 @@ def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Itera
         try:
             yield path, load(path)
         except CheckpointError as error:
-            on_skipped(f"passed over: {error}")
+            on_skipped(f"skipped: {error}")
 
 
 def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], list[str]]:
@@ -106,9 +106,9 @@ def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], li
         return *found, passed_over
     if not passed_over:
         raise RequestError(f"{asked} {path}: the folder holds no checkpoint")
-    newest, *others = (line.removeprefix("passed over: ") for line in passed_over)
+    newest, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""
-    raise RequestError(f"{asked} {path}: the folder holds no good checkpoint: {newest}{more}")
+    raise RequestError(f"{asked} {path}: the folder holds no intact checkpoint: {newest}{more}")
 
 
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
@@ -117,12 +117,12 @@ def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     for path in (path for name in ("step_*.pt", files.EPOCH.format("*"), files.BEST) for path in folder.glob(name)):
         try:
             if not path.is_file():  # opening a pipe without a writer would block
-                on_skipped(f"passed over: {path}: is not a file")
+                on_skipped(f"skipped: {path}: is not a file")
                 continue
             found.append((files.sequence_of(path), path.name, path))
         except OSError as error:
-            on_skipped(f"passed over: {path}: cannot be read ({error.strerror})")
+            on_skipped(f"skipped: {path}: cannot be read ({error.strerror})")
         except CheckpointError as error:
-            on_skipped(f"passed over: {error}")
+            on_skipped(f"skipped: {error}")
     # Not sorted by step: a run resumed from an earlier step writes lower steps than those that it has abandoned.
     return [path for *_, path in sorted(found, reverse=True)]

@@ -28,7 +28,7 @@ def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """
     weights = state.get("model")
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{source}: entry model is missing, or no dict of tensors")
+        raise CheckpointError(f"{source}: entry model is missing, or is not a dict of tensors")
     return weights
 
 
@@ -49,7 +49,7 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
             break
     weights = {str(name): value for name, value in found.items()} if isinstance(found, Mapping) else {}
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise CheckpointError(f"{path}: holds no weights by name, on its own or under {', '.join(_WITHIN)}")
+        raise CheckpointError(f"{path}: holds no dict of named tensors, at the top level or under {', '.join(_WITHIN)}")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
@@ -82,11 +82,11 @@ def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dic
     missing = [name for name in shapes if name not in weights]
     unexpected = [name for name in weights if name not in shapes]
     reshaped = [
-        f"{name} is {list(value.shape)} and in the model {shapes[name]}"
+        f"{name} is {list(value.shape)} instead of {shapes[name]}"
         for name, value in weights.items()
         if name in shapes and name not in fitting
     ]
-    parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)]
+    parts = [("missing", missing), ("unexpected", unexpected), ("different shape", reshaped)]
     return fitting, "; ".join(f"{difference}: {_some(names)}" for difference, names in parts if names)
 
 

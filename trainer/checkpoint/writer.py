@@ -137,11 +137,15 @@ class CheckpointWriter:
             self._lock = FolderLock(self.folder, run_id=run_id)
             clear_unfinished(self.folder)
         except OSError as error:
-            raise CheckpointError(f"{self.folder}: no folder for checkpoints ({error.strerror})") from None
+            raise CheckpointError(
+                f"{self.folder}: cannot be used as the folder for checkpoints ({error.strerror})"
+            ) from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
         if self._lock.why_not:
-            _print(f"{self.folder}: two trainings are not kept apart here, there are no locks ({self._lock.why_not})")
+            _print(
+                f"{self.folder}: cannot be locked ({self._lock.why_not}); another training could write here unnoticed"
+            )
         self._sequence = max((sequence_of(path) for path in in_order(self.folder, lambda _: None)), default=0)
         """Sequence number of the last save; only this writer increments it, because it holds the folder."""
         self._inherited: tuple[Path, int] | None = None
@@ -263,7 +267,7 @@ class CheckpointWriter:
             link(path, best)
             size = best.stat().st_size
         except OSError as error:
-            self._on_failed(step, f"the best checkpoint of before, {path}, was not kept here: {_why(error)}")
+            self._on_failed(step, f"the earlier best checkpoint, {path}, was not copied to this folder: {_why(error)}")
             return
         if self._on_saved is not None:
             write_ms = (time.perf_counter() - began) * 1000
@@ -280,7 +284,7 @@ class CheckpointWriter:
         self.folder.mkdir()
         self._lock.release()
         self._lock = FolderLock(self.folder, run_id=self._run_id)
-        self._on_failed(step, f"{self.folder} was deleted, and the checkpoints in it; it is made again")
+        self._on_failed(step, f"{self.folder} and its checkpoints were deleted; the folder was created again")
 
     def _prune(self, written: Path) -> None:
         """Delete all checkpoints but the newest and the one just written; torn and foreign files stay."""

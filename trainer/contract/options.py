@@ -48,7 +48,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ranks to start on this node and their rendezvous: flags with the names and meaning of fairseq's and HetSeq's."""
 
     distributed_init_method: (
-        Annotated[str, Meta(description="where ranks meet: tcp://HOST:PORT, file:///PATH or env://")] | None
+        Annotated[str, Meta(description="rendezvous: tcp://HOST:PORT, file:///PATH or env://")] | None
     ) = None
     distributed_world_size: (
         Annotated[int, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")] | None
@@ -80,7 +80,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_grace: Annotated[
         float,
         # At least three of their steps, see ``outcome.answer_s``.
-        Meta(ge=0, description="seconds that ranks have to answer when asked to stop and save; then they are killed"),
+        Meta(ge=0, description="seconds for ranks to respond when asked to stop and save; then they are killed"),
     ] = 10.0
     distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
     device_id: (
@@ -144,8 +144,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="make batches of at most this many tokens per rank and micro-step, each sample as long as the "
-            "longest; batch_size then is their most samples; 0: by samples alone",
+            description="limit batches to this many tokens per rank and micro-step, each sample padded to the longest; "
+            "batch_size then limits their samples; 0: limit by samples only",
             extra={"group": "Data"},
         ),
     ] = 0
@@ -153,7 +153,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1,
-            description="max_tokens: cut batches at a multiple of so many samples where they have as many",
+            description="max_tokens: round the samples of a batch down to a multiple of this, if it has that many",
             extra={"group": "Data"},
         ),
     ] = 1
@@ -179,14 +179,16 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="do not shuffle in the first so many epochs: shortest samples first where the task tells their "
-            "lengths, else the order of the data",
+            description="do not shuffle in this many first epochs: shortest samples first if the task gives their "
+            "lengths, else in the order of the data",
             extra={"group": "Data"},
         ),
     ] = 0
     fix_batches_to_gpus: Annotated[
         bool,
-        Meta(description="each rank has the same batches in every epoch, in another order", extra={"group": "Data"}),
+        Meta(
+            description="each rank has the same batches in every epoch, in a different order", extra={"group": "Data"}
+        ),
     ] = False
     drop_last: Annotated[
         bool,
@@ -344,7 +346,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="validate every so many optimizer steps; 0: only at the end of an epoch",
+            description="validate every N optimizer steps; 0: only at the end of an epoch",
             extra={"group": "Validation", "aliases": ["--validate-interval-updates"]},
         ),
     ] = 0
@@ -352,7 +354,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="validate every so many epochs; 0: never",
+            description="validate every N epochs; 0: never",
             extra={
                 "group": "Validation",
                 "aliases": ["--validate-interval"],
@@ -363,7 +365,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     best_metric: Annotated[
         str,
         Meta(
-            description="what decides the best checkpoint and patience: loss or a metric of the task",
+            description="metric for the best checkpoint and for patience: loss or a metric of the task",
             extra={"group": "Validation", "aliases": ["--best-checkpoint-metric"]},
         ),
     ] = "loss"
@@ -371,7 +373,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[
             bool,
             Meta(
-                description="whether more is better; default: yes for every metric but loss",
+                description="whether a higher best_metric is better; default: yes for every metric but loss",
                 extra={"group": "Validation", "aliases": ["--maximize-best-checkpoint-metric"]},
             ),
         ]
@@ -387,7 +389,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     test_best: Annotated[
         bool,
         Meta(
-            description="test the weights of the best validation; otherwise, and without one, the last ones",
+            description="test the weights of the best validation, if there was one; otherwise the last weights",
             extra={"group": "Validation"},
         ),
     ] = True
@@ -395,7 +397,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[
             str,
             Meta(
-                description="evaluate this checkpoint, or the newest good one of a folder, and train nothing",
+                description="evaluate this checkpoint, or the newest intact one of a folder, and do not train",
                 extra={"group": "Validation"},
             ),
         ]
@@ -425,7 +427,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             gt=0,
-            description="fp16: end when gradients overflow until the loss scale is below this",
+            description="fp16: end the training when overflowing gradients push the loss scale below this",
             extra={"group": "Numerics"},
         ),
     ] = 1e-4
@@ -435,7 +437,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ge=0,
             lt=1,
             description="keep an exponential moving average of the weights, which is validated, tested and saved as "
-            "the model; each step keeps this share of it; 0: no",
+            "the model; this is the decay per step; 0: no average",
             extra={"group": "Numerics"},
         ),
     ] = 0.0
@@ -451,14 +453,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="print the loss every so many optimizer steps; 0: every two seconds",
+            description="print the loss every N optimizer steps; 0: every two seconds",
             extra={"group": "Duration"},
         ),
     ] = 0
     count_flops: Annotated[
         Literal["auto", "on", "off"],
         Meta(
-            description="count the operations of the first steps, for the share of a GPU's peak; auto: on GPUs",
+            description="count the FLOPs of the first steps, to show the share of the GPU's peak; auto: on GPUs only",
             extra={"group": "Numerics"},
         ),
     ] = "auto"
@@ -511,7 +513,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="measure each bucket and the local gradient norm every so many steps; 0: never",
+            description="measure each bucket and the local gradient norm every N steps; 0: never",
             extra={"group": "Synchronisation"},
         ),
     ] = 32
@@ -519,7 +521,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="compare parameters across ranks every so many steps, and at the end; 0: only at the end",
+            description="compare parameters across ranks every N steps, and at the end; 0: only at the end",
             extra={"group": "Synchronisation"},
         ),
     ] = 100
@@ -528,7 +530,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="checkpoint every so many optimizer steps; 0: no",
+            description="checkpoint every N optimizer steps; 0: no",
             extra={"group": "Checkpoints", "aliases": ["--save-interval-updates"]},
         ),
     ] = 0
@@ -536,7 +538,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=0,
-            description="checkpoint every so many epochs; 0: no",
+            description="checkpoint every N epochs; 0: no",
             extra={
                 "group": "Checkpoints",
                 "aliases": ["--save-interval"],
@@ -546,7 +548,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 1
     save_every_minutes: Annotated[
         float,
-        Meta(ge=0, description="checkpoint every so many minutes; 0: no", extra={"group": "Checkpoints"}),
+        Meta(ge=0, description="checkpoint every X minutes; 0: no", extra={"group": "Checkpoints"}),
     ] = 0.0
     keep_last: Annotated[
         int,
@@ -556,7 +558,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=-1,
-            description="keep the checkpoints of this many last epoch ends too, as epoch_N.pt; -1: of all; 0: no",
+            description="also keep the checkpoints at the end of the last N epochs, as epoch_N.pt; -1: of all; 0: none",
             extra={"group": "Checkpoints"},
         ),
     ] = 0
@@ -581,7 +583,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[
             str,
             Meta(
-                description="checkpoint file, or folder whose newest good one is taken",
+                description="checkpoint file, or a folder, whose newest intact checkpoint is loaded",
                 extra={"group": "Checkpoints", "aliases": ["--restore-file"]},
             ),
         ]
@@ -590,14 +592,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reset_optimizer: Annotated[
         bool,
         Meta(
-            description="resume: begin with a fresh state of the optimizer; updates, schedule and data go on",
+            description="resume: reset the state of the optimizer; updates, schedule and data continue",
             extra={"group": "Checkpoints"},
         ),
     ] = False
     reset_dataloader: Annotated[
         bool,
         Meta(
-            description="resume: begin the data at epoch 1, as for other data; updates and schedule go on",
+            description="resume: start the data at epoch 1 again, such as for new data; updates and schedule continue",
             extra={"group": "Checkpoints"},
         ),
     ] = False
@@ -609,8 +611,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[
             str,
             Meta(
-                description="begin with the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; "
-                "optimizer, schedule and data begin fresh",
+                description="start from the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; "
+                "optimizer, schedule and data start anew",
                 extra={"group": "Checkpoints", "aliases": ["--finetune-from-model"]},
             ),
         ]
@@ -619,7 +621,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     finetune_partial: Annotated[
         bool,
         Meta(
-            description="finetune_from: take the weights that fit by name and shape, and name those that do not",
+            description="finetune_from: load the weights whose name and shape match the model, and list the others",
             extra={"group": "Checkpoints"},
         ),
     ] = False
@@ -653,4 +655,4 @@ def require_consistent(options: Training) -> None:
         incomplete.append("finetune_partial")
     if incomplete:
         needed = "--finetune-from FILE" if incomplete[0] == "finetune_partial" else "--resume PATH"
-        raise RequestError(f"--{incomplete[0].replace('_', '-')} belongs to {needed}, which is not given")
+        raise RequestError(f"--{incomplete[0].replace('_', '-')} needs {needed}")

@@ -26,9 +26,9 @@ def require_place(output: Path, *, force: bool) -> None:
     if output.is_dir():
         raise RequestError(f"{output} is a folder: name a file in it")
     if output.exists() and not output.is_file():
-        raise RequestError(f"{output} is no regular file, and is not replaced by one")
+        raise RequestError(f"{output} is not a regular file and will not be replaced")
     if output.exists() and not force:
-        raise RequestError(f"{output} is there already: replace it with --force, or name another file")
+        raise RequestError(f"{output} already exists: replace it with --force, or name another file")
     _require_parent(output)
 
 
@@ -44,10 +44,10 @@ def require_folder_place(output: Path, *, force: bool, prefix: str) -> None:
         RequestError: the path is taken, or its parent folder is missing.
     """
     if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise RequestError(f"{output} is no folder, and is not replaced by one")
+        raise RequestError(f"{output} is not a folder and will not be replaced")
     held = [path for path in output.rglob("*") if path.is_symlink() or not path.is_dir()] if output.exists() else []
     if held and not force:
-        raise RequestError(f"{output} is there already: replace it with --force, or name another folder")
+        raise RequestError(f"{output} already exists: replace it with --force, or name another folder")
     if other := next((path for path in held if not path.name.startswith(prefix)), None):
         raise RequestError(f"{output} holds other files, such as {other.relative_to(output)}: name another folder")
     _require_parent(output)

@@ -30,7 +30,7 @@ NO_EFFECT: dict[str, NoEffect] = {
 }
 """Flags without an effect."""
 
-_FRESH_WEIGHTS = "--finetune-from FILE begins with its weights and everything else fresh"
+_FRESH_WEIGHTS = "--finetune-from FILE starts from its weights and resets everything else"
 _NO_SHARDS = "parameters and optimizer state are whole on every rank"
 _OWN_TASK = "write a task of your own: --task module:Class"
 _KEEP = (
@@ -47,7 +47,7 @@ REFUSED: dict[str, str] = {
     "--num_file": "--data names the files",
     "--hetseq_state_dict": "--finetune-from FILE",
     "--transformers_state_dict": "--finetune-from FILE",
-    "--load_state_dict_strict": "--finetune-partial takes the weights that fit",
+    "--load_state_dict_strict": "--finetune-partial loads the weights that match",
     "--max-tokens-valid": "validation has the --max-tokens of training, or --valid-batch-size samples",
     "--skip-remainder-batch": "--drop-last leaves out the samples that do not fill the batch of every rank",
     "--data-buffer-size": "--num-workers N reads ahead in N processes",
@@ -62,13 +62,13 @@ REFUSED: dict[str, str] = {
     "--amp": "--precision fp16 or bf16 is autocast",
     "--memory-efficient-fp16": "--precision fp16 is autocast, with weights in fp32",
     "--memory-efficient-bf16": "--precision bf16 is autocast, with weights in fp32",
-    "--fp16-init-scale": "the loss scale finds its value; --min-loss-scale X ends a run below it",
-    "--fp16-scale-window": "the loss scale finds its value; --min-loss-scale X ends a run below it",
-    "--fp16-scale-tolerance": "the loss scale finds its value; --min-loss-scale X ends a run below it",
+    "--fp16-init-scale": "the loss scale adjusts itself; --min-loss-scale X ends a run below it",
+    "--fp16-scale-window": "the loss scale adjusts itself; --min-loss-scale X ends a run below it",
+    "--fp16-scale-tolerance": "the loss scale adjusts itself; --min-loss-scale X ends a run below it",
     "--threshold-loss-scale": "--min-loss-scale X ends a run below it",
     "--store-ema": "--ema-decay X keeps the average",
     "--ema-fp32": "--ema-decay X keeps the average, in the weights' own precision",
-    "--empty-cache-freq": "memory that torch holds is in the record, and running out of it ends the run with its cause",
+    "--empty-cache-freq": "the record has the memory that torch holds; a run that is out of memory reports the cause",
     "--tpu": "ranks run on NVIDIA GPUs, or with --cpu on CPUs",
     "--zero-sharding": _NO_SHARDS,
     "--cpu-offload": _NO_SHARDS,
@@ -76,10 +76,10 @@ REFUSED: dict[str, str] = {
     "--heartbeat-timeout": "a stalled rank is found without a flag; --distributed-timeout SECONDS limits a collective",
     "--distributed-num-procs": "--distributed-gpus N",
     "--nprocs-per-node": "--distributed-gpus N",
-    "--all-gather-list-size": "what ranks exchange may have any size",
+    "--all-gather-list-size": "data that ranks exchange may have any size",
     "--reset-lr-scheduler": f"the schedule follows the number of updates; {_FRESH_WEIGHTS}",
-    "--optimizer-overrides": "a resumed run has the settings of its own flags, such as a new --weight-decay",
-    "--continue-once": "--resume PATH; with --finetune-from as well a run that is started again resumes",
+    "--optimizer-overrides": "a resumed run uses its own flags, such as a new --weight-decay",
+    "--continue-once": "--resume PATH; a run that is started again with --finetune-from as well resumes",
     "--keep-interval-updates": _KEEP,
     "--keep-best-checkpoints": _KEEP,
     "--no-last-checkpoints": f"--no-save writes none; {_KEEP}",
@@ -118,7 +118,7 @@ def settle(words: Sequence[str]) -> tuple[list[str], list[str]]:
                     raise RequestError(f"{flag} is {value!r}, but may only be {allowed}: {known.why}")
             notes.append(f"{flag} has no effect: {known.why}")
         elif (instead := REFUSED.get(flag)) is not None:
-            raise RequestError(f"{flag} is a flag of fairseq or HetSeq and none of this trainer: {instead}")
+            raise RequestError(f"{flag} is a flag of fairseq or HetSeq, not of this trainer: {instead}")
         else:
             rest.append(word)
     return rest, notes

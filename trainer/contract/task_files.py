@@ -48,7 +48,7 @@ def require_file(name: str) -> Path:
 
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
-        return f" (nor does the folder {path.parent}, seen from {Path.cwd()})"
+        return f" (nor does the folder {path.parent}; working directory: {Path.cwd()})"
     with refuse_unreadable(path.parent):
         return nearest(path.name, (entry.name for entry in path.parent.iterdir()))
 

@@ -21,7 +21,7 @@ Text = Annotated[
     option_meta(
         "Data",
         "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
-        "source of Python's own standard library; bytes are bytes, no encoding is assumed",
+        "source of Python's own standard library; read as bytes, no encoding is assumed",
         per_rank=True,
     ),
 ]
@@ -61,16 +61,14 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``lm``, a byte-level Transformer decoder."""
 
-    context: Annotated[int, option_meta("Model", "bytes that a prediction may look back on", ge=1)] = 128
+    context: Annotated[int, option_meta("Model", "bytes of context for a prediction", ge=1)] = 128
     dim: Annotated[int, option_meta("Model", "width of the model", ge=1)] = 128
     layers: Annotated[int, option_meta("Model", "Transformer blocks", ge=1)] = 4
     heads: Annotated[int, option_meta("Model", "attention heads; divides dim", ge=1)] = 4
     dropout: Dropout = 0.0
-    prompt: Annotated[str, option_meta("Sample", "what the sample at the end starts with")] = "\n"
+    prompt: Annotated[str, option_meta("Sample", "first text of the sample at the end")] = "\n"
     sample_bytes: Annotated[int, option_meta("Sample", "length of the sample at the end, bytes; 0: none", ge=0)] = 240
-    temperature: Annotated[
-        float, option_meta("Sample", "how adventurous the sample is; below 1 is more careful", gt=0)
-    ] = 0.7
+    temperature: Annotated[float, option_meta("Sample", "sampling temperature; below 1: less random", gt=0)] = 0.7
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:
@@ -93,14 +91,14 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) = None
     format: Annotated[
         Literal["auto", "text_label", "label_text", "glue"],
-        option_meta("Data", "columns of the TSV files: glue has a header with sentence and label; auto looks"),
+        option_meta("Data", "columns of the TSV files: glue has a header with sentence and label; auto: detect"),
     ] = "auto"
     text_column: Annotated[str, option_meta("Data", f"column of the sentences: {COLUMN}", or_kind="int")] | None = None
     label_column: Annotated[str, option_meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] | None = None
     embedding_dim: Annotated[int, option_meta("Model", "width of a word's embedding", ge=1)] = 100
     kernel_num: Annotated[int, option_meta("Model", "convolution filters per kernel size", ge=1)] = 100
     kernel_sizes: Annotated[
-        tuple[Annotated[int, Meta(ge=1)], ...], option_meta("Model", "words that a filter sees at once", min_length=1)
+        tuple[Annotated[int, Meta(ge=1)], ...], option_meta("Model", "widths of the filters, in words", min_length=1)
     ] = (3, 4)
     dropout: Dropout = 0.4
 
@@ -108,7 +106,7 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in ("text_column", "label_column"):
             if self.format != "auto" and (column := getattr(self, name)) is not None:
                 raise RequestError(
-                    f"{name} is {quoted(column)}, but format is {self.format}, which says where both columns are; "
+                    f"{name} is {quoted(column)}, but format is {self.format}, which fixes both columns; "
                     "leave out one of them"
                 )
 
@@ -160,7 +158,7 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     ) = None
     vocab_size: Annotated[int, option_meta("Data", "size of the vocabulary that is trained", ge=64)] = 8192
     lowercase: Annotated[
-        bool, option_meta("Data", "lower-case the text and drop accents; a tokenizer.json decides itself")
+        bool, option_meta("Data", "lower-case the text and drop accents; a tokenizer.json has its own setting")
     ] = True
     preset: Annotated[
         Literal["tiny", "base"],

@@ -177,8 +177,8 @@ class EpochBatches:
         epoch, consumed = state["epoch"], state["consumed"]
         if consumed and state.get("stream"):
             raise RequestError(
-                f"the checkpoint is inside epoch {epoch} of a stream, but the training data has samples by index now; "
-                "resume with the same data, or --reset-dataloader begins at epoch 1"
+                f"the checkpoint is inside epoch {epoch} of a stream, but the training data has samples by index now: "
+                "resume with the same data, or start at epoch 1 with --reset-dataloader"
             )
         if consumed and state["samples"] != self.samples:
             raise RequestError(
@@ -187,9 +187,7 @@ class EpochBatches:
             )
         plan = OrderPlan.from_state(state)
         if consumed and plan.fixed_ranks and not (plan.fixed_batch or plan.max_tokens):
-            raise RequestError(
-                f"fixed_ranks is {plan.fixed_ranks}, but neither fixed_batch nor max_tokens says of what"
-            )
+            raise RequestError(f"fixed_ranks is {plan.fixed_ranks}, but neither fixed_batch nor max_tokens is set")
         if consumed and plan.shuffle and (plan.chunk or plan.max_tokens) and self._lengths is None:
             raise RequestError(
                 f"the checkpoint is inside epoch {epoch}, whose batches are grouped by length, but the task gives no "

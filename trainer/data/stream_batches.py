@@ -123,15 +123,15 @@ class StreamBatches:
         if not state.get("stream"):
             raise RequestError(
                 f"the checkpoint is inside epoch {state['epoch']} of data with samples by index, but the training data "
-                "is a stream now; resume with the same data, or --reset-dataloader begins at epoch 1"
+                "is a stream now; resume with the same data, or start at epoch 1 with --reset-dataloader"
             )
         shards, chunk = state["shards"], state["chunk"]
         if shards != self._reader.shards or (shards and chunk != self._total):
             raise RequestError(
                 f"the checkpoint is inside epoch {state['epoch']} of a stream in {shards or 'no'} parts with batches "
                 f"of {chunk} samples in all, but now it has {self._reader.shards or 'no'} parts and {self._total}: "
-                "what was seen cannot be passed over; resume on as many ranks with the same --batch-size, or "
-                "--reset-dataloader begins anew"
+                "the samples already seen cannot be skipped; resume on as many ranks with the same --batch-size, or "
+                "start at epoch 1 with --reset-dataloader"
             )
 
     def next_epoch(self) -> None:
@@ -171,7 +171,7 @@ class StreamBatches:
         read = self._reader.read(epoch=epoch, skip=skip, seed=self._seed)
         following = self._next(read, update_freq, Position(epoch, consumed))
         if following is None and not consumed:
-            again = "" if epoch == 1 else f" in epoch {epoch}: its __iter__ must begin anew each time"
+            again = "" if epoch == 1 else f" in epoch {epoch}: its __iter__ must start from the beginning each time"
             raise RequestError(f"the training data is empty{again}")
         while following is not None:
             update, after = following
@@ -217,15 +217,16 @@ class StreamBatches:
         if self._head and head and head != self._head:
             raise RequestError(
                 f"the stream of epoch {before.epoch} does not begin with the sample that it began with when the "
-                "checkpoint was written: what was seen cannot be passed over; --reset-dataloader begins anew"
+                "checkpoint was written, so the samples already seen cannot be skipped; start at epoch 1 with "
+                "--reset-dataloader"
             )
         if self._reader.shards:
             return
         heads = {each for _, each, _ in gathered if each}
         if len(heads) > 1:
             raise RequestError(
-                "the ranks read different streams: every rank must read the same one, of which the trainer gives each "
-                "its share; a dataset that shares itself out has shard(count, index)"
+                "the ranks read different streams: every rank must read the same one, and the trainer divides it among "
+                "them; a dataset that divides itself has shard(count, index)"
             )
         totals = [[total for _, total in each] for each, *_ in gathered]
         for rank, each in enumerate(totals):
@@ -245,7 +246,7 @@ class StreamBatches:
         if self.length is None or self._reader.shards:
             return
         if consumed != self.length - (self.length % self._total if self._drop_last else 0):
-            self._warn(f"an epoch of the training data has {consumed} samples, but its length says {self.length}")
+            self._warn(f"an epoch of the training data has {consumed} samples, but its length is {self.length}")
 
 
 class StreamEvalBatches:
@@ -289,8 +290,8 @@ class StreamEvalBatches:
             raise RequestError(f"the {self._split} data is empty{' on a rank' if self._reader.shards else ''}")
         if not self._reader.shards and len({head for head, _ in gathered}) > 1:
             raise RequestError(
-                f"the ranks read different streams of the {self._split} data: every rank must read the same one, of "
-                "which the trainer gives each its share"
+                f"the ranks read different streams of the {self._split} data: every rank must read the same one, "
+                "and the trainer divides it among them"
             )
         self._total = 0
         while block.total:

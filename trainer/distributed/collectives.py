@@ -184,7 +184,7 @@ def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.de
     own = zlib.crc32(repr(shapes).encode())
     extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), "max").tolist()
     if extremes != [own, -own]:
-        raise TrainingError(f"ranks reduce unlike values: rank {get_rank()} has {', '.join(shapes) or 'none'}")
+        raise TrainingError(f"ranks reduce different values: rank {get_rank()} has {', '.join(shapes) or 'none'}")
 
 
 def all_gather_list(data: Any) -> list[Any]:
@@ -223,7 +223,7 @@ def _exchange_sizes(size: int) -> list[int]:
     if len(set(counts)) > 1:
         usual = statistics.mode(counts)
         others = [f"rank {rank} at {count}" for rank, count in enumerate(counts) if count != usual]
-        raise TrainingError(f"ranks have fallen out of step: exchange {usual} meets {', '.join(others)}")
+        raise TrainingError(f"ranks are out of step at exchange {usual}: {', '.join(others)}")
     return [size for _, size in pairs]
 
 

@@ -70,8 +70,8 @@ class Heartbeat:
             return ""
         machines = self._machines
         if not answered and self._own != 0:
-            return f"{machines[0].name} is gone, or out of reach from {machines[self._own].host}"
-        return f"no sign of life from {', '.join(machines[index].name for index in silent[:4])} for {LOST_S:g} s"
+            return f"{machines[0].name} is down, or cannot be reached from {machines[self._own].host}"
+        return f"no heartbeat from {', '.join(machines[index].name for index in silent[:4])} for {LOST_S:g} s"
 
     def leave(self) -> None:
         """Write that this machine has left in order, so that the others do not count its silence as a loss."""

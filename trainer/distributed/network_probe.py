@@ -191,8 +191,8 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
     )
     if refusal:
         refusal += (
-            ": every rank connects to every other one, on any port; let the machines through to each other, or name "
-            f"the interface that leads there with {GLOO_INTERFACE}"
+            ": every rank connects to every other one, on any port; allow this in the firewalls, or name the interface "
+            f"that connects the machines with {GLOO_INTERFACE}"
         )
     keys.compare_set("probe_result", "", refusal)
 
@@ -224,7 +224,7 @@ def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
             raise TrainingError(keys.get("probe_result").decode())
         if wait.left_s <= 0:
             raise JoinTimeoutError(
-                f"{setter} said nothing for {wait.timeout_s:g} s while the machines tried to reach each other"
+                f"no report from {setter} for {wait.timeout_s:g} s while connections between machines were checked"
             )
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.1)

@@ -106,17 +106,17 @@ def attribute_failure(
         host = next(machine.host for machine in machines if first in machine.ranks)
         return f"rank {first} on {host} failed: {failures[first]}"
     if interface_down:
-        return f"{mine.host} has lost the others: its interface {interface_down} is down"
+        return f"{mine.host} has lost the other machines: its interface {interface_down} is down"
     if not store_answered and mine is not machines[0]:
         # The store is rank 0's.
-        return f"{machines[0].name} is gone, or out of reach from {mine.host}"
+        return f"{machines[0].name} is down, or cannot be reached from {mine.host}"
     silent = [RankMachine(host=m.host, ranks=[r for r in m.ranks if r not in reports and r != rank]) for m in machines]
     lost = [machine for machine in silent if machine.ranks]
     if not lost:
         return ""
     names = ", ".join(f"{format_ranks(machine.ranks)} on {machine.host}" for machine in lost[:4])
     more = f" and of {len(lost) - 4} more machines" if len(lost) > 4 else ""
-    return f"no word from {names}{more}"
+    return f"no report from {names}{more}"
 
 
 def _store(rdzv: RendezvousStore) -> Store:

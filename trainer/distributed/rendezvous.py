@@ -185,12 +185,13 @@ def _register(keys: Store, rdzv: RendezvousStore, mine: Registration, request: M
         ), owner
     if first.world_size != mine.world_size:
         return _stale_file_message(rdzv, first, mine) or (
-            f"ranks disagree on the world size: {first.world_size} says rank {first.rank} ({first.process}), "
-            f"{mine.world_size} says rank {mine.rank} ({mine.process})"
+            f"ranks disagree on the world size: {first.world_size} on rank {first.rank} ({first.process}), "
+            f"{mine.world_size} on rank {mine.rank} ({mine.process})"
         ), owner
     if first.identity != mine.identity:
         return _stale_file_message(rdzv, first, mine) or (
-            f"ranks of two runs meet at {rdzv.url}: {first.identity!r} is rank {first.rank} ({first.process}), "
+            f"ranks of two runs use the same rendezvous, {rdzv.url}: "
+            f"{first.identity!r} is rank {first.rank} ({first.process}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
         ), owner
     own = RankRequest(rank=mine.rank, process=mine.process, values=dict(request))
@@ -228,13 +229,13 @@ def _stale_file_message(rdzv: RendezvousStore, holder: Registration, mine: Regis
 def _closed_message(rdzv: RendezvousStore, mine: Registration, result: RendezvousResult) -> str:
     """Return the refusal for a rank that arrives after the result was set."""
     if result.refusal:
-        return result.refusal + (f" (so says {rdzv.file}; delete it before the next attempt)" if rdzv.file else "")
+        return result.refusal + (f" (recorded in {rdzv.file}; delete it before the next attempt)" if rdzv.file else "")
     if rdzv.file is not None:
         return (
             f"{rdzv.file} is left from an earlier run, or in use by another one: "
             "delete it, or name a file that does not exist yet"
         )
-    return f"rank {mine.rank} ({mine.process}) came to {rdzv.url} after all {mine.world_size} ranks had joined"
+    return f"rank {mine.rank} ({mine.process}) tried to join at {rdzv.url} after all {mine.world_size} ranks had joined"
 
 
 def _read_result(keys: Store) -> RendezvousResult | None:

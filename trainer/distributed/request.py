@@ -44,7 +44,7 @@ def disagreement(first: RankRequest, second: RankRequest) -> str:
         for name in names[:NAMED]
     ]
     more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"ranks are asked for different things: {'; '.join(differences)}{more}"
+    return f"ranks have different settings: {'; '.join(differences)}{more}"
 
 
 def require_same(values: Mapping[str, str]) -> None:

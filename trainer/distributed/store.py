@@ -171,12 +171,12 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
             reason = error.strerror or str(error)
             no_route = error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
         except DistError:
-            reason = "what listens there is no store of a process group"
+            reason = "something else listens there, not the store of a process group"
         no_route_since = (no_route_since or time.monotonic()) if no_route else None
         if no_route_since is not None and time.monotonic() - no_route_since >= min(NO_ROUTE_S, wait.timeout_s):
             raise JoinTimeoutError(
-                f"there is no way from {socket.gethostname()} to rank 0 at {host}:{port} ({reason}): "
-                "name an address of rank 0's machine in a network that this machine is in"
+                f"there is no route from {socket.gethostname()} to rank 0 at {host}:{port} ({reason}): "
+                "use an address of rank 0's machine to which this machine has a route"
             )
         if wait.left_s <= 0:
             raise JoinTimeoutError(

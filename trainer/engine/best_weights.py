@@ -54,7 +54,7 @@ class BestWeights:
             if candidate.is_file() and _is_of(candidate, best):
                 self._file = candidate
                 return candidate
-        self._missing_reason = f"no checkpoint of it in {folder}, from which the training was resumed"
+        self._missing_reason = f"{folder}, from which the training was resumed, has no checkpoint of that step"
         return None
 
     def _find(self, best: Best) -> tuple[dict[str, Any] | None, str]:
@@ -80,7 +80,7 @@ class BestWeights:
         ctx.before_wait()
         weights, reason = distributed.from_master(lambda: self._find(best))
         if weights is None:
-            text = f"the last weights are tested, of step {last_step}, not the best, of step {best.step}: {reason}"
+            text = f"testing the last weights (step {last_step}), not the best (step {best.step}): {reason}"
             reports.remark(ctx, BEST_NOT_TESTED, text, severity="warning")
             return False
         model.load_state_dict(weights)

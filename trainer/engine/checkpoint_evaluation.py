@@ -53,7 +53,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
 
     source, weights, updates, epoch, passed_over = distributed.from_master(read)
     reports.remark(ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
-    reports.remark(ctx, EVALUATED_CHECKPOINT, f"evaluates {split} with the weights of step {updates}: {source}")
+    reports.remark(ctx, EVALUATED_CHECKPOINT, f"evaluating {split} with the weights of step {updates}: {source}")
     try:
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # a module of the user's own

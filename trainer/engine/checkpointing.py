@@ -92,7 +92,7 @@ class Saving:
         last = self._kept()
         if self._begun >= 0 and (last is None or last.step != self._begun):
             why = next((one.why for one in not_saved if one.step == self._begun), "its file has been deleted")
-            known = f"the last checkpoint is step {last.step}" if last is not None else "there is no checkpoint of it"
+            known = f"the last checkpoint is step {last.step}" if last is not None else "there is no checkpoint"
             return f"{known}; that of step {self._begun} was not kept: {why}"
         # The last checkpoint is there, but the best one may not be.
         lost = next((one for one in not_saved if one.best), None)
@@ -134,7 +134,7 @@ class Saving:
                 rank=self._ctx.rank,
                 step=step,
                 message=why,
-                advice="free space in the checkpoint folder, and leave it where it is; the training goes on and the "
-                "next checkpoint is tried",
+                advice="free space in the checkpoint folder, and do not move or delete it; the training goes on and "
+                "tries the next checkpoint",
             )
         )

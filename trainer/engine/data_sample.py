@@ -67,7 +67,7 @@ class DataSample:
         """
         size = len(self._dataset)
         if samples != size:
-            return f"it has {size} samples now and had {samples}"
+            return f"it has {size} samples now, but had {samples}"
         indices = [index for index, _ in known]
         read = zip(known, self._digests(indices), strict=False)
         unequal = [index for (index, digest), now in read if now and now != digest]
@@ -80,9 +80,7 @@ class DataSample:
         if not altered:
             self._known = [[index, digest] for index, digest in known]
             return ""
-        return (
-            f"of {len(known)} samples that were compared {len(altered)} are not what they were, such as {min(altered)}"
-        )
+        return f"{len(altered)} of {len(known)} samples that were compared have changed, such as sample {min(altered)}"
 
     def _digests(self, indices: Sequence[int]) -> list[str]:
         """Return a digest of each sample, empty where it has none; fewer where reading fails or takes long."""

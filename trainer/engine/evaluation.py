@@ -80,14 +80,14 @@ def evaluate(
     named = [", ".join(values) for _, values in ranks]
     if len(set(named)) > 1:
         raise TrainingError(
-            f"ranks sum unlike values: {'; '.join(f'rank {n} has {text}' for n, text in enumerate(named))}"
+            f"ranks sum different values: {'; '.join(f'rank {n} has {text}' for n, text in enumerate(named))}"
         )
     totals = {name: _exact_sum([value for _, values in ranks for value in values[name].tolist()]) for name in own}
     if isinstance(batches, StreamEvalBatches):
         batches.require_same()
     count = totals["count"]
     if not count:
-        raise TrainingError("the loss of every sample of the split counts no item")
+        raise TrainingError("loss() returned a count of 0 for every batch of the split")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
 

@@ -300,7 +300,7 @@ class Loop:
         step, scaler = self.updates + 1, self.scaler
         self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
         self.meter.discard()
-        self.ctx.print_line(f"step {step} was left out: a gradient overflowed; the loss scale is now {scaler.value:g}")
+        self.ctx.print_line(f"step {step} was skipped: a gradient overflowed; the loss scale is now {scaler.value:g}")
 
     @property
     def validation_missing(self) -> bool:

@@ -21,10 +21,7 @@ from trainer.contract.errors import TrainingError
 from trainer.distributed.host_copies import HostCopies, HostCopy
 from trainer.tasks.task import Task, summed_loss
 
-AGAIN = (
-    "dropout and other random numbers were drawn anew, or the number came from one of them: lower --lr, or set "
-    "--clip-norm"
-)
+AGAIN = "random numbers such as dropout differ between the two passes: lower --lr, or set --clip-norm"
 """Reasons why the same batch may give finite numbers when it is computed again, and advice."""
 
 
@@ -136,7 +133,7 @@ class FiniteCheck:
         if scale < least:
             raise NonFiniteError(
                 f"the loss scale is {scale:.3g}, below --min-loss-scale {least:g}, and {left_out} steps in a row were "
-                f"left out: {self._gradient_message(step, self._batch)}"
+                f"skipped: {self._gradient_message(step, self._batch)}"
             )
 
     def found_bad(self) -> bool:
@@ -218,8 +215,8 @@ class FiniteCheck:
             if parameter.grad is not None and not _finite(parameter.grad):
                 return f"it is in the gradient of {name}"
         if self._copies is not None:
-            return "a GPU's gradients are not kept until they are looked at"
-        return "every gradient is finite, only their norm is too large for its number format"
+            return "a GPU's gradients are no longer available when the result is checked"
+        return "every gradient is finite, but their norm is too large for its number format"
 
     def _first_bad_tensor(self) -> str:
         tensors = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
@@ -232,7 +229,7 @@ class FiniteCheck:
 
 def no_item(step: int) -> str:
     """Return the message about a step in which no item counts."""
-    return f"step {step}: the loss of every rank counts no item"
+    return f"step {step}: loss() returned a count of 0 on every rank"
 
 
 def _loss_message(step: int, places: str) -> str:
@@ -282,8 +279,8 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
 
 
 REMEDIES = {
-    "parameter": "an update before has made it so: lower --lr, or set --clip-norm",
-    "output": "look for such a number, or one out of all proportion, in this batch; if there is none, lower --lr, set "
+    "parameter": "an earlier update caused it: lower --lr, or set --clip-norm",
+    "output": "look for a non-finite or very large number in this batch; if there is none, lower --lr, set "
     "--clip-norm, or take bf16 instead of fp16",
     "the loss": "look for the logarithm of 0, or a division by 0, where the task computes its loss",
     "gradient": "look for a square root or logarithm of 0, or a division by 0, there or in what comes after it; if "

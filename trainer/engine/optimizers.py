@@ -72,7 +72,7 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     own, groups = optimizer.state_dict(), saved.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise RequestError("its param_groups are no list of dicts")
+        raise RequestError("its param_groups are not a list of dicts")
     if len(groups) != len(own["param_groups"]):
         raise RequestError(f"it has {len(groups)} parameter groups, but this run {len(own['param_groups'])}")
     for index, (settings, group) in enumerate(zip(own["param_groups"], groups, strict=True)):
@@ -90,7 +90,7 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     known = {parameter for group in own["param_groups"] for parameter in group["params"]}
     state = saved.get("state")
     if not isinstance(state, Mapping) or not all(isinstance(of_one, Mapping) for of_one in state.values()):
-        raise RequestError("its state is no dict of dicts")
+        raise RequestError("its state is not a dict of dicts")
     if unknown := [parameter for parameter in state if parameter not in known]:
         raise RequestError(f"its state[{unknown[0]!r}] belongs to no parameter of this run")
 
@@ -126,8 +126,8 @@ class Schedule:
             raise RequestError("--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays")
         if len(options.lr) > 1 and options.lr_scheduler != "fixed":
             raise RequestError(
-                f"--lr has {len(options.lr)} values, one per epoch, but --lr-scheduler {options.lr_scheduler} makes "
-                "its own way from one: give one, or --lr-scheduler fixed"
+                f"--lr has {len(options.lr)} values, one per epoch, but --lr-scheduler {options.lr_scheduler} "
+                "computes all from one: give one, or --lr-scheduler fixed"
             )
         self._factors = [float(group["lr"]) / options.lr[0] for group in optimizer.param_groups]
         self._updates = 0
@@ -203,7 +203,8 @@ def _end_of(options: Training) -> int:
     flag = "--total-num-update" if options.total_num_update else "--max-updates"
     if not end:
         raise RequestError(
-            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, to know where it ends"
+            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, "
+            "the step at which it ends"
         )
     if end <= options.warmup_updates:
         raise RequestError(

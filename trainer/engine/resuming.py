@@ -149,10 +149,10 @@ def require_fit(
     if not isinstance(saved, Mapping):
         problem = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
         raise CheckpointError(
-            f"{source}: entry {ENTRIES}, the list of what was saved, {problem}; was it written by an earlier version?"
+            f"{source}: entry {ENTRIES}, the list of saved entries, {problem}; was it written by an earlier version?"
         )
     found = kinds({key: value for key, value in state.items() if key != ENTRIES})
-    if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of what was saved"):
+    if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of saved entries"):
         raise CheckpointError(f"{source}: {_line(wrong)}")
     entries = _convert(state, CheckpointEntries, source)
     if entries.scaler:
@@ -253,12 +253,14 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
     if was == seed:
         return ""
     numbers = (
-        f"the ranks' random numbers go on as saved, from seed {was}" if same_ranks else "random numbers begin with it"
+        f"the ranks' random states continue as saved, from seed {was}"
+        if same_ranks
+        else "the random states start from it"
     )
     if not shuffle:
         return f"seed {seed} does not change the order of the data, which is not shuffled; {numbers}"
     if position["consumed"]:
-        rest = f"epoch {epoch} ends in the order of seed {was}"
+        rest = f"the rest of epoch {epoch} keeps the order of seed {was}"
         return f"seed {seed} orders the data from epoch {epoch + 1} on, {rest}; {numbers}"
     return f"seed {seed} orders the data from epoch {epoch} on; {numbers}"
 

@@ -106,7 +106,7 @@ class TrainingState:
         """
         weights, misfits = fit(load_weights(file), self.model.state_dict())
         if misfits and not (partial and weights):
-            hint = "; --finetune-partial takes those that fit" if weights else ""
+            hint = "; --finetune-partial loads those that match" if weights else ""
             raise RequestError(f"{file} does not fit this model, {misfits}{hint}")
         return weights, misfits
 
@@ -137,7 +137,11 @@ class TrainingState:
         resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
         self.average.load(entries.plain, self.model)
         if self.average.enabled != (entries.plain is not None):
-            begins = "begins with these weights" if self.average.enabled else "ends, and the weights beside it go on"
+            begins = (
+                "starts from these weights"
+                if self.average.enabled
+                else "ends; training continues from the plain weights"
+            )
             reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)
@@ -154,7 +158,7 @@ class TrainingState:
             self.saving.inherit_best(best_file, step=self.best.step)
         resume_rng(entries, rank=ctx.rank, world_size=ctx.world_size, source=source)
         position = self.train_batches.position
-        fresh = "; the state of the optimizer begins fresh" if fresh_state else ""
+        fresh = "; the state of the optimizer was reset" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
         ctx.print_line(f"resumed at {where}, after {self.updates} updates{fresh}")
         same_ranks = len(entries.rng) == ctx.world_size
@@ -164,7 +168,7 @@ class TrainingState:
             reports.remark(
                 ctx,
                 "data_changed",
-                f"the training data is not that of {source}: {altered}",
+                f"the training data differs from that of {source}: {altered}",
                 severity="warning",
-                advice="to continue that training exactly, stop and give it its data back",
+                advice="to continue that training exactly, stop and restore its data",
             )

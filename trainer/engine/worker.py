@@ -163,7 +163,7 @@ class _Rank:
         for note in notes if self.assignment.rank == 0 else ():
             self._print_line(note)
         if rest:
-            raise RequestError(f"{rest[0]} is no option of the trainer or of task {options.task}")
+            raise RequestError(f"{rest[0]} is not an option of the trainer or of task {options.task}")
         flags = {option.name: option.flag for option in schema}
         own = check(kind.Options, values, where=lambda name: flags.get(name, name))
         return kind(own), task_request(options.task, kind, own)
@@ -208,8 +208,8 @@ class _Rank:
             lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
         )
         loop.state.begin_with(weights)
-        took = f"the model begins with {len(weights)} weights of {file}"
-        reports.remark(loop.ctx, "warm_start", f"{took}, not with what does not fit: {misfits}" if misfits else took)
+        took = f"the model starts from {len(weights)} weights of {file}"
+        reports.remark(loop.ctx, "warm_start", f"{took}; not loaded: {misfits}" if misfits else took)
 
     def _resume(self, loop: Loop, options: Training) -> None:
         """Restore the checkpoint of ``--resume``, if given.
@@ -233,8 +233,8 @@ class _Rank:
         if not (reason := loop.end_reason()):
             return
         distributed.from_master(lambda: self._require_work(loop, source, reason))
-        missing = "its last validation is made now" if loop.validation_missing else "it is finished"
-        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no update is left to make, {reason}: {missing}")
+        missing = "running its last validation now" if loop.validation_missing else "it is finished"
+        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no updates are left, {reason}: {missing}")
 
     def _require_work(self, loop: Loop, name: str, reason: str) -> None:
         """Raise if a checkpoint's training is finished, unless this run trained it.
@@ -274,7 +274,8 @@ class _Rank:
     def _report_missing(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))
         self._print_line(
-            f"waiting for ranks {', '.join(map(str, missing))}: {len(joined)} of {len(joined) + len(missing)} are here"
+            f"waiting for ranks {', '.join(map(str, missing))}: "
+            f"{len(joined)} of {len(joined) + len(missing)} have joined"
         )
 
     def _end_lost_peer(self, why: str) -> None:
@@ -353,7 +354,7 @@ def _offer(loop: Loop, source: Path) -> str:
             loop.state.require_fit(state, source=str(path))
         except RequestError:
             continue
-        return f"; {path} is good: --resume {path} (in a recipe train.resume) goes on from update {state['updates']}"
+        return f"; {path} fits: --resume {path} (in a recipe train.resume) continues from update {state['updates']}"
     return ""
 
 

@@ -121,7 +121,7 @@ def require_devices(options: Distributed, device_count: int, world_size: int) ->
     if not options.cpu and device_count == 0 and world_size > 1:
         raise RequestError(
             f"{world_size} ranks were asked for, but no GPU is visible on this machine: "
-            "add --cpu to train on CPUs, or look at the driver and CUDA_VISIBLE_DEVICES"
+            "add --cpu to train on CPUs, or check the driver and CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -71,17 +71,17 @@ def _scheme(url: str) -> Scheme:
     if scheme == "tcp" and (parsed is None or not parsed.has_port):
         raise RequestError(f"{where}, but must be tcp://HOST:PORT with a port from 1 to 65535")
     if parsed is None:
-        raise RequestError(f"{where}, but must be file:// and an absolute path, such as file:///shared/meeting")
+        raise RequestError(f"{where}, but must be file:// and an absolute path, such as file:///shared/rendezvous")
     return scheme
 
 
 def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_count: int, url: str) -> Decision:
     world = options.distributed_world_size or device_count
     if world == 0:
-        raise RequestError("--distributed-init-method needs --distributed-world-size: how many ranks are to meet there")
+        raise RequestError("--distributed-init-method needs --distributed-world-size: the number of ranks on all nodes")
     if world == 1:
         raise RequestError(
-            f"--distributed-init-method {url} is where ranks meet, but the world size is 1: "
+            f"--distributed-init-method {url} is for several ranks, but the world size is 1: "
             "give --distributed-world-size, or leave the init method out"
         )
     require_devices(options, device_count, world)
@@ -97,10 +97,10 @@ def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_
     else:
         raise RequestError(
             f"--distributed-gpus is missing: how many of the {world} ranks run on this node, from rank "
-            f"{options.distributed_rank} on; CPUs do not say"
+            f"{options.distributed_rank} on; on CPUs there is no default"
         )
     _check_ranks(options.distributed_rank, nprocs, world)
-    why = f"ranks {_rank_range(options.distributed_rank, nprocs)} of {world} meet at {url}"
+    why = f"ranks {_rank_range(options.distributed_rank, nprocs)} of {world}, rendezvous at {url}"
     if nprocs > 1:
         return _spawn_decision("explicit", options, device_count, world, options.distributed_rank, nprocs, url, why)
     return _own_rank_decision(
@@ -124,7 +124,7 @@ def _check_port(options: Distributed, url: str) -> None:
     if options.distributed_port not in (None, port):
         raise RequestError(
             f"--distributed-port {options.distributed_port} contradicts --distributed-init-method {url}: "
-            "it is for an init method that is inferred"
+            "it is used only if the init method is inferred"
         )
 
 
@@ -240,17 +240,18 @@ def _single_node_decision(options: Distributed, device_count: int) -> Decision:
     nprocs = options.distributed_gpus
     if options.distributed_rank > 0:
         raise RequestError(
-            f"--distributed-rank {options.distributed_rank} needs --distributed-init-method: where the ranks meet"
+            f"--distributed-rank {options.distributed_rank} needs --distributed-init-method, "
+            "the rendezvous of all ranks"
         )
     if requested is not None and nprocs is not None and nprocs != requested:
         raise RequestError(
             f"--distributed-gpus {nprocs} of --distributed-world-size {requested} means that there are other nodes: "
-            "say with --distributed-init-method where the ranks meet"
+            "give --distributed-init-method, the rendezvous of all ranks"
         )
     wanted = requested or nprocs
     if options.distributed_no_spawn and (wanted or 1) > 1:
         raise RequestError(
-            f"--distributed-no-spawn starts one of {wanted} ranks: say with --distributed-init-method where they meet"
+            f"--distributed-no-spawn starts one of {wanted} ranks: give --distributed-init-method, their rendezvous"
         )
     if nprocs is not None and not options.cpu and device_count == 0:
         raise RequestError(f"--distributed-gpus is {nprocs}, but no GPU is visible here: add --cpu to train on CPUs")

@@ -21,7 +21,7 @@ def expand(hostlist: str) -> list[str]:
     for entry in _split(hostlist):
         parts = re.split(r"\[([^\[\]]*)\]", entry)
         if any(mark in text for text in parts[::2] for mark in "[]"):
-            raise RequestError(f"host list {hostlist!r} has a bracket without its partner")
+            raise RequestError(f"host list {hostlist!r} has an unmatched bracket")
         # re.split alternates plain text and the content of brackets.
         choices = [[part] if index % 2 == 0 else _numbers(part, hostlist) for index, part in enumerate(parts)]
         hosts += ["".join(combination) for combination in itertools.product(*choices)]
@@ -42,7 +42,7 @@ def _numbers(ranges: str, hostlist: str) -> list[str]:
     for item in ranges.split(","):
         low, dash, high = item.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
-            raise RequestError(f"host list {hostlist!r} has {item.strip()!r} where a number or a range belongs")
+            raise RequestError(f"host list {hostlist!r} has {item.strip()!r} instead of a number or a range")
         count = int(high or low) - int(low) + 1
         if count > MAX_HOSTS:
             raise RequestError(f"host list {hostlist!r} names more than {MAX_HOSTS} hosts")

@@ -59,7 +59,7 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
         RequestError: the variables are incomplete, or contradict each other, the flags or the machine.
     """
     if options.distributed_rank > 0:
-        raise RequestError("--distributed-rank is Slurm's to say: leave it out, or give --distributed-init-method")
+        raise RequestError("--distributed-rank is set by Slurm: leave it out, or give --distributed-init-method")
     if environ.get("SLURM_HET_SIZE"):
         # The variables of a heterogeneous job cover one component; ranks are numbered across all components.
         return _task_per_rank(options, environ, device_count, tasks=None)
@@ -86,8 +86,8 @@ def _tasks(environ: Mapping[str, str], nodes: int) -> list[int]:
         counts = [total // nodes] * nodes
     elif total:
         raise RequestError(
-            f"Slurm has {total} tasks on {nodes} nodes and does not say how many on which: "
-            "ask srun for --ntasks-per-node, or for a multiple of the nodes"
+            f"Slurm has {total} tasks on {nodes} nodes, but gives no number of tasks per node: "
+            "start srun with --ntasks-per-node, or with a multiple of the nodes"
         )
     else:
         raise RequestError("the environment has SLURM_STEP_ID, but neither SLURM_NTASKS nor SLURM_TASKS_PER_NODE")

@@ -21,7 +21,7 @@ TEMPERATURE_GPU, CLOCK_SM = 0, 1
 
 NO_LIBRARY = "no NVIDIA driver on this machine; CPU ranks work"
 REFUSALS = {
-    4: "no permission to use the NVIDIA driver: see the rights of /dev/nvidiactl",
+    4: "no permission to use the NVIDIA driver: check the permissions of /dev/nvidiactl",
     9: "the NVIDIA driver is installed but not loaded: try `nvidia-smi`, then dmesg",
     18: "the NVIDIA driver was updated while loaded: reboot or reload it",
 }

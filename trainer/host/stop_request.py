@@ -20,7 +20,7 @@ LEASE = "GPUTRAIN_LEASE"
 """Environment variable: ``stdin`` means that the end of standard input ends the run."""
 LEASE_RETURNED = b"stop\n"
 """Line that the holder of a lease writes before ending it on purpose, to distinguish that from a broken connection."""
-LEASE_LOST = "the command that started it is gone"
+LEASE_LOST = "lost contact with the command that started it"
 """Reason of a stop at the end of a lease without ``LEASE_RETURNED``."""
 STACK_SIGNAL = signal.SIGQUIT
 """Signal on which a rank prints its Python stacks; SIGUSR1 and SIGUSR2 are sent by schedulers before a time limit."""

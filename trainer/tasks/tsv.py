@@ -104,7 +104,9 @@ def _named_columns(path: Path, names: list[str], text: str | None, label: str | 
         others = [index for index in range(len(names)) if index not in found.values()]
         fitting = [index for index in others if names[index].lower() in usual] or (others if len(others) == 1 else [])
         if not fitting:
-            raise RequestError(f"{path}, line 1: which column is the {kind}? {kind}_column names one of {_list(names)}")
+            raise RequestError(
+                f"{path}, line 1: the column of the {kind} is unknown: set {kind}_column to one of {_list(names)}"
+            )
         found[kind] = fitting[0]
     if found["text"] == found["label"]:
         raise RequestError(f"{path}, line 1: text_column and label_column are both column {found['text']}")

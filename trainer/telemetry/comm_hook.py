@@ -202,7 +202,7 @@ class BucketHook:
         """Stop measuring, and let a comm hook that the model gets later do the averaging."""
         self._measuring = self._detailed = False
         self._hook = lambda _, bucket: inner(state, bucket)
-        self.fault = "the model got a comm hook of its own: buckets are not measured from there on"
+        self.fault = "the model now has another comm hook: buckets are no longer measured"
 
     def take(self) -> Sequence[Buckets]:
         """Return the synchronisations since the last call; empty unless all are complete."""

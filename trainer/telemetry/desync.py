@@ -210,7 +210,7 @@ def _find_difference(
     """Return the differing tensors and ranks; a collective, called on every rank."""
     counts = [row[0] for row in _gather([len(sums)], torch.int64, device)]
     if len(set(counts)) > 1:
-        return _Difference(ranks=minority(counts, ranks), where=f"another number of {kind}s", drift=None)
+        return _Difference(ranks=minority(counts, ranks), where=f"a different number of {kind}s", drift=None)
     rows = _gather(sums, torch.int64, device)
     differing = [index for index in range(len(sums)) if len({row[index] for row in rows}) > 1]
     where = f"first in {kind} {tensors[differing[0]].name} ({len(differing)} of {len(sums)} differ)"
@@ -234,13 +234,13 @@ def _finding(difference: _Difference, *, kind: str, time: float, step: int) -> F
         rank=ranks[0],
         step=step,
         cause=f"{kind}s",
-        message=f"{holders} other {kind}s than the rest, {difference.where}",
+        message=f"{holders} different {kind}s than the others, {difference.where}",
         advice="stop and resume from the last checkpoint; look for a step, a learning rate or a random choice "
         "that depends on the rank",
     )
     if difference.drift is not None:
         finding.severity, finding.cause = "info", "drift"
-        finding.message = f"unlike processors drift apart in the last bits, {difference.where}"
+        finding.message = f"different processors drift apart in the last bits, {difference.where}"
         finding.evidence = {"relative_difference": difference.drift}
         finding.advice = "small amounts are normal; a checkpoint holds rank 0's values"
     return finding

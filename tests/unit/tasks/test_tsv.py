@@ -84,7 +84,11 @@ def test_of_two_columns_the_one_that_is_not_named_is_the_other(tmp_path: Path) -
         ("3", "stars", "line 1: text_column is 3, but there are columns 0 to 2"),
         ("00000000003", "stars", "line 1: text_column is 000000000, but there are columns 0 to 2"),
         ("phrases", "1", "line 1: text_column and label_column are both column 1"),
-        ("phrases", None, "line 1: which column is the label? label_column names one of 'id', 'phrases', 'stars'"),
+        (
+            "phrases",
+            None,
+            "line 1: the column of the label is unknown: set label_column to one of 'id', 'phrases', 'stars'",
+        ),
     ],
 )
 def test_a_missing_column_is_reported_with_the_columns_of_the_file(

@@ -50,7 +50,7 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
 
 def _require_regular(status: os.stat_result, path: Path | str) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
 def open_to_append(path: Path | str) -> int:

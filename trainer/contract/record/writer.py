@@ -100,7 +100,7 @@ class EventWriter:
         with self._lock:
             if len(self._pending) >= self.capacity:
                 self._lost += 1
-                self._reason = self._write_error or "the disk does not keep up"
+                self._reason = self._write_error or "the disk is too slow"
             else:
                 self._mark_gap()
                 self._queue(event, line)

@@ -59,11 +59,11 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
             owner = getattr(owner, part)
         original = owner.__dict__[name]
         if not inspect.isfunction(original) or not original.__module__.startswith("torch."):
-            raise TypeError("it is another one's")
+            raise TypeError("it was replaced")
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         where = ".".join([module, *holder, name])
         reason = f"{type(error).__name__}: {error}"
-        print(f"gputrain: {where} is not what it is in torch, and not measured: {reason}", file=sys.stderr)
+        print(f"gputrain: {where} is not torch's own and is not measured: {reason}", file=sys.stderr)
         return
     wrapper = wrap(recording, original)
     functools.update_wrapper(wrapper, original)

@@ -132,13 +132,13 @@ class Recording:
         """Return the reason why no step was measured."""
         if not self.optimizer_steps:
             return "no optimizer's step was seen"
-        return "no backward pass was seen by backward(), as those of torch.autograd.grad are not"
+        return "no call of backward() was seen (torch.autograd.grad is not measured)"
 
     def fail(self, error: Exception) -> None:
         """Stop measuring after a fault in the measurement, and print a line about it once."""
         if self.on:
             self.on = False
-            _print_line(f"the measuring of this training ends here: {type(error).__name__}: {error}")
+            _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Measure nothing in a forked process, such as a data loading process."""
