@@ -99,7 +99,7 @@ class Connection:
         if writable:
             self._write()
         if self._pipes.stderr_bytes() > MAX_NOISE_BYTES:
-            raise RefusedError(f"it says more than {MAX_NOISE_BYTES >> 20} MiB on its standard error")
+            raise RefusedError(f"it printed more than {MAX_NOISE_BYTES >> 20} MiB on its standard error")
         if stdout in readable:
             part = os.read(stdout, 1 << 18)
             self._buffer += part
@@ -115,22 +115,22 @@ class Connection:
             begin = self._buffer.find(self._mark)
             if begin < 0:
                 if len(self._buffer) > MAX_NOISE_BYTES:
-                    raise RefusedError(f"it says more than {MAX_NOISE_BYTES >> 20} MiB, and nothing of the agent's")
+                    raise RefusedError(f"it printed more than {MAX_NOISE_BYTES >> 20} MiB, but nothing from the agent")
                 return
             del self._buffer[:begin]
             end = self._buffer.find(b"\n", 0, MAX_LINE_BYTES)
             if end < 0:
                 if len(self._buffer) >= MAX_LINE_BYTES:
-                    raise ConnectionError("what it sent is no frame")
+                    raise ConnectionError("it sent an invalid frame")
                 return
             try:
                 frame = json.loads(self._buffer[len(self._mark) : end])
                 size = int(frame["bytes"])
                 frame["word"]
             except (ValueError, TypeError, KeyError):
-                raise ConnectionError("what it sent is no frame") from None
+                raise ConnectionError("it sent an invalid frame") from None
             if not 0 <= size <= MAX_DATA_BYTES:
-                raise ConnectionError("what it sent is no frame")
+                raise ConnectionError("it sent an invalid frame")
             if len(self._buffer) < end + 1 + size:
                 return
             data = bytes(self._buffer[end + 1 : end + 1 + size])
@@ -144,7 +144,7 @@ class Connection:
             return ConnectionError(f"it did not answer within {HELLO_S:g} s")
         code = self._pipes.exit_code(EXIT_S)
         if code is None:
-            return RefusedError("it closes its standard output, and says nothing of the agent's")
+            return RefusedError("it closed its standard output before the agent answered")
         why = explain_failure(self._host, code, self._pipes.stderr(), program="it")
         return ConnectionError(why) if code == SSH_FAILED else RefusedError(why)
 

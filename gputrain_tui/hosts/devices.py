@@ -106,9 +106,10 @@ class DeviceAllocator:
             free = [index for index in range(len(taken) + node.gpus) if index not in taken]
             devices = tuple(free[: node.gpus])
             return NodeDevices(devices=devices, visible=devices if allocated else ())
-        requested = f'"{node.gpus}"' if node.gpus is not None else "not a count"
+        requested = f' = "{node.gpus}"' if node.gpus is not None else ""
         raise RequestError(
-            f"{where} is {requested}, which needs to know the GPUs of {shown}: give a count or a list of device ids"
+            f"{where}{requested} depends on the GPUs of {shown}, which are not known: "
+            "set gpus to a count or a list of device ids"
         )
 
     def _from_inventory(
@@ -131,7 +132,7 @@ class DeviceAllocator:
 
             free = [gpu for gpu in unallocated if is_free(gpu)]
             if not free:
-                busy = f"all {_gpu_count(len(gpus))} are in use (see `gputrain gpus`)" if gpus else "it has none"
+                busy = f"all {_gpu_count(len(gpus))} are in use (see `gputrain gpus`)" if gpus else "it has no GPU"
                 raise DeviceUnavailableError(where, f'is "free", but {shown} has no free GPU: {busy}')
             return _whole_gpus(free)
         if node.gpus == "all":
@@ -197,7 +198,7 @@ class DeviceAllocator:
         if hidden is not None and hidden.mig:
             return f"that GPU of {shown} is split into MIG instances: name an instance by its UUID"
         if hidden is not None and hidden.prohibited:
-            return f"that GPU of {shown} is in compute mode prohibited"
+            return f"that GPU of {shown} is in the prohibited compute mode"
         if hidden is not None:
             return f"CUDA_VISIBLE_DEVICES={self._cuda_visible_devices} hides it here"
         if not gpus:

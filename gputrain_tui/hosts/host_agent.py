@@ -278,7 +278,7 @@ class Session:
         deadline = time.monotonic() + START_S
         while (agent := _read(self.folder / AGENT)) is None:
             if not (self.folder / STARTED).exists() or time.monotonic() > deadline:
-                raise NodeRefusedError("no agent of this run is here")
+                raise NodeRefusedError("there is no agent of this run on this host")
             time.sleep(0.005)
         if "why" in agent:
             raise NodeRefusedError(agent["why"])

@@ -95,9 +95,9 @@ class HostDialog:
         try:
             value = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise HostError("what it answered are no facts of a host") from None
+            raise HostError("it sent no valid host facts") from None
         if not is_bounded(msgspec.to_builtins(value)):
-            raise HostError("what it answered are no facts of a host")
+            raise HostError("it sent no valid host facts")
         return value
 
     def close(self) -> None:
@@ -146,9 +146,9 @@ class HostDialog:
             self._output += chunk
             self._output_bytes += len(chunk)
             if self._output_bytes + self._pipes.stderr_bytes() > MAX_ANSWER_BYTES:
-                raise HostError(f"it says more than {MAX_ANSWER_BYTES >> 20} MiB, and no facts")
+                raise HostError(f"it printed more than {MAX_ANSWER_BYTES >> 20} MiB, but no host facts")
             if ready and not chunk:
                 code = self._pipes.exit_code(EXIT_S)
                 if not code:
-                    raise HostError("what it answered are no facts of a host")
+                    raise HostError("it sent no valid host facts")
                 raise HostError(explain_failure(self.host, code, self._pipes.stderr(), program="it"))

@@ -48,10 +48,10 @@ def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
             content = file.read(MAX_HOSTFILE_BYTES + 1)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise RequestError(f"{path} cannot be read: {reason}; name a file with one host a line") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise RequestError(f"{path} cannot be read: {reason}; name a file with one host per line") from None
     if len(content) > MAX_HOSTFILE_BYTES:
-        raise RequestError(f"{path} is longer than {MAX_HOSTFILE_BYTES >> 20} MiB; name a file with one host a line")
+        raise RequestError(f"{path} is longer than {MAX_HOSTFILE_BYTES >> 20} MiB; name a file with one host per line")
     return parse_hosts(text, name=str(path))
 
 
@@ -69,11 +69,11 @@ def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
         entry = _parse_entry(words, f"{name}:{number}")
         if entry.host in found:
             raise RequestError(
-                f"{name}:{number}: {entry.host} is on line {found[entry.host][0]} already; write one line for it"
+                f"{name}:{number}: {entry.host} is already on line {found[entry.host][0]}; keep one line per host"
             )
         found[entry.host] = number, entry
     if not found:
-        raise RequestError(f"{name} names no host; write one a line, such as `gpu1` or `gpu1 gpus=0,2`")
+        raise RequestError(f"{name} names no host; write one per line, such as `gpu1` or `gpu1 gpus=0,2`")
     return tuple(entry for _, entry in found.values())
 
 
@@ -89,7 +89,7 @@ def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...
             entry = _parse_entry([word.strip()], name)
             found[entry.host] = entry
     if not found:
-        raise RequestError(f"{name} is {quoted(text)}, but must name hosts with commas between them, such as gpu1,gpu2")
+        raise RequestError(f"{name} is {quoted(text)}, but must name hosts, separated by commas, such as gpu1,gpu2")
     return tuple(found.values())
 
 
@@ -110,14 +110,14 @@ def _parse_entry(words: list[str], where: str) -> HostEntry:
     else:
         match = HOST.fullmatch(word)
     if match is None:
-        raise RequestError(f"{where}: {quoted(word)} is no host; write a name, an address, user@host or [address]")
+        raise RequestError(f"{where}: {quoted(word)} is not a host; write a name, an address, user@host or [address]")
     if match["slots"] is not None:
-        slots = _number(match["slots"], where, f"what follows {match['host']}:, the number of slots,", MAX_SLOTS)
+        slots = _number(match["slots"], where, f"the number of slots after {match['host']}:", MAX_SLOTS)
     for setting in settings:
         key, equals, value = setting.partition("=")
         key = key.lower().replace("-", "_")
         if not equals or key not in KEYS:
-            known = f"; known are {', '.join(f'{name}=' for name in KEYS if name != 'max_slots')}"
+            known = f"; allowed are {', '.join(f'{name}=' for name in KEYS if name != 'max_slots')}"
             raise RequestError(f"{where}: {quoted(setting)} is not known{nearest(key, KEYS) or known}")
         if key == "port":
             port = _number(value, where, "port", 65535)

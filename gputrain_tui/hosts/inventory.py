@@ -145,7 +145,7 @@ def why_busy(gpu: Gpu) -> str:
         if gpu.memory_used_bytes >= allowed:
             return f"{gpu.memory_used_bytes / MIB:.0f} MiB in use"
     elif gpu.processes is None:
-        return "it does not say who uses it"
+        return "its use is not reported"
     if gpu.utilization_percent is not None and gpu.utilization_percent >= FREE_BELOW_PERCENT:
         return f"{gpu.utilization_percent:.0f} % utilised"
     return ""

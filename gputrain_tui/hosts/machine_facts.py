@@ -103,12 +103,12 @@ def rendezvous_file(path: Path) -> RendezvousFile:
         if path.is_dir():
             problem, fix = f"{path} is a folder", "file:// names a file that the ranks create"
         elif path.exists() and path.stat().st_size > 0:
-            problem = f"{path} is left from an earlier run, and ranks would wait for it in vain"
+            problem = f"{path} is left from an earlier run, and a rendezvous on it would hang"
             fix = "remove it or name a new one"
         elif not folder.is_dir():
-            problem, fix = f"{path} cannot be created: there is no folder {folder}", "make the folder, on every node"
+            problem, fix = f"{path} cannot be created: there is no folder {folder}", "create the folder on every node"
         elif not os.access(folder, os.W_OK):
-            problem, fix = f"{path} cannot be created: {folder} is not writable", "name a folder that is"
+            problem, fix = f"{path} cannot be created: {folder} is not writable", "name a writable folder"
     except OSError as error:
         problem, fix = f"{path} cannot be used: {error.strerror}", "name another file"
     return RendezvousFile(path=str(path), problem=problem, fix=fix)
@@ -120,7 +120,7 @@ def folder_facts(path: Path, *, count: bool = False) -> Folder:
     try:
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not existing.is_dir():
-            return Folder(path=str(path), problem=f"{existing} is no folder")
+            return Folder(path=str(path), problem=f"{existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             return Folder(path=str(path), problem=f"{existing} is not writable")
         checkpoints = len(list(path.glob(CHECKPOINTS))) if count and existing == path else 0

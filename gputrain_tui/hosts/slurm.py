@@ -32,11 +32,11 @@ NOT_LAUNCHED = 53
 """Signal in the exit code of a job whose output file could not be opened."""
 WORDS = {
     "CANCELLED": "it was cancelled in Slurm",
-    "TIMEOUT": "its time limit in Slurm was over",
-    "DEADLINE": "its deadline in Slurm was over",
+    "TIMEOUT": "it reached its time limit in Slurm",
+    "DEADLINE": "it reached its deadline in Slurm",
     "PREEMPTED": "Slurm pre-empted it for another job",
     "NODE_FAIL": "Slurm lost one of its nodes",
-    "BOOT_FAIL": "a node of it did not boot",
+    "BOOT_FAIL": "one of its nodes did not boot",
     "OUT_OF_MEMORY": "it needed more memory than Slurm gave it",
 }
 """Reason for the end of a job by its state; for COMPLETED and FAILED the exit code has it."""
@@ -215,7 +215,7 @@ def _call(
             words, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout_s
         )
     except FileNotFoundError:
-        raise RequestError(f"there is no {words[0]} on this machine: type this where Slurm's commands are") from None
+        raise RequestError(f"there is no {words[0]} on this machine; use a machine that has Slurm's commands") from None
     except subprocess.TimeoutExpired:
         raise RequestError(f"{words[0]} does not answer within {timeout_s:.0f} s") from None
     stderr_lines = done.stderr.strip().splitlines()

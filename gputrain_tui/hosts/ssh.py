@@ -214,7 +214,7 @@ def socket_folder(environ: Mapping[str, str]) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
-        raise RequestError(f"{folder} cannot be made for connections of ssh: {error.strerror}") from None
+        raise RequestError(f"{folder} cannot be created for ssh's control sockets: {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RequestError(f"{folder} must be a folder that only you can enter (mode 0700); remove it")
     return folder

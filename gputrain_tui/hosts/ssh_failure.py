@@ -13,17 +13,17 @@ SSH_FAILED = 255
 """Exit code of ssh when the connection fails; any other is the remote command's."""
 
 REASONS = (
-    (r"could not resolve hostname", "no such host: neither DNS nor ~/.ssh/config knows the name"),
+    (r"could not resolve hostname", "no such host: the name is not in DNS or ~/.ssh/config"),
     (r"connection refused", "it refuses connections: is sshd running there, and on this port?"),
     (r"no route to host|network is unreachable", "there is no route to it from here"),
     (r"timed out during banner|timed out waiting", "something listens there, but no ssh server answers"),
     (r"timed out", "it does not answer"),
-    (r"host identification has changed", "its host key has changed: `ssh-keygen -R {host}` if that is right"),
+    (r"host identification has changed", "its host key has changed: if expected, `ssh-keygen -R {host}`"),
     (r"host key verification failed|host key is known", "its host key is not known yet: run `ssh {host}` once"),
     (r"permission denied", "it refuses the key: `ssh {host} true` must work without a password"),
     (r"too many authentication failures", "it refuses the keys: name one with IdentityFile in ~/.ssh/config"),
     (r"connection (closed|reset)|kex_exchange_identification|broken pipe", "it closed the connection"),
-    (r"bad configuration option|can't open user config", "ssh does not take its configuration: {line}"),
+    (r"bad configuration option|can't open user config", "ssh rejects its configuration: {line}"),
 )
 """Patterns of ssh's messages, in any case → explanation; the first match counts."""
 
@@ -45,7 +45,7 @@ def explain_failure(host: str, code: int, stderr: str, *, program: str = "its in
         for pattern, reason in REASONS:
             if found := next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None):
                 return reason.format(host=printable(host), line=_shortened(found))
-        return last or "ssh failed and does not say why"
+        return last or "ssh failed without a message"
     if code == 127 or "python3: command not found" in stderr:
         return "there is no python3"
     if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):

@@ -57,12 +57,12 @@ def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> Hos
     if result.timed_out:
         problem = f"it did not answer within {timeout_s:g} s"
     elif result.too_long:
-        problem = f"it says more than {MAX_ANSWER_BYTES >> 20} MiB, and no inventory"
+        problem = f"it printed more than {MAX_ANSWER_BYTES >> 20} MiB, but no inventory"
     elif result.code != 0:
         problem = explain_failure(host, result.code, result.stderr)
     else:
         inventory = extract_inventory(result.stdout, mark)
-        problem = "" if inventory is not None else "what it answered is no inventory"
+        problem = "" if inventory is not None else "it sent no valid inventory"
     return HostReport(host=host, inventory=inventory, problem=problem)
 
 

@@ -119,7 +119,7 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
         return recorded
     for node, end in killed or missing:
         return _failure_from_exit(run_dir, node, end, now)
-    return Failure(time=now, kind="exit", message="the run ended and no rank says why")
+    return Failure(time=now, kind="exit", message="the run ended and no rank recorded a reason")
 
 
 def exit_code(run_dir: RunDir, node: int, code: int) -> int:
@@ -146,7 +146,7 @@ def deletion_failure(run_dir: RunDir, now: float) -> Failure:
         run_dir: the deleted directory.
         now: Unix seconds.
     """
-    message = f"the run directory {run_dir.path} was deleted while the run went on"
+    message = f"the run directory {run_dir.path} was deleted during the run"
     return Failure(time=now, kind="run_directory", message=message)
 
 
@@ -261,9 +261,14 @@ def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> 
     last_line = lines[-1].removeprefix("gputrain: ").strip() if lines else ""
     suffix = f": {last_line}" if lines else ""
     if code == ExitCode.BAD_REQUEST:
-        return Failure(time=now, kind="request", host=host, message=last_line or "the request was wrong")
+        return Failure(
+            time=now,
+            kind="request",
+            host=host,
+            message=last_line or f"node {node} rejected the request without a message",
+        )
     if code == ExitCode.REFUSED:
-        message = last_line.removeprefix("trainer: ") or "it was refused"
+        message = last_line.removeprefix("trainer: ") or f"node {node} refused to start without a message"
         return Failure(time=now, kind="refused", host=host, message=message)
     names = rank_names(ranks)
     if code < 0:

@@ -54,11 +54,14 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
     path = Path(named)
     if path.suffix == ".pt" or len(path.parts) > 1 or path.is_file():
         if which is not None:
-            raise RequestError(f"--checkpoint {which} chooses among those of a run, but {named} is a file: name one")
+            raise RequestError(
+                f"--checkpoint {which} selects a checkpoint of a run, but {named} is a file: "
+                "name a run, or omit --checkpoint"
+            )
         return _named_file(path)
     run = last_trained() if named == "last" else find(named)
     if checkpoint := evaluated_checkpoint(run.dir):
-        raise RequestError(f"{run.id} is an evaluation, of {checkpoint}: name that, or the run that trained")
+        raise RequestError(f"{run.id} is an evaluation of {checkpoint}: name that file, or the run that trained it")
     if which not in (None, "best", "newest"):
         return _file_of(run, str(which))
     newest = resumable_checkpoint(run.dir)
@@ -113,7 +116,7 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     known = sorted(set().union(*map(checkpoints_in, folders)))
     listed = f"; it has {', '.join(known)}" if known else ""
     raise RequestError(
-        f"--checkpoint {quoted(name)} is no checkpoint of {run.id}; it is best, newest or a file"
+        f"--checkpoint {quoted(name)} is not a checkpoint of {run.id}; allowed are best, newest or a file"
         f"{nearest(name, ['best', 'newest', *known]) or listed}"
     )
 
@@ -121,5 +124,5 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
 def describe_missing_checkpoint(run: Run) -> str:
     """Return one line for a run without a checkpoint, with the last recorded one if that was deleted."""
     gone = recorded_checkpoints(run.dir)[-1:]
-    where = f"; the last that it wrote, {gone[0]}, is gone" if gone else ""
+    where = f"; the last one it wrote, {gone[0]}, no longer exists" if gone else ""
     return f"{run.id} has no checkpoint in {run.dir.checkpoints}{where}"

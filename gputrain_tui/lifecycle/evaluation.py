@@ -33,7 +33,7 @@ def evaluation_recipe(
     """
     recipe = load(source, overrides=overrides, stdin=stdin)
     if recipe.script is not None:
-        raise RequestError(f"{source} runs a script, which evaluates by itself: only tasks are evaluated from here")
+        raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
     sizes = recipe.train.batch_size
     train = msgspec.structs.replace(
         recipe.train,

@@ -90,7 +90,7 @@ def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, war
         DeviceUnavailableError: the node does not list its GPUs.
     """
     if isinstance(node.gpus, tuple):
-        warn(f"{node.host}: {problem}; its list of GPUs is believed")
+        warn(f"{node.host}: {problem}; its list of GPUs is used unchecked")
         return
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 
@@ -98,4 +98,4 @@ def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, war
     value: Mapping[str, object] = {"gpus": node.gpus, "ranks": node.ranks}
     unknown = f"is {value[key]!r}, but the GPUs of {node.host} are not known: {problem}"
     where = recipe.where("cluster", "nodes", index, key)
-    raise DeviceUnavailableError(where, f"{unknown}; a count or a list of GPUs is believed")
+    raise DeviceUnavailableError(where, f"{unknown}; a count or a list of GPUs is accepted unchecked")

@@ -70,4 +70,6 @@ def _await(process: subprocess.Popen[bytes], hurried: Callable[[], bool]) -> str
         waited_s += POLL_S
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return f"took longer than {TIMEOUT_S:.0f} s and was killed" if waited_s >= TIMEOUT_S else "was not waited for"
+    return (
+        f"took longer than {TIMEOUT_S:.0f} s and was killed" if waited_s >= TIMEOUT_S else "was killed before it ended"
+    )

@@ -148,21 +148,26 @@ def _plan_host(
     """
     transfers, lines = [], []
     if code in shared and answer["workdir"] == str(code):
-        lines.append(f"code: it sees {code} as this machine does; nothing to bring")
+        lines.append(f"code: {code} is shared with this machine; nothing to copy")
     else:
         transfers.append(Transfer(source=code, target=answer["workdir"], files=files))
-        lines.append(f"code: {len(files)} files of {code} to {answer['workdir']}; data and what git ignores stay here")
+        lines.append(
+            f"code: {len(files)} files of {code} to {answer['workdir']}; data and files that git ignores are not copied"
+        )
     # An environment that contains its interpreter, as of conda and pyenv, needs no equal one on the host.
     same = sys.prefix == sys.base_prefix or answer["base"] == platform.python_version()
     same = same and answer["machine"] == platform.machine()
     same = same and answer["libc"] == " ".join(platform.libc_ver())
     packages: tuple[str, ...] = ()
     if destination.own_python:
-        lines.append("environment: the recipe names an interpreter of its own; nothing to bring")
+        lines.append("environment: the recipe sets python for this host; nothing to copy")
     elif Path(sys.prefix).is_relative_to(SYSTEM):
-        lines.append(f"environment: {sys.prefix} is the system's; use a virtual environment, or name the host's python")
+        lines.append(
+            f"environment: {sys.prefix} belongs to the system and is not copied; "
+            "use a virtual environment, or set the host's python in the recipe"
+        )
     elif not imports:
-        lines.append(f"environment: it sees {sys.prefix} as this machine does; nothing to bring")
+        lines.append(f"environment: {sys.prefix} is shared with this machine; nothing to copy")
     else:
         wanted = [(folder, files_of(folder)) for folder in imports]
         transfers += [
@@ -171,11 +176,13 @@ def _plan_host(
             if same or files is not None
         ]
         if same:
-            lines.append(f"environment: {', '.join(map(str, imports))} to the same place by rsync")
+            lines.append(f"environment: {', '.join(map(str, imports))} by rsync to the same path")
         else:
             packages = tuple(package_versions())
-            why = f"Python {answer['base'] or 'elsewhere'}, {answer['libc']}, {answer['machine']}"
-            lines.append(f"environment: {why}; a new one in {sys.prefix}, with {len(packages)} packages by pip")
+            why = f"Python {answer['base'] or 'at another path'}, {answer['libc']}, {answer['machine']}"
+            lines.append(
+                f"environment: the host has {why}; a new one in {sys.prefix}, with {len(packages)} packages by pip"
+            )
     if transfers and not answer["rsync"]:
         raise PushError(f"{destination.host}: there is no rsync; install it there")
     own_folders = tuple(str(item.target) for item in transfers if item.source != code and item.files is not None)
@@ -203,7 +210,7 @@ def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
         if answer["problem"]:
             raise PushError(f"{item.host}: {answer['problem']}")
         sent = sum(_rsync(ssh, item.host, transfer) for transfer in item.transfers)
-        return f"{item.host}: {size(sent)} sent" if item.transfers else f"{item.host}: nothing to bring"
+        return f"{item.host}: {size(sent)} sent" if item.transfers else f"{item.host}: nothing to copy"
 
     return _in_parallel(push_host, pushes)
 
@@ -321,10 +328,10 @@ def _call(ssh: Ssh, host: str, action: str, request: Mapping[str, Any], timeout_
         why = f"it did not answer within {timeout_s:g} s" if done.timed_out else ""
         raise PushError(f"{host}: {why or explain_failure(host, done.code, done.stderr)}") from None
     if not isinstance(found, dict):
-        raise PushError(f"{host}: what it answered is not understood")
+        raise PushError(f"{host}: it sent no valid answer")
     if noise:
         raise PushError(
-            f"{host}: its start-up files print, which rsync does not bear; let them do so in terminals only"
+            f"{host}: its shell start-up files print, which breaks rsync; make them print in interactive shells only"
         )
     if action == "probe" and found.get("problem"):
         raise PushError(f"{host}: {found['problem']}")

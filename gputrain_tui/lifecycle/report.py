@@ -69,7 +69,7 @@ class LiveSink:
             return ""
         self._reported = True
         lines = last_lines(self._log, 1)
-        return f"report.{self.name} is not written any more: {printable(lines[0]) if lines else 'it was killed'}"
+        return f"report.{self.name} is no longer written: {printable(lines[0]) if lines else 'it was killed'}"
 
     def end(self, *, hurried: Callable[[], bool]) -> str:
         """Wait until the rest of the record is written, at most ``SINK_TIMEOUT_S``; return an error or nothing."""
@@ -86,8 +86,8 @@ class LiveSink:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         if left:
-            whole = "; `gputrain export --to tensorboard` writes all of it" if self.name == "tensorboard" else ""
-            return f"report.{self.name} lacks the end, which was not written in time; see {self._log}{whole}"
+            whole = "; `gputrain export --to tensorboard` writes the whole record" if self.name == "tensorboard" else ""
+            return f"report.{self.name} is incomplete: its end was not written in time; see {self._log}{whole}"
         return self.problem()
 
 

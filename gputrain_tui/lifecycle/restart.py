@@ -42,7 +42,7 @@ def with_repetition(failure: Failure) -> Failure:
     """Return a repeated failure with a note in its message that the run is not started again."""
     at = f" after step {failure.step}" if failure.step else ""
     return msgspec.structs.replace(
-        failure, message=f"{failure.message}; it came twice{at}, so the run is not started again"
+        failure, message=f"{failure.message}; it happened twice{at}, so the run is not restarted"
     )
 
 

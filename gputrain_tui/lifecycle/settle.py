@@ -128,5 +128,5 @@ def _result(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int],
         failure = Failure(time=now, kind="signal", message="the run's supervisor was killed, and its ranks with it")
     else:
         where = run_dir.logs / "supervisor.log"
-        failure = Failure(time=now, kind="exit", message=f"the run's supervisor failed: the end of {where} says why")
+        failure = Failure(time=now, kind="exit", message=f"the run's supervisor failed; see the end of {where}")
     return AttemptResult(status="failed", failure=failure)

@@ -73,7 +73,7 @@ KILLED_WORKER = "killed by signal"
 """Part of the error of torch's DataLoader if one of its worker processes was killed."""
 USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "from another host")
 """Ends of the reasons of stops that were requested by a person, not by Slurm."""
-FIX = "`sinfo` lists what the cluster has"
+FIX = "`sinfo` lists the partitions and nodes of the cluster"
 KEY_OF_WORD = {
     "partition": "partition",
     "account": "account",
@@ -232,7 +232,7 @@ def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult
         return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")
     if not hosts:
         return _failed("node_lost", message)
-    return _failed("node_lost", f"{message}; `scontrol show node {','.join(hosts)}` says more", host=hosts[0])
+    return _failed("node_lost", f"{message}; see `scontrol show node {','.join(hosts)}`", host=hosts[0])
 
 
 def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
@@ -252,9 +252,9 @@ def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None
     rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
     names = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
     if rank is None and (largest := attempt_outcome.largest_rank(run_dir, node.node)) is not None:
-        names += f" (rank {largest} used most)"
-    allowed = "" if limit is None else f" of {size(limit)} on a node"
-    message = f"{names} on {node.host} ran out of memory: Slurm held the job to its limit{allowed}; raise slurm.mem"
+        names += f" (rank {largest} used the most)"
+    allowed = "" if limit is None else f" of {size(limit)} per node"
+    message = f"{names} on {node.host} ran out of memory: Slurm enforced the job's limit{allowed}; raise slurm.mem"
     ended = _failed("out_of_memory", message, host=node.host)
     assert ended.failure is not None
     ended.failure.rank = rank
@@ -304,8 +304,8 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
                 lost = slurm.lost_hosts(job.nodes)
             ended = _failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm.WORDS[state])
         else:
-            cause = slurm.WORDS.get(state) or f"its job in Slurm is over ({state.lower() or 'forgotten'})"
-            ended = _failed("slurm", f"{cause}, and its supervisor has not recorded why")
+            cause = slurm.WORDS.get(state) or f"its Slurm job has ended ({state.lower() or 'no longer known to Slurm'})"
+            ended = _failed("slurm", f"{cause}, and its supervisor did not record why")
         writer = RunStatusWriter(run_dir, plan, now=time.time)
         writer.close(ended, left=[])
         report_end(run_dir, writer)
@@ -367,9 +367,7 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
         if time.monotonic() >= query_at:
             now, query_at = refresh(now), time.monotonic() + MIN_QUERY_INTERVAL_S
         if time.monotonic() >= deadline and level > StopLevel.SAVE:
-            raise RequestError(
-                f"stop: job {job.number} of {run.id} does not end; `scontrol show job {job.number}` says more"
-            )
+            raise RequestError(f"stop: job {job.number} of {run.id} does not end; see `scontrol show job {job.number}`")
         if time.monotonic() >= deadline:
             level, deadline = StopLevel.NOW, deadline + timeout_s
         time.sleep(POLL_S)

@@ -97,8 +97,8 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(f"--resume {resume}: {checkpoints.describe_missing_checkpoint(run)}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
-                f"--resume {resume}: {run.id} has finished, nothing is left to train; "
-                "to train it further raise what ended it, such as --set train.max_updates=N"
+                f"--resume {resume}: {run.id} has finished: nothing is left to train; "
+                "to train further, raise the limit that ended it, such as --set train.max_updates=N"
             )
         settings.append(f"train.resume={found}")
         source = source or recipe_of(run)
@@ -419,7 +419,7 @@ def await_supervisor(
         break
     status = read_status(run.dir)
     if status is None or (status.supervisor == previous and status.status not in ENDED):
-        raise RequestError(f"the supervisor of {run.id} did not start; {run.dir.logs / 'supervisor.log'} says why")
+        raise RequestError(f"the supervisor of {run.id} did not start; see {run.dir.logs / 'supervisor.log'}")
 
 
 def recipe_text(recipe: Recipe) -> str:

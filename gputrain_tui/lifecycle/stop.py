@@ -76,9 +76,12 @@ def stop(found: Run) -> tuple[str, list[int]]:
     """
     path = found.dir.path
     if found.status.archived is not None:
-        raise RequestError(f"stop: {found.id} is an archive, of which nothing runs")
+        raise RequestError(f"stop: {found.id} is an archive; it has no processes to stop")
     if found.status.by_hand and found.state not in ENDED:
-        raise RequestError(f"stop: the commands of {found.id} were typed by hand: Ctrl-C there, or scancel, ends them")
+        raise RequestError(
+            f"stop: the commands of {found.id} were typed by hand; "
+            "end them with Ctrl-C in their terminals, or with scancel"
+        )
     job = read_job(found.dir)
     if job is not None and (found.state not in ENDED or job.batch):
         from gputrain_tui.lifecycle import slurm_jobs
@@ -96,7 +99,9 @@ def stop(found: Run) -> tuple[str, list[int]]:
         if supervisor_beats(found.dir):
             return _stop_through_file(found, supervisor.host)
         if not all(attempt_folders(found.dir, node.node) for node in read_plan(found.dir).nodes):
-            raise RequestError(f"stop: {found.id} runs on {supervisor.host}, also some of its ranks; stop it there")
+            raise RequestError(
+                f"stop: {found.id} runs on {supervisor.host}, and so do some of its ranks; stop it there"
+            )
         print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
         found = start.adopt(found)
     now, problem = found, ""

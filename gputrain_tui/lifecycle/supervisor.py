@@ -299,8 +299,9 @@ class Supervisor:
                     state="raised" if process.node in self._silent else "cleared",
                     rank=self._plan.nodes[process.node].first_rank,
                     host=process.host,
-                    message=f"nothing is heard of {process.host}: its ranks may go on; what they record comes later",
-                    advice=f"see whether `ssh {process.host} true` works",
+                    message=f"no contact with {process.host}: its ranks may still be running; "
+                    "their record follows when it answers again",
+                    advice=f"check that `ssh {process.host} true` works",
                 )
             )
 
@@ -480,7 +481,7 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
         leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
         inherited = next((word.removeprefix(CONNECTIONS) for word in words if word.startswith(CONNECTIONS)), "{}")
         if not settle.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
-            print(f"another supervisor answers for {run_dir.path}", file=sys.stderr)
+            print(f"another supervisor holds the lock of {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
         if (adopting or not slurm.is_requeued()) and (
             code := settle.recorded_exit_code(run_dir, read_plan(run_dir))

@@ -110,7 +110,7 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
     task = recipe.train.task
     if recipe.script is not None:
         yield _missing_result("script", facts.script) or CheckResult(
-            status="ok", check="script", what=f"{recipe.script.script} is there and is Python", key="train.script"
+            status="ok", check="script", what=f"{recipe.script.script} exists and is valid Python", key="train.script"
         )
     elif task in BUILT_IN:
         yield CheckResult(status="ok", check="task", what=f"{task} is built in", key="train.task")
@@ -121,10 +121,10 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
             status="ok", check="data", what="all of it can be read"
         )
     elif recipe.script is None:
-        yield CheckResult(status="note", check="data", what="the task's own ranks look for its data")
+        yield CheckResult(status="note", check="data", what="not checked: the task's own code reads it")
     if recipe.train.resume and nodes[0].node == 0:  # rank 0 reads it for all
         yield _missing_result("resume", facts.resume) or CheckResult(
-            status="ok", check="resume", what=f"{recipe.train.resume} is there", key="train.resume"
+            status="ok", check="resume", what=f"{recipe.train.resume} exists", key="train.resume"
         )
 
 
@@ -148,8 +148,8 @@ def _rendezvous(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
     if facts.rendezvous is not None:
         yield CheckResult(
             status="error" if facts.rendezvous.problem else "ok",
-            check="meeting file",
-            what=facts.rendezvous.problem or f"{facts.rendezvous.path} can be made",
+            check="rendezvous",
+            what=facts.rendezvous.problem or f"{facts.rendezvous.path} can be created",
             fix=facts.rendezvous.fix,
             key="cluster.init_method",
         )
@@ -173,8 +173,8 @@ def _rendezvous(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
         yield CheckResult(
             status="warning",
             check="address",
-            what=f"{port.address} is no address of this machine, on which rank 0 listens",
-            fix="name an address that `gputrain gpus` shows, unless another machine forwards this one",
+            what=f"{port.address} is not an address of this machine, on which rank 0 listens",
+            fix="name an address that `gputrain gpus` shows, unless this one is forwarded to this machine",
             key="cluster.init_method" if named else "cluster.nodes[0].host",
         )
 
@@ -228,7 +228,7 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> Iterator[CheckResult]
             status="warning" if recipe.launch.share_devices else "error",
             check="GPUs",
             what=f"GPU {gpu.index} is in use by {users}{more}",
-            fix='gpus = "free" takes others; train.share_devices = true uses it all the same',
+            fix='gpus = "free" takes others; train.share_devices = true uses it anyway',
             key=key,
             host=host,
         )
@@ -252,7 +252,7 @@ def _torch(facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[Chec
         fix = "install a CUDA build of torch, or use cpu_ranks"
         yield CheckResult(status="error", check="torch", what=what, fix=fix, key=key)
     elif torch.cuda is not None and (driver := _driver_cuda(facts)) and _major(driver) < _major(torch.cuda):
-        what = f"torch {torch.version} wants CUDA {torch.cuda}, but the driver runs CUDA up to {driver}"
+        what = f"torch {torch.version} needs CUDA {torch.cuda}, but the driver supports CUDA up to {driver}"
         fix = f"install a torch for CUDA {_major(driver)}, or a newer driver"
         yield CheckResult(status="warning", check="torch", what=what, fix=fix, key=key)
     else:
@@ -275,7 +275,7 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
     rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
     if facts.limits is not None and (refusal := facts.limits.refusal(all_ranks, rank_bytes=rank_bytes)):
         key = ranks_key(recipe, max(nodes, key=lambda node: len(node.ranks)))
-        yield CheckResult(status="error", check="room", what=refusal, fix="ask for fewer ranks", key=key)
+        yield CheckResult(status="error", check="limits", what=refusal, fix="ask for fewer ranks", key=key)
         return
     on_cpu = [node for node in nodes if "cpu" in node.devices]
     ranks = sum(len(node.ranks) for node in on_cpu)
@@ -291,7 +291,7 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
             check="memory",
             what=f"{ranks_text} need{'s' * (ranks == 1)} {size(need)} or more, "
             f"but {size(available)} of {size(total)} are available",
-            fix="use fewer ranks, or end what holds the memory",
+            fix="use fewer ranks, or end the processes that use the memory",
             key=key,
         )
     elif available is not None:
@@ -359,7 +359,9 @@ def _folders(recipe: Recipe, plan: Plan, facts: PreflightFacts) -> Iterator[Chec
     elif home.free_files is not None and home.free_files < (
         need := RECORD_FILES + RECORD_FILES_PER_RANK * plan.world_size
     ):
-        what = f"the file system of {home.path} takes {home.free_files} more files, but this run needs about {need}"
+        what = (
+            f"the file system of {home.path} has room for {home.free_files} more files, but this run needs about {need}"
+        )
         yield CheckResult(status="error", check="run folder", what=what, fix=f"delete files, or {choose_another}")
     elif home.free_bytes is not None and home.free_bytes < MIN_RECORD_BYTES:
         what = f"the disk of {home.path} is full: {size(home.free_bytes)} free"
@@ -376,7 +378,7 @@ def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
     key, check = "train.save_dir", "save folder"
     if folder.problem:
         what = f"no checkpoint can be written: {folder.problem}"
-        yield CheckResult(status="error", check=check, what=what, fix="name a folder that takes files", key=key)
+        yield CheckResult(status="error", check=check, what=what, fix="name a writable folder", key=key)
         return
     if folder.free_bytes is not None and folder.free_bytes < MIN_RECORD_BYTES:
         what = f"the disk of {folder.path} is full: {size(folder.free_bytes)} free"
@@ -418,7 +420,7 @@ def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> It
     if unknown:
         names = list(unknown)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        what = f"not looked at: {shown}; the recipe is believed"
+        what = f"not checked: {shown}; the recipe is used as written"
         yield CheckResult(status="note", check="other hosts", what=what)
 
 

@@ -92,7 +92,7 @@ def _data(recipe: Recipe) -> MissingInput | None:
         return None
     what, _, fix = message.partition("; ")
     key = f"task.{_faulty_option(options, message)}"
-    return MissingInput(key=key, what=what, fix=fix or f"set {key} to where it lies")
+    return MissingInput(key=key, what=what, fix=fix or f"set {key} to its path")
 
 
 def _data_problem(options: Any) -> str:
@@ -101,7 +101,7 @@ def _data_problem(options: Any) -> str:
     except RequestError as error:
         return str(error)
     except OSError as error:  # a parent folder without permission, a name that is too long
-        return f"{error.filename} cannot be read: {error.strerror}; see its rights"
+        return f"{error.filename} cannot be read: {error.strerror}; check its path and permissions"
     return ""
 
 
@@ -123,15 +123,19 @@ def _script(recipe: Recipe) -> MissingInput | None:
     path = Path(recipe.script.script)
     try:
         if not path.is_file():
-            what = "is no file" if path.exists() else f"does not exist in {Path.cwd()}"
+            what = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"
             return MissingInput(key="train.script", what=f"{path} {what}", fix="name a Python file")
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
-        return MissingInput(key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
+        return MissingInput(
+            key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="check its path and permissions"
+        )
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        return MissingInput(key="train.script", what=f"{path}{line} is not Python: {reason}", fix="mend the script")
+        return MissingInput(
+            key="train.script", what=f"{path}{line} is not valid Python: {reason}", fix="fix the script"
+        )
     return None
 
 
@@ -158,7 +162,9 @@ def _resume(recipe: Recipe) -> MissingInput | None:
         if path.is_dir() and not any(path.glob("*.pt")):
             return MissingInput(key="train.resume", what=f"{path} holds no checkpoint", fix="name another folder")
     except OSError as error:
-        return MissingInput(key="train.resume", what=f"{path} cannot be read: {error.strerror}", fix="see its rights")
+        return MissingInput(
+            key="train.resume", what=f"{path} cannot be read: {error.strerror}", fix="check its path and permissions"
+        )
     return None
 
 

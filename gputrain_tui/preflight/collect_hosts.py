@@ -129,7 +129,7 @@ def _require_addresses(addresses: Sequence[str], port: int) -> None:
         if not 0 < port < 1 << 16:
             raise ValueError
     except ValueError:
-        raise HostError("what it answered are no facts of a host") from None
+        raise HostError("it sent no valid host facts") from None
 
 
 def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:

@@ -111,7 +111,7 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
     if facts.environment is None:
         name = facts.problem_key if facts.problem_key in ("workdir", "setup", "python") else "python"
         key = _key(recipe, answer.node, name)
-        fix = f"mend {key}" if name == "setup" else _push(recipe)
+        fix = f"fix {key}" if name == "setup" else _push(recipe)
         yield _error(answer, name, facts.problem, fix, key)
         return
     found = facts.environment
@@ -124,10 +124,16 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
     if found.code and found.missing:
         yield _error(answer, "python", f"{found.executable} cannot import {found.missing}", _push(recipe), python)
     if found.data_problem and not answer.is_local:
-        yield _error(answer, "data", found.data_problem, f"{_push(recipe)} leaves data out: copy it there", "task")
+        yield _error(
+            answer,
+            "data",
+            found.data_problem,
+            f"copy the data to {answer.host} ({_push(recipe)} leaves it out)",
+            "task",
+        )
     if found.own_file and not found.own_code:
         name = "script" if recipe.script is not None else "task"
-        what = f"{found.own_file} is not there"
+        what = f"{found.own_file} is missing"
         yield _error(answer, name, what, _push(recipe), f"train.{name}")
 
 
@@ -188,7 +194,7 @@ def _missing_gpus(recipe: Recipe, answer: HostAnswer, node: PlannedNode, invento
     ]
     if missing:
         has = ", ".join(str(gpu.index) for gpu in inventory.gpus) or inventory.note or "none"
-        what = f"GPU {', '.join(missing)} is not there; it has {has}"
+        what = f"there is no GPU {', '.join(missing)}; it has {has}"
         fix = f"gputrain gpus --hosts {shlex.quote(answer.host)}"
         yield _error(answer, "GPUs", what, fix, ranks_key(recipe, node))
 
@@ -201,7 +207,9 @@ def _folder(answer: HostAnswer, folder: Folder, ranks: int) -> Iterator[CheckRes
         status = "error" if full else "warning"
         what = f"the disk of {folder.path} {'is full' if full else 'is nearly full'}: {size(folder.free_bytes)} free"
     elif not what and folder.free_files is not None and folder.free_files < need:
-        what = f"the file system of {folder.path} takes {folder.free_files} more files, but ranks need about {need}"
+        what = (
+            f"the file system of {folder.path} has room for {folder.free_files} more files, but ranks need about {need}"
+        )
     if what:
         fix = f"ssh {shlex.quote(answer.host)} df -h {shlex.quote(folder.path)}"
         yield CheckResult(status=status, check="disk", what=what, fix=fix, host=answer.host)
@@ -209,9 +217,9 @@ def _folder(answer: HostAnswer, folder: Folder, ranks: int) -> Iterator[CheckRes
 
 def _rendezvous(answer: HostAnswer) -> Iterator[CheckResult]:
     if answer.token is False and answer.facts is not None and answer.facts.rendezvous is not None:
-        what = f"the folder of {answer.facts.rendezvous.path} is another one than on the first node"
+        what = f"the folder of {answer.facts.rendezvous.path} is not the same as on the first node"
         fix = "name a folder on a disk that all nodes share, or set cluster.init_method to auto"
-        yield _error(answer, "meeting file", what, fix, "cluster.init_method")
+        yield _error(answer, "rendezvous", what, fix, "cluster.init_method")
 
 
 # --- comparison of hosts ---------------------------------------------------------------------------------------------
@@ -303,7 +311,7 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
         yield _error(
             answer,
             "network",
-            f"there is no way from {answer.host} to the first node {plan.nodes[0].host}",
+            f"{answer.host} cannot reach the first node {plan.nodes[0].host}",
             "name an address of the first node that all others reach",
             "cluster.nodes[0].host",
         )
@@ -319,7 +327,7 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
             answer,
             "network",
             f"{answer.host} cannot reach {other.host} at {why}{more}",
-            "let the machines through to each other on all ports, or name the interface that leads there in "
+            "open all ports between the machines, or name the interface that connects them in "
             "cluster.env: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
             dotted(("cluster", "nodes", other.node, "host")),
         )

@@ -140,11 +140,11 @@ def test_a_shortage_or_difference_of_a_host_is_one_line_with_its_fix(lab: SshLab
     assert in_lines(found) == {
         "h2": [
             "1 CPU rank needs 90 MiB or more, but 50 MiB of 4 GiB are available → "
-            "use fewer ranks, or end what holds the memory (cluster.nodes[1].cpu_ranks)"
+            "use fewer ranks, or end the processes that use the memory (cluster.nodes[1].cpu_ranks)"
         ],
         "h3": [
             "1 CPU rank needs 90 MiB or more, but 60 MiB of 64 MiB are available → "
-            "use fewer ranks, or end what holds the memory (cluster.nodes[2].cpu_ranks)"
+            "use fewer ranks, or end the processes that use the memory (cluster.nodes[2].cpu_ranks)"
         ],
         "h4": [
             "/dev/shm has 1 MiB free for 2 data loading processes, which die of a bus error when it is full → "
@@ -283,10 +283,13 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
             f"the disk of {lab.disk}/small is full: ",
         ],
         "h4": [f"there is no folder {nowhere}\x1b]0;owned\x07 → {push} (cluster.nodes[3].workdir)"],
-        "h5": [f"setup ended with exit code 3: Lmod: no module cuda/99 → mend {setup} ({setup})"],
+        "h5": [f"setup ended with exit code 3: Lmod: no module cuda/99 → fix {setup} ({setup})"],
         "h6": [f"{os.path.realpath(sys.executable)} (Python "],
-        "h7": ["it says more than 4 MiB, and no facts → `ssh h7 python3 --version` must work (cluster.nodes[6].host)"],
-        "h8": ["what it answered are no facts of a host → `ssh h8"],
+        "h7": [
+            "it printed more than 4 MiB, but no host facts → "
+            "`ssh h7 python3 --version` must work (cluster.nodes[6].host)"
+        ],
+        "h8": ["it sent no valid host facts → `ssh h8"],
         "h9": ["there is no python3 → `ssh h9"],
         "h10": ["its host key is not known yet: run `ssh h10` once →  (cluster.nodes[9].host)"],
         "10.77.0.2": ["it is the same machine as h2 → write h2 in both nodes"],
@@ -300,7 +303,7 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
     assert not (lab.folder / "pwned").exists()
     assert (ran, stdout) == (3, "")
     assert "gputrain: r.toml:" in stderr
-    assert "h5: setup ended with exit code 3: Lmod: no module cuda/99; mend" in stderr
+    assert "h5: setup ended with exit code 3: Lmod: no module cuda/99; fix" in stderr
     assert "\x1b" not in stderr
 
 
@@ -340,7 +343,7 @@ def test_a_host_that_refuses_the_login_is_one_line_without_a_prompt(lab: SshLab)
     finally:
         config.write_text(before)
     assert {host: [each["what"] for each in lines] for host, lines in found.items()} == {
-        "moved": ["its host key has changed: `ssh-keygen -R moved` if that is right"],
+        "moved": ["its host key has changed: if expected, `ssh-keygen -R moved`"],
         "stranger": ["it refuses the key: `ssh stranger true` must work without a password"],
         "locked": ["it refuses the key: `ssh locked true` must work without a password"],
     }
@@ -371,7 +374,7 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
     assert {host: [(each["what"], each["key"]) for each in lines] for host, lines in found.items()} == {
         "h3": [(f"h3 cannot reach h4 at {h4.address} (No route to host)", "cluster.nodes[3].host")],
         "h4": [(f"h4 cannot reach h3 at {h3.address} (No route to host)", "cluster.nodes[2].host")],
-        "h5": [("there is no way from h5 to the first node h2", "cluster.nodes[0].host")],
+        "h5": [("h5 cannot reach the first node h2", "cluster.nodes[0].host")],
     }
     assert "GLOO_SOCKET_IFNAME" in found["h3"][0]["fix"]
 
@@ -381,10 +384,10 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
     assert code == 3
     assert {host: [each["what"] for each in lines] for host, lines in found.items()} == {
         "h2": [
-            f"{lab.disk}/meet is left from an earlier run, and ranks would wait for it in vain",
-            f"the folder of {lab.disk}/meet is another one than on the first node",
+            f"{lab.disk}/meet is left from an earlier run, and a rendezvous on it would hang",
+            f"the folder of {lab.disk}/meet is not the same as on the first node",
         ],
-        "h3": [f"the folder of {lab.disk}/meet is another one than on the first node"],
+        "h3": [f"the folder of {lab.disk}/meet is not the same as on the first node"],
     }
     code, found = check(lab, ["h1", "h2"], f'cluster.init_method="file://{lab.folder}/meet"')
     assert (code, found) == (0, {})
@@ -403,5 +406,5 @@ def test_missing_and_busy_gpus_of_a_host_are_reported_with_their_holder(lab: Ssh
     assert any(line.startswith(f"GPU 1 is in use by run llm-7 (pid {os.getpid()} of ") for line in reported), reported
     assert "torch 2.13.0+cpu is built for CPUs only" in reported
     (missing,) = [each for each in found["h3"] if each["check"] == "GPUs"]
-    assert missing["what"] == "GPU 0 is not there; it has no NVIDIA driver on this machine; CPU ranks work"
+    assert missing["what"] == "there is no GPU 0; it has no NVIDIA driver on this machine; CPU ranks work"
     assert (missing["fix"], missing["key"]) == ("gputrain gpus --hosts h3", "cluster.nodes[2].gpus")

@@ -133,7 +133,7 @@ def test_an_unknown_and_a_changed_host_key_get_different_messages(server: SshSer
         "its host key is not known yet: run `ssh unknown` once"
     )
     assert problem(server.host("moved", alias="changed"), ssh) == (
-        "its host key has changed: `ssh-keygen -R moved` if that is right"
+        "its host key has changed: if expected, `ssh-keygen -R moved`"
     )
     assert "nobody" not in (server.folder / "known_hosts").read_text(), "it was not confirmed for the person"
 
@@ -151,8 +151,8 @@ def test_a_host_that_takes_too_long_is_given_up(ssh: Ssh, silent_port: int) -> N
     ("script", "line"),
     [
         ('PATH=/nowhere; eval "$SSH_ORIGINAL_COMMAND"', "there is no python3"),
-        ("echo gputrain-; echo '{}'", "what it answered is no inventory"),
-        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$3{"', "what it answered is no inventory"),
+        ("echo gputrain-; echo '{}'", "it sent no valid inventory"),
+        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$3{"', "it sent no valid inventory"),
         ("echo cannot allocate memory >&2; exit 3", "its inventory failed: cannot allocate memory"),
         ("exit 3", "its inventory failed with exit code 3"),
     ],
@@ -166,7 +166,7 @@ def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ss
 def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str) -> None:
     begin = time.monotonic()
     found = query_host(server.shell(f"flood-{len(flood)}", flood), ssh, timeout_s=60)
-    assert found.problem == "it says more than 4 MiB, and no inventory"
+    assert found.problem == "it printed more than 4 MiB, but no inventory"
     assert time.monotonic() - begin < 30
     assert not connecting("flood")
 
@@ -201,7 +201,7 @@ def test_sockets_lie_in_a_folder_that_only_this_person_enters(tmp_path_factory: 
             socket_folder({"XDG_RUNTIME_DIR": runtime})
         folder.rmdir()
         folder.write_text("in the way")
-        with pytest.raises(RequestError, match="cannot be made for connections of ssh: File exists"):
+        with pytest.raises(RequestError, match="cannot be created for ssh's control sockets: File exists"):
             socket_folder({"XDG_RUNTIME_DIR": runtime})
 
 
@@ -289,4 +289,4 @@ def test_an_unreachable_host_of_a_plan_is_one_line(server: SshServer, ssh: Ssh) 
         planned(dead, 'gpus = "free"', ssh)
     warnings: list[str] = []
     assert planned(dead, "gpus = [0, 2]", ssh, warnings.append) == [[0], [0, 2]]
-    assert warnings[0].endswith("its list of GPUs is believed")
+    assert warnings[0].endswith("its list of GPUs is used unchecked")

@@ -72,8 +72,11 @@ def test_the_three_commands_of_the_readme_lead_from_empty_disks_to_training(lab:
     assert done.returncode == 0, done.stderr
     code = lab.disk / "code"
     for host in ("gpu1", "gpu2"):
-        assert f"{host}: code: 6 files of {code} to {code}; data and what git ignores stay here\n" in done.stdout
-        assert f"{host}: environment: {lab.disk}/env to the same place by rsync\n" in done.stdout
+        assert (
+            f"{host}: code: 6 files of {code} to {code}; data and files that git ignores are not copied\n"
+            in done.stdout
+        )
+        assert f"{host}: environment: {lab.disk}/env by rsync to the same path\n" in done.stdout
     for host in lab.hosts[1:3]:
         there = {path.name for path in (lab.disk_of(host) / "code").iterdir()}
         assert there == {"tiny_task.py", "host_task.py", "data_elsewhere", "recipe.toml", "two.toml", ".gitignore"}
@@ -102,11 +105,11 @@ def test_a_second_push_brings_what_has_changed_and_keeps_what_is_only_there(lab:
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        (["--hosts", "gpu1,nowhere"], 3, "nowhere: no such host: neither DNS nor ~/.ssh/config knows the name"),
+        (["--hosts", "gpu1,nowhere"], 3, "nowhere: no such host: the name is not in DNS or ~/.ssh/config"),
         (
             ["--hosts", "gpu3"],
             3,
-            "gpu3: its start-up files print, which rsync does not bear; let them do so in terminals only",
+            "gpu3: its shell start-up files print, which breaks rsync; make them print in interactive shells only",
         ),
         ([], 2, "name a recipe, or hosts by --hosts or --hostfile"),
         (["recipe.toml", "--hosts", "gpu1"], 2, "name a recipe, or hosts by --hosts or --hostfile"),

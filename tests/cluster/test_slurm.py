@@ -406,7 +406,7 @@ def test_a_run_whose_time_limit_is_over_has_saved(user: SlurmUser) -> None:
     user.await_steps()
     user.cluster.run("scontrol", "update", f"JobId={user.job()}", "TimeLimit=00:00:01")
     user.cluster.wait(user.job())
-    assert "its time limit in Slurm was over at update " in user.status()["message"]
+    assert "it reached its time limit in Slurm at update " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
 
 
@@ -514,7 +514,7 @@ while True:
         ("cgroup", 2, "rank 2", 1),
         ("cgroup", 1, "rank 1", 0),
         ("polled", 2, "rank 2", 1),
-        ("polled", 1, "ranks 0, 1 (rank 1 used most)", 0),
+        ("polled", 1, "ranks 0, 1 (rank 1 used the most)", 0),
     ],
 )
 def test_a_job_over_its_memory_limit_is_reported_with_rank_host_limit_and_key(
@@ -539,7 +539,7 @@ def test_a_job_over_its_memory_limit_is_reported_with_rank_host_limit_and_key(
     finally:
         shutil.rmtree(folder)
     host = list(IN_CGROUPS)[node]
-    cause = f"{who} on {host} ran out of memory: Slurm held the job to its limit of 400 MiB on a node; raise slurm.mem"
+    cause = f"{who} on {host} ran out of memory: Slurm enforced the job's limit of 400 MiB per node; raise slurm.mem"
     assert (done.returncode, entry["state"], entry["exit_code"], entry["message"]) == (1, "failed", 1, cause)
     assert f"failed on {host}: out of memory" in done.stderr
     assert cause in done.stderr

@@ -107,7 +107,7 @@ def test_a_run_names_the_weights_it_tested_and_eval_finds_the_same_without_train
     refused = trained.call("eval", newest.id)
     assert (refused.returncode, refused.stderr) == (
         2,
-        f"gputrain: {newest.id} is an evaluation, of {best}: name that, or the run that trained\n",
+        f"gputrain: {newest.id} is an evaluation of {best}: name that file, or the run that trained it\n",
     )
 
 
@@ -139,8 +139,11 @@ def test_a_task_without_the_split_is_refused_before_there_is_a_run(trained: Trai
         (["eval", "{kept}/best.pt"], "{kept}/best.pt lies in no run directory: name the recipe of its training with "),
         (["eval", "{kept}/none.pt"], "{kept}/none.pt does not exist: name a checkpoint, such as FOLDER/best.pt, or a"),
         (["eval", "{kept}"], "{kept} is a folder: name a checkpoint, such as FOLDER/best.pt, or a run"),
-        (["eval", "{run}", "--checkpoint", "nwest"], "--checkpoint 'nwest' is no checkpoint of {run}; it is best, "),
-        (["eval", "{kept}/best.pt", "--checkpoint", "best"], "--checkpoint best chooses among those of a run, but "),
+        (
+            ["eval", "{run}", "--checkpoint", "nwest"],
+            "--checkpoint 'nwest' is not a checkpoint of {run}; allowed are best, ",
+        ),
+        (["eval", "{kept}/best.pt", "--checkpoint", "best"], "--checkpoint best selects a checkpoint of a run, but "),
         (["eval", "2001"], "no run is called '2001'"),
         (["export", "{run}"], "export: the following arguments are required: --to"),
         (["export", "{run}", "--to", "onnx"], "export: argument --to: invalid choice: 'onnx' (choose from "),

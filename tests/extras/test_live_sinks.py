@@ -133,7 +133,7 @@ def test_a_signal_ends_the_wait_for_a_hanging_sink(run: Run) -> None:
     status = read_status(run.dir)
     assert status is not None
     assert (status.status, status.exit_code) == ("finished", 0)
-    assert "report.tensorboard lacks the end" in str(status.message)
+    assert "report.tensorboard is incomplete" in str(status.message)
     assert leftovers.processes_of(run.dir.path) == []
 
 

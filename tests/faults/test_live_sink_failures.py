@@ -65,7 +65,7 @@ def test_a_sink_that_breaks_costs_one_warning(tmp_path: Path) -> None:
     reader.close()
     (finding,) = (finding for finding in findings if finding.kind == "not_reported")
     assert finding.severity == "warning"
-    assert finding.message.startswith("report.tensorboard is not written any more: ")
+    assert finding.message.startswith("report.tensorboard is no longer written: ")
     assert "Error: " in finding.message
     status = read_status(run.dir)
     assert status is not None

@@ -299,7 +299,7 @@ def test_an_exception_that_comes_again_at_the_same_step_ends_the_restarts(make_r
     assert state.status == "failed"
     assert len(state.failures) == 2
     assert state.ended is not None
-    assert state.ended.message == ("ValueError: bad batch; it came twice after step 2, so the run is not started again")
+    assert state.ended.message == ("ValueError: bad batch; it happened twice after step 2, so the run is not restarted")
 
 
 def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun) -> None:
@@ -392,7 +392,7 @@ def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path
     assert processes_of(run) == []
     assert not run.dir.path.exists()
     log = (tmp_path / "deleted" / "logs" / "supervisor.log").read_text()
-    assert f"the run directory {run.dir.path} was deleted while the run went on" in log
+    assert f"the run directory {run.dir.path} was deleted during the run" in log
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["supervised", "without a supervisor"])

@@ -46,7 +46,7 @@ def test_check_lists_every_check_and_exits_with_3(folder: Path, check: Command) 
     lines = refused.stdout.splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("✗ data"))
     assert lines[at].endswith("qqq does not exist")
-    assert lines[at + 1].strip() == "→ set task.data to where it lies  (--set task.data)"
+    assert lines[at + 1].strip() == "→ set task.data to its path  (--set task.data)"
     report = msgspec.json.decode(check("one.toml", "--json", "--set", "task.data=qqq").stdout)
     assert (report["recipe"], report["ready"]) == ("one", False)
     assert [result["key"] for result in report["results"] if result["status"] == "error"] == ["task.data"]

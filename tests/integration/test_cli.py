@@ -160,7 +160,7 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
     write_status(run.dir, msgspec.structs.replace(run.status, status="finished", supervisor=None))
     assert cli.main(["run", "--resume", "last"]) == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith(f"gputrain: --resume last: {run.id} has finished, nothing is left to train; ")
+    assert stderr.startswith(f"gputrain: --resume last: {run.id} has finished: nothing is left to train; ")
     assert stderr.count("\n") == 1
 
 

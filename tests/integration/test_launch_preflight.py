@@ -104,7 +104,7 @@ async def test_missing_data_is_reported_while_its_name_is_typed() -> None:
         screen.form.go_to("task.data")
         await pilot.press("enter", "x")
         await settle(pilot)
-        assert "x does not exist; set task.data to where it lies" in screen_text(app)
+        assert "x does not exist; set task.data to its path" in screen_text(app)
         assert "preflight  ✓ ready" in screen_text(app), "what is being typed is not the recipe yet"
         assert screen.draft is not None
         assert not screen.draft.changes

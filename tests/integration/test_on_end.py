@@ -96,7 +96,7 @@ def test_a_signal_ends_the_wait_for_the_command_at_the_end(tmp_path: Path) -> No
     until(lambda: run.dir.on_end_log.exists() and run.dir.on_end_log.read_text())
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(LIMIT_S) == 0
-    assert "report.on_end was not waited for" in str(ended(run).message)
+    assert "report.on_end was killed before it ended" in str(ended(run).message)
 
 
 def test_an_adopted_run_reports_its_end_once(tmp_path: Path) -> None:

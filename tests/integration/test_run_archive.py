@@ -151,7 +151,7 @@ def test_the_archive_of_a_running_run_is_no_running_run(call: Command, run: Run,
     done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
     assert f"{run.id} is still running: its record goes to step 40 so far" in done.stderr
     assert find("x.tar.gz").state == "lost"
-    with pytest.raises(RequestError, match="is an archive, of which nothing runs"):
+    with pytest.raises(RequestError, match="is an archive; it has no processes to stop"):
         stop_by_name("x.tar.gz")
     with pytest.raises(RequestError, match="is an archive, which holds no checkpoints"):
         load(None, overrides=(), resume="x.tar.gz", stdin=None)

@@ -75,7 +75,7 @@ READY = PreflightFacts(
     cores=8,
     home=Folder(path="home/runs", free_bytes=200 << 30),
 )
-MISSING = MissingInput(key="task.data", what="data/books does not exist", fix="set task.data to where it lies")
+MISSING = MissingInput(key="task.data", what="data/books does not exist", fix="set task.data to its path")
 NOT_READY = msgspec.structs.replace(
     READY,
     data=MISSING,

@@ -69,7 +69,7 @@ def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
         (
             "step_2.pt best.pt",
             "step_3.pt",
-            "--checkpoint 'step_3.pt' is no checkpoint of {run}; it is best, newest or a file; "
+            "--checkpoint 'step_3.pt' is not a checkpoint of {run}; allowed are best, newest or a file; "
             "did you mean 'step_2.pt'?",
         ),
     ],

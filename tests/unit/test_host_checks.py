@@ -105,7 +105,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "error",
             "cluster.setup",
             "setup ended with exit code 1: no m",
-            "mend cluster.setup",
+            "fix cluster.setup",
         ),
         (
             {"environment": {"code": ""}},
@@ -193,7 +193,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             {"train": SCRIPT},
             "error",
             "train.script",
-            "/w/own.py is not there",
+            "/w/own.py is missing",
             "gputrain push",
         ),
         (
@@ -243,7 +243,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             {"nodes": GPUS},
             "error",
             "cluster.nodes[1].gpus",
-            "GPU 0 is not there; it has no driver",
+            "there is no GPU 0; it has no driver",
             "gputrain gpus --hosts h2",
         ),
         (
@@ -251,7 +251,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             {"cluster": 'init_method = "file:///s/m"'},
             "error",
             "cluster.init_method",
-            "the folder of /s/m is another one than on the first node",
+            "the folder of /s/m is not the same as on the first node",
             "name a folder on a disk that all nodes share",
         ),
         (
@@ -275,7 +275,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             {},
             "error",
             "cluster.nodes[0].host",
-            "there is no way from h2 to the first node h1",
+            "h2 cannot reach the first node h1",
             "name an address",
         ),
     ],
@@ -416,8 +416,8 @@ def test_a_host_that_lies_is_blamed_itself(
     local = LocalFacts(python=sys.executable)
     found = collect_hosts(wanted, plan(wanted, {}, local=local), local, env={})
     assert [(each.host, each.problem) for each in found] == [
-        ("h1", "what it answered are no facts of a host"),
-        ("h2", "what it answered are no facts of a host"),
+        ("h1", "it sent no valid host facts"),
+        ("h2", "it sent no valid host facts"),
     ]
 
 

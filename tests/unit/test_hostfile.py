@@ -46,18 +46,18 @@ def test_comments_and_empty_lines_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu1\n-oProxyCommand=x", "hosts:2: '-oProxyCommand=x' is no host; write a name, an address, user@host or"),
-        ("gpu 1", "hosts:1: '1' is not known; known are slots=, gpus=, port="),
+        ("gpu1\n-oProxyCommand=x", "hosts:2: '-oProxyCommand=x' is not a host; write a name, an address, user@host or"),
+        ("gpu 1", "hosts:1: '1' is not known; allowed are slots=, gpus=, port="),
         ("gpu1 slot=2", "hosts:1: 'slot=2' is not known; did you mean 'slots'?"),
         ("gpu1 slots=0", "hosts:1: slots is '0', but must be a whole number from 1 to 4096"),
-        ("gpu1:many", "hosts:1: what follows gpu1:, the number of slots, is 'many', but must be"),
+        ("gpu1:many", "hosts:1: the number of slots after gpu1: is 'many', but must be"),
         ("gpu1 port=70000", "hosts:1: port is '70000', but must be a whole number from 1 to 65535"),
         ("gpu1 gpus=0", "hosts:1: gpus is 0, but must be a count >= 1"),
         ("gpu1 slots=1 gpus=1", "hosts:1: gpu1 has slots and gpus; keep one of them"),
         ("gpu1\ngpu2\ngpu1", "hosts:3: gpu1 is on line 1 already"),
         ("# nothing\n", "hosts names no host"),
-        ("gpu1;reboot", "hosts:1: 'gpu1;reboot' is no host"),
-        ("$(reboot)", "is no host"),
+        ("gpu1;reboot", "hosts:1: 'gpu1;reboot' is not a host"),
+        ("$(reboot)", "is not a host"),
     ],
 )
 def test_an_error_names_file_and_line(text: str, message: str) -> None:
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="hosts cannot be read: No such file or directory"):
         read_hostfile(tmp_path / "hosts")
     (tmp_path / "hosts").write_bytes(b"\xff\xfe")
-    with pytest.raises(RequestError, match="it is no text"):
+    with pytest.raises(RequestError, match="it is not text"):
         read_hostfile(tmp_path / "hosts")
 
 
@@ -126,9 +126,9 @@ def test_other_nodes_connect_to_the_address_alone(host: str, address: str) -> No
         (255, "ada@a: Permission denied (publickey,password).", "it refuses the key: `ssh gpu9 true` must work"),
         (255, "Received disconnect from a port 22:2: Too many authentication failures", "it refuses the keys"),
         (255, "kex_exchange_identification: Connection closed by remote host", "it closed the connection"),
-        (255, "/x: line 3: Bad configuration option: bogus\r\n", "ssh does not take its configuration: /x: line 3"),
+        (255, "/x: line 3: Bad configuration option: bogus\r\n", "ssh rejects its configuration: /x: line 3"),
         (255, "something \x1b[31mnew", "something ␛[31mnew"),
-        (255, "", "ssh failed and does not say why"),
+        (255, "", "ssh failed without a message"),
         (127, "bash: line 1: python3: command not found", "there is no python3"),
         (1, "fish: Unknown command: python3\npython3: command not found", "there is no python3"),
         (1, "python3 is 3.9", "its python3 is 3.9, but 3.10 or newer is needed"),

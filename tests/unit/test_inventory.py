@@ -98,7 +98,7 @@ def test_a_gpu_that_refuses_every_query_is_listed_with_nothing_measured() -> Non
         ({"processes": (GpuProcess(pid=1),)}, "1 process"),
         ({"processes": (GpuProcess(pid=1, user="ada", kind="graphics"),)}, ""),
         ({"processes": None}, ""),
-        ({"processes": None, "memory_used_bytes": None}, "it does not say who uses it"),
+        ({"processes": None, "memory_used_bytes": None}, "its use is not reported"),
         ({"memory_used_bytes": None}, ""),
         ({"utilization_percent": 55.0}, "55 % utilised"),
         ({"utilization_percent": None}, ""),

@@ -110,7 +110,7 @@ def test_people_see_the_runs_newest_first(home: Path) -> None:
     ]
 
 
-CAUSE = "rank 2 on n2 ran out of memory: Slurm held the job to its limit of 400 MiB on a node; raise slurm.mem"
+CAUSE = "rank 2 on n2 ran out of memory: Slurm enforced the job's limit of 400 MiB per node; raise slurm.mem"
 
 
 @pytest.mark.parametrize(

@@ -361,9 +361,9 @@ def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
         ),
         (['gpus = "all"', 'gpus = "all"'], {}, 'is "all", but this machine has no GPU left'),
         (['host = "far"\ngpus = [1, 1]'], {}, "names GPU 1 twice"),
-        (['host = "far"\ngpus = "free"'], {}, 'cluster.nodes[0].gpus is "free", which needs to know the GPUs of far'),
-        (['host = "far"\ngpus = "all"'], {}, "give a count or a list of device ids"),
-        (['host = "far"\nranks = 2'], {}, "cluster.nodes[0].ranks is not a count, which needs to know the GPUs of far"),
+        (['host = "far"\ngpus = "free"'], {}, 'cluster.nodes[0].gpus = "free" depends on the GPUs of far'),
+        (['host = "far"\ngpus = "all"'], {}, "set gpus to a count or a list of device ids"),
+        (['host = "far"\nranks = 2'], {}, "cluster.nodes[0].ranks depends on the GPUs of far, which are not known"),
         (
             [*remote_nodes(1), 'host = "10.0.123.2"\ncpu_ranks = 1'],
             {"cluster": 'backend = "nccl"'},

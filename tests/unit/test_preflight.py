@@ -89,7 +89,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             recipe(cluster='init_method = "tcp://10.9.9.9:2222"'),
             "warning",
             "cluster.init_method",
-            "10.9.9.9 is no address of this machine",
+            "10.9.9.9 is not an address of this machine",
         ),
         (
             PreflightFacts(
@@ -112,7 +112,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             None,
             "error",
             "",
-            "takes 7 more files, but",
+            "has room for 7 more files, but",
         ),
         (PreflightFacts(home=Folder(path="/h", free_bytes=1 << 20)), None, "error", "", "the disk of /h is full"),
         (PreflightFacts(home=Folder(path="/h", free_bytes=1 << 28)), None, "warning", "", "only 256 MiB free"),
@@ -218,7 +218,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             ON_GPUS,
             "warning",
             "cluster.nodes[0].gpus",
-            "torch 2.13.0 wants CUDA 13.0, but the driver runs CUDA up to 12.4",
+            "torch 2.13.0 needs CUDA 13.0, but the driver supports CUDA up to 12.4",
         ),
         (
             PreflightFacts(script=MissingInput(key="train.script", what="own.py does not exist")),
@@ -239,7 +239,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             recipe('host = "here"\ngpus = 1', 'host = "away"\ngpus = 1', cluster='port = 5\nlauncher = "slurm"'),
             "note",
             "",
-            "not looked at: away",
+            "not checked: away",
         ),
     ],
 )
@@ -323,7 +323,7 @@ def test_missing_data_is_blamed_on_the_option_that_names_it(task: str, key: str 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "does not exist in"), ("def f(:\n", "line 1 is not Python"), ("print()\n", "")],
+    [(None, "does not exist in"), ("def f(:\n", "line 1 is not valid Python"), ("print()\n", "")],
 )
 def test_a_script_must_be_there_and_be_python(folder: Path, text: str | None, words: str) -> None:
     if text is not None:
@@ -376,7 +376,7 @@ def test_folders_that_do_not_exist_yet_are_judged_by_their_parents(folder: Path)
         name: facts_of(recipe(train=f'{TRAIN}\nsave_dir = "{name}"')).save_dir for name in ("new/deep", "file", "kept")
     }
     assert (found["new/deep"].problem, found["new/deep"].checkpoints) == ("", 0)  # type: ignore[union-attr]
-    assert "is no folder" in found["file"].problem  # type: ignore[union-attr]
+    assert "is not a folder" in found["file"].problem  # type: ignore[union-attr]
     assert found["kept"].checkpoints == 1  # type: ignore[union-attr]
     assert (found["kept"].free_bytes or 0) > 0  # type: ignore[union-attr]
 

@@ -92,7 +92,7 @@ def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_
     assert not any("CUDA_VISIBLE_DEVICES" in node.env for node in found.nodes), "Slurm chooses the GPUs"
     moved = environ | {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_RESTART_COUNT": "1"}
     assert [node.host for node in place_on_allocation(found, moved).nodes] == ["c", "b"]
-    with pytest.raises(RequestError, match="the plan needs 2 hosts, but Slurm has given 1"):
+    with pytest.raises(RequestError, match="the plan needs 2 hosts, but Slurm has allocated 1"):
         place_on_allocation(planned(2, 1), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
 
 
@@ -116,9 +116,9 @@ BY_SIGNAL = AttemptResult(status="stopped", reason="stopped by SIGTERM")
 BY_USER = AttemptResult(status="stopped", reason="stopped by SIGUSR1")
 FAULTY = AttemptResult(status="failed", failure=Failure(time=1.0, kind="exception", message="division by zero", rank=0))
 HOST = "node-1.slurm.invalid"
-LOST_NODE = f"Slurm lost {HOST} with rank 1; `scontrol show node {HOST}` says more"
+LOST_NODE = f"Slurm lost {HOST} with rank 1; see `scontrol show node {HOST}`"
 OVER_LIMIT = "slurmstepd-n2: error: StepId=2.1 exceeded memory limit (521363456 > 314572800), being killed"
-NO_MEMORY = "ran out of memory: Slurm held the job to its limit of"
+NO_MEMORY = "ran out of memory: Slurm enforced the job's limit of"
 LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer", message="Connection closed by peer"))
 
 
@@ -126,7 +126,7 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
     ("ended", "log", "kind", "words"),
     [
         (BY_SIGNAL, f"{STEP} ***", None, "it was cancelled in Slurm"),
-        (BY_SIGNAL, f"{STEP} DUE TO TIME LIMIT ***", None, "its time limit in Slurm was over"),
+        (BY_SIGNAL, f"{STEP} DUE TO TIME LIMIT ***", None, "it reached its time limit in Slurm"),
         (BY_SIGNAL, f"{STEP} DUE TO PREEMPTION ***", None, "Slurm pre-empted it for another job"),
         (BY_SIGNAL, f"{STEP} DUE TO JOB REQUEUE ***\n{STEP} ***", None, "it was cancelled in Slurm"),
         (BY_SIGNAL, "a rank printed CANCELLED AT", None, "stopped by SIGTERM"),
@@ -138,12 +138,12 @@ LOST = AttemptResult(status="failed", failure=Failure(time=1.0, kind="lost_peer"
         (BY_USER, "srun: error: Node failure on node-1", None, "stopped by SIGUSR1"),
         (FAULTY, "srun: error: Node failure on node-1", "exception", "division by zero"),
         (FAULTY, OVER_LIMIT, "exception", "division by zero"),
-        (LOST, OVER_LIMIT, "out_of_memory", f"rank 1 on {HOST} {NO_MEMORY} 300 MiB on a node; raise slurm.mem"),
+        (LOST, OVER_LIMIT, "out_of_memory", f"rank 1 on {HOST} {NO_MEMORY} 300 MiB per node; raise slurm.mem"),
         (
             LOST,
             "slurmstepd-n2: error: Detected 1 oom_kill event in StepId=5.1. Some tasks have been OOM Killed.",
             "out_of_memory",
-            f"rank 1 on {HOST} {NO_MEMORY} 400 MiB on a node; raise slurm.mem",
+            f"rank 1 on {HOST} {NO_MEMORY} 400 MiB per node; raise slurm.mem",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def launcher(name: str) -> Launcher:
     """
     if name not in LAUNCHERS:
         raise RequestError(
-            f"launcher {name!r} is not known; it is one of {', '.join(LAUNCHERS)}{nearest(name, LAUNCHERS)}"
+            f"launcher {name!r} is not known; allowed are {', '.join(LAUNCHERS)}{nearest(name, LAUNCHERS)}"
         )
     module, attribute = LAUNCHERS[name]
     return cast(Launcher, getattr(importlib.import_module(module), attribute)())

@@ -46,7 +46,7 @@ def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> 
     moved = slurm.is_requeued(environ)  # a requeued job may get other hosts
     pending = [node.host for node in plan.nodes if is_pending(node.host) or (moved and node.host not in given)]
     if len(pending) > len(free):
-        raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has given {len(free)}")
+        raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has allocated {len(free)}")
     hosts = dict(zip(pending, free, strict=False))
     before = after = plan.init_method
     url = parse_rendezvous_url(before) if before is not None else None

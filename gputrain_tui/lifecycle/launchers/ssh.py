@@ -231,7 +231,9 @@ class SshProcess:
         while True:
             now = time.monotonic()
             if now >= self._give_up_at:
-                raise ConnectionError("it does not answer; its agent ends the node once its ranks make no steps")
+                raise ConnectionError(
+                    "it does not answer; its agent stops the node when its ranks record no more steps"
+                )
             if connection.answered and self._level > sent_level:
                 sent_level = self._level
                 connection.send(word="stop", level=int(sent_level))
@@ -269,12 +271,12 @@ class SshProcess:
             ConnectionError: the file is not one of the node, or the part would leave a gap.
         """
         if not is_of_node(name, self.node, self._planned.ranks):
-            raise ConnectionError(f"it sent {name!r}, which is no file of node {self.node}")
+            raise ConnectionError(f"it sent {name!r}, which is not a file of node {self.node}")
         path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow
         if name in self._unwritten:
             return
         if offset > size_of(path):
-            raise ConnectionError(f"it sent {name} from byte {offset}, but {size_of(path)} are here")
+            raise ConnectionError(f"it sent {name} from byte {offset}, but only {size_of(path)} bytes are here")
         try:
             if name.startswith("digest/"):
                 self._run_dir.digest.mkdir(mode=0o700, exist_ok=True)
@@ -292,7 +294,7 @@ class SshProcess:
     def _replace(self, name: str, data: bytes) -> None:
         """Replace a file of the node that is sent as a whole."""
         if name not in replaced_files(self.node, self._planned.ranks):
-            raise ConnectionError(f"it sent {name!r}, which is no file of node {self.node}")
+            raise ConnectionError(f"it sent {name!r}, which is not a file of node {self.node}")
         with suppress(OSError):
             write_atomically(self._run_dir.path / name, data)
 
