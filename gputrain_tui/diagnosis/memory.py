@@ -201,7 +201,7 @@ def _growth_symptom(view: RankView, memory: str, samples: deque[tuple[float, int
         cause=memory.lower(),
         step=view.step,
         message=f"the {memory}'s memory of rank {view.rank} has grown by {percent(grown)} "
-        f"in {growth.watched_s / 60:.0f} minutes and goes on growing",
+        f"in {growth.watched_s / 60:.0f} minutes and is still growing",
         evidence={
             "first_bytes": growth.first_bytes,
             "last_bytes": growth.last_bytes,

@@ -256,7 +256,7 @@ def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
     message = (
-        f"rank {view.rank} has ended after step {view.step}, and for {silence_s:.0f} s the others have done no step, "
+        f"rank {view.rank} has ended after step {view.step}, and the others have done no step for {silence_s:.0f} s, "
         f"after step {ahead}"
     )
     return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_left"]), cause="left")
