@@ -40,7 +40,7 @@ def sample_gpus(run: SimulatedRun, clocks: list[int], reasons: Mapping[int, list
     ("clock", "reasons", "celsius", "cause", "because"),
     [
         (960, ["thermal_software"], 88.0, "gpu_thermal", "(960 MHz at 88 °C, the others 1980 MHz)"),
-        (960, ["power_cap", "thermal_hardware"], 91.0, "gpu_thermal", "because of thermal throttling of its GPU (960 MHz at 91 °C"),
+        (960, ["power_cap", "thermal_hardware"], 91.0, "gpu_thermal", "throttling of its GPU (960 MHz at 91 °C"),
         (
             960,
             ["power_cap"],

@@ -288,7 +288,7 @@ def test_a_setting_makes_the_tables_that_it_needs() -> None:
         ("cluster=5", "--set cluster is 5, but must be a table"),
         ("cluster.workdir=code", "--set cluster.workdir is 'code', but must be an absolute path, or start with ~/"),
         ("cluster.nodes[0].python=-m", "--set cluster.nodes[0].python is '-m', but must be the path or the name"),
-        ('cluster.setup="a\\nb"', "--set cluster.setup is 'a\\nb', but must be one line of shell; join several with &&"),
+        ('cluster.setup="a\\nb"', "--set cluster.setup is 'a\\nb', but must be one line of shell; join several with"),
         ("cluster.env=5", "--set cluster.env is 5, but must be a table, such as "),
         ("cluster.env.A=[1]", "--set cluster.env.A is [1], but must be text or a number"),
         ('cluster.env={"A=B" = 1}', "--set cluster.env.A=B is not a valid name of an environment variable"),
