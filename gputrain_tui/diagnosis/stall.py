@@ -360,7 +360,7 @@ def _position_text(view: RankView) -> str:
     if load is not None:
         function = view.process.sleeps_in
         is_elsewhere = function and not function.startswith(LOCK_PREFIX)
-        activity = f"sleeps in the kernel's {function}" if is_elsewhere else f"is {load}"
+        activity = f"sleeps in kernel function {function}" if is_elsewhere else f"is {load}"
         activity = "is held by a debugger" if view.process.held else activity
         known.append(f"its process {activity}" if known else f"the process of rank {view.rank} {activity}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""

@@ -44,7 +44,7 @@ def read_notes(run: RunDir) -> Notes:
     try:
         found = read_json(run.notes, _decoder)
     except RecordError as error:
-        raise RecordError(f"{error}; without the file the run has no note") from None
+        raise RecordError(f"{error}; delete the file to start a new note") from None
     return Notes(note=_one_line(found.note)[:MAX_NOTE_CHARS], tags=tuple(filter(_TAG.fullmatch, found.tags[:MAX_TAGS])))
 
 

@@ -263,11 +263,14 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
             continue
         if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
-            found = f"is {quoted(node.host)}" if node.host else "is missing"
             away = peer if index == 0 else machines[0]
+            found = (
+                f"is {quoted(node.host)}, which the other node {away} cannot reach"
+                if node.host
+                else f"is missing, but the other node {away} must reach this one"
+            )
             raise RequestError(
-                f"{recipe.where('cluster', 'nodes', index, 'host')} {found}, which the other node {away} cannot reach: "
-                f"give this machine's address{known}"
+                f"{recipe.where('cluster', 'nodes', index, 'host')} {found}: give this machine's address{known}"
             )
 
 

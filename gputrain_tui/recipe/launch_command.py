@@ -144,9 +144,7 @@ def _program(words: list[str]) -> tuple[str, str | None, list[str]]:
     if name in LAUNCHERS:
         return name, str(path.with_name("python")) if python else None, _after_launch(name, rest)
     known = "torchrun, accelerate launch, deepspeed or python"
-    raise RequestError(
-        f"{quoted(words[0])} is not a known launcher: use {known}{nearest(name, LAUNCHERS)}"
-    )
+    raise RequestError(f"{quoted(words[0])} is not a known launcher: use {known}{nearest(name, LAUNCHERS)}")
 
 
 MODULES = {

@@ -121,9 +121,7 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``[slurm]``: options of the job's submission."""
 
     nodes: (
-        Annotated[
-            int, Meta(ge=1, le=10_000, description="number of equal nodes; default: one per [[cluster.nodes]]")
-        ]
+        Annotated[int, Meta(ge=1, le=10_000, description="number of equal nodes; default: one per [[cluster.nodes]]")]
         | None
     ) = None
     partition: Annotated[str, Meta(min_length=1, description="partition to submit to")] | None = None

@@ -990,7 +990,7 @@ def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_na
             break
     assert [(finding.kind, finding.rank) for finding in found] == [("stalled", rank)]
     if rank is not None:
-        assert f"the process of rank {rank} sleeps in the kernel's {places[rank]}, unlike" in found[0].message
+        assert f"the process of rank {rank} sleeps in kernel function {places[rank]}, unlike" in found[0].message
 
 
 def test_a_failure_does_not_clear_a_stall() -> None:

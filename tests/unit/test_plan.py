@@ -236,7 +236,7 @@ def test_env_gives_the_master_address_in_the_environment() -> None:
         (
             ["cpu_ranks = 1", *remote_nodes(1)],
             "",
-            "cluster.nodes[0].host is missing, which the other node 10.0.123.1 cannot",
+            "cluster.nodes[0].host is missing, but the other node 10.0.123.1 must reach this one: give",
         ),
         (
             remote_nodes(1, 1),

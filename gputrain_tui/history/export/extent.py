@@ -86,7 +86,7 @@ def _of_rank(extent: RankExtent, last: int | None) -> Iterator[str]:
     if extent.unreadable_lines:
         yield f"{name}: {_count(extent.unreadable_lines, 'unreadable line')} of its record left out"
     if extent.is_cut:
-        yield f"{name}: its record is damaged beyond reading after that"
+        yield f"{name}: its record cannot be read any further"
     if extent.lost_events:
         yield f"{name}: {_count(extent.lost_events, 'event')} could not be written to disk"
     if extent.only_means:
