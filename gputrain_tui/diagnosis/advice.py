@@ -9,65 +9,65 @@ CAUSE_NAMES = {
     "backward": "its backward pass",
     "optimizer": "its optimizer step",
     "garbage_collection": "Python's garbage collection",
-    "cpu_steal": "processor time that other guests of its host take",
+    "cpu_steal": "CPU time that other virtual machines take on its host",
     "core_wait": "waiting for a free core",
     "gpu_clock": "its GPU's lower clock",
-    "gpu_thermal": "its GPU, which slows down because of heat",
+    "gpu_thermal": "thermal throttling of its GPU",
 }
 """A straggler's cause as words of a sentence."""
 THROTTLE_NAMES = {
-    "application_clocks": "a clock that was set",
+    "application_clocks": "a fixed clock setting",
     "power_cap": "its power cap",
     "hardware_slowdown": "a slowdown of the hardware (heat or power)",
-    "sync_boost": "a clock shared with other GPUs",
+    "sync_boost": "a clock synchronised with other GPUs",
     "power_brake": "the machine's power brake",
-    "display_clocks": "the display",
+    "display_clocks": "a display clock setting",
 }
 """Throttle reasons of the samples as words of a sentence."""
 
 ADVICE = {
-    "data": "look at what this rank reads: its disk, its share of the data, longer samples; more reading workers "
-    "(num_workers) hide reading behind computing",
-    "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and what "
-    "else uses the bus",
-    "forward": "compare its device, its input sizes and what else runs there with the other ranks; code that only "
-    "this rank runs is a usual reason",
-    "backward": "compare its device, its input sizes and what else runs there with the other ranks; hooks that only "
-    "this rank runs are a usual reason",
+    "data": "check the rank's disk, its share of the data and its sample lengths; more loader workers (num_workers) "
+    "hide reading behind computing",
+    "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and other "
+    "traffic on the bus",
+    "forward": "compare its device, its input sizes and other processes there with those of the other ranks; code "
+    "that only this rank runs is a common cause",
+    "backward": "compare its device, its input sizes and other processes there with those of the other ranks; "
+    "hooks that only this rank runs are a common cause",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
-    "garbage_collection": "collect at chosen moments on all ranks together (gc.disable, gc.collect every some hundred "
+    "garbage_collection": "collect on all ranks at the same step (gc.disable, then gc.collect every few hundred "
     "steps) and call gc.freeze before training",
-    "cpu_steal": "the host is overbooked: move this node to another host, or ask for dedicated cores",
-    "core_wait": "give the ranks cores of their own: fewer threads per rank, fewer reading workers, no other jobs here",
-    "gpu_clock": "read its clocks and what holds them down (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER); check the power "
-    "limit and fixed clocks, or take another GPU; one of a slower kind stays behind as long as ranks get equal batches",
+    "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
+    "core_wait": "give each rank enough cores: fewer threads per rank, fewer loader workers, no other jobs here",
+    "gpu_clock": "check its clocks and throttle reasons (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER), its power limit "
+    "and fixed clocks, or use another GPU; a slower model stays behind as long as ranks get equal batches",
     "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "
     "(nvidia-smi -pl) or leave this GPU out",
-    "unattributed": "compare this rank's parts with the others' in the evidence; several parts longer at once point "
-    "to the device itself or to another job on it",
-    "input_bound": "more reading workers (num_workers), cheaper preprocessing, or the data on a faster disk; the "
+    "unattributed": "compare this rank's phases with the others' in the evidence; if several are longer at once, "
+    "suspect the device itself or another job on it",
+    "input_bound": "use more loader workers (num_workers), cheaper preprocessing or a faster disk; the "
     "ranks wait for data before every step",
-    "communication_bound": "synchronise less often (update_freq), reduce larger buckets (bucket_cap_mb), send bf16 "
+    "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
-    "imbalance": "batches of unequal length are the usual reason: group samples of equal length (sort them, "
-    "max_tokens) or balance the tokens over the ranks; else look for work that one rank does now and then: "
+    "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "
+    "max_tokens) or balance the tokens over the ranks; otherwise look for occasional work of single ranks: "
     "augmentation, reading, logging, garbage collection",
-    "imbalance_tokens": "give all ranks equally many tokens in each step: group samples of equal length (sort them, "
-    "max_tokens), or balance the tokens over the ranks",
-    "imbalance_samples": "give all ranks equally many samples in each step (a DistributedSampler with drop_last), or "
-    "as many as their speed allows if they differ",
-    "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, caches without a bound",
-    "non_finite": "stop: nothing more is learnt. Go on from a checkpoint that is older than step {step}, with a lower "
-    "learning rate or gradients clipped from there on (clip_norm; a NaN that is clipped stays NaN), in fp16 with bf16 "
-    "instead. If it comes again at the same step, look at that batch; torch.autograd.set_detect_anomaly(True) names "
+    "imbalance_tokens": "give all ranks the same number of tokens in each step: group samples of equal length "
+    "(sort them, max_tokens), or balance the tokens over the ranks",
+    "imbalance_samples": "give all ranks the same number of samples in each step (a DistributedSampler with "
+    "drop_last) or, if their speeds differ, in proportion to speed",
+    "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, unbounded caches",
+    "non_finite": "stop the run: it learns nothing more. Resume from a checkpoint from before step {step}, with a "
+    "lower learning rate or clipped gradients (clip_norm; clipping does not remove a NaN), or with bf16 instead of "
+    "fp16. If it recurs at the same step, look at that batch; torch.autograd.set_detect_anomaly(True) names "
     "the operation",
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
-    "stalled_behind": "in the console (gputrain attach), K on the rank's page prints where its Python code hangs; a "
-    "rank that leaves the common path waits for nobody and everybody waits for it",
-    "stalled_left": "give all ranks equally many batches (drop_last, a DistributedSampler), or leave the loop on all "
-    "of them together",
-    "stalled_together": "in the console (gputrain attach), K on a rank's page prints where its Python code hangs; an "
-    "unequal number of synchronisations and a dead network are the usual reasons",
+    "stalled_behind": "in the console (gputrain attach), K on the rank's page prints its Python stack; a rank "
+    "whose code takes another branch keeps all the others waiting",
+    "stalled_left": "give all ranks the same number of batches (drop_last, a DistributedSampler), or leave the loop "
+    "on all of them at the same step",
+    "stalled_together": "in the console (gputrain attach), K on a rank's page prints its Python stack; an "
+    "unequal number of collectives and a network failure are the usual causes",
 }

@@ -79,9 +79,9 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         severity="critical" if share >= CRITICAL_SHARE else "warning",
         cause="communication",
         step=window[-1].step,
-        message=f"exchanging gradients takes {percent(share)} of a step that nothing hides "
-        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits so long"
-        + (" (at most: waits for a core were not measured and are in it)" if estimate else ""),
+        message=f"gradient exchange that computing does not hide takes {percent(share)} of a step "
+        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits that long"
+        + (" (at most: waits for a core were not measured and are included)" if estimate else ""),
         evidence=evidence,
         advice=ADVICE["communication_bound"],
     )

@@ -53,8 +53,7 @@ class BroadcastWait:
         who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting):,} ranks wait"
         return replace(
             symptom,
-            message=f"{symptom.message}; {who} for it at the start of the forward pass, as for buffers that DDP "
-            "broadcasts there",
+            message=f"{symptom.message}; {who} for it at the start of the forward pass, where DDP broadcasts buffers",
             evidence={**symptom.evidence, "followers": float(len(waiting)), "forward_wait_ms": self.wait_ms},
         )
 

@@ -67,12 +67,12 @@ def cause_of(
     if phases[phase] >= least and phase != "other":
         if _is_out_of_proportion(phase, phases[phase], late_ms, index, window):
             return _known_cause(phase)
-        because = f"as all that it does takes longer, most of all {CAUSE_NAMES[phase]} (+{phases[phase]:.1f} ms)"
+        because = f"because all of its phases take longer, most of all {CAUSE_NAMES[phase]} (+{phases[phase]:.1f} ms)"
         return Cause(name="unattributed", because=because)
     if len(longer := [name for name in PHASES if phases[name] >= 0.1 * late_ms]) > 1:
         known = ", ".join(f"{name} +{phases[name]:.1f} ms" for name in longer)
         return Cause(name="unattributed", because=f"for no single reason: {known}")
-    return Cause(name="unattributed", because="for a reason that no measured part of the step accounts for")
+    return Cause(name="unattributed", because="for a reason outside the measured phases of the step")
 
 
 def _known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause:

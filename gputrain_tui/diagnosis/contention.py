@@ -55,7 +55,7 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Sympto
         return None
     who = f"the {ranks} ranks on {newest.host} wait" if ranks > 1 else f"the rank on {newest.host} waits"
     taken = others >= MIN_OTHERS_SHARE * cores
-    and_others = f", {others:.1f} of them of other processes," if taken else ""
+    and_others = f", {others:.1f} of them in other processes," if taken else ""
     threads = max(1, int((cores - others if taken else cores) / ranks))
     return Symptom(
         kind="cpu_contention",
@@ -93,12 +93,12 @@ def _advice(ranks: int, cores: int, threads_per_rank: float, threads: int, *, ta
     remedies = []
     if ranks > cores:  # even one thread per rank is too many
         most = f"at most {cores} rank{'s' * (cores != 1)}"
-        remedies.append(f"start {most} on this host, one a core (cpu_ranks = {cores}, threads = 1)")
+        remedies.append(f"start {most} on this host, one per core (cpu_ranks = {cores}, threads = 1)")
     elif threads_per_rank >= threads + 0.5:
         remedies.append(
             f"set threads = {threads} (for a script OMP_NUM_THREADS={threads}): "
             f"about {threads_per_rank:.0f} threads of each rank are busy"
         )
     if taken:
-        remedies.append("use fewer reading workers (num_workers) and stop other jobs on this host")
+        remedies.append("use fewer loader workers (num_workers) and stop other jobs on this host")
     return "; ".join(remedies) or f"set threads = {threads} (for a script OMP_NUM_THREADS={threads})"

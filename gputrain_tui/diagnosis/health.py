@@ -88,7 +88,7 @@ class NonFinite:
                 severity="critical",
                 cause=name,
                 step=step,
-                message=f"the {quantity} of {who} is NaN or infinite since step {step}: the weights are, too, once "
+                message=f"the {quantity} of {who} has been NaN or infinite since step {step}: so are the weights once "
                 "such a step is applied",
                 evidence={"first_step": float(step), "ranks": float(len(self._since))},
                 advice=ADVICE["non_finite"].format(step=step),

@@ -106,7 +106,7 @@ def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None
     if cause is not None:
         low, high = min(sizes), max(sizes)
         evidence |= {f"least_{cause}": low, f"most_{cause}": high}
-        because = f"as they get from {low:,.0f} to {high:,.0f} {cause} in a step"
+        because = f"because they get {low:,.0f} to {high:,.0f} {cause} in a step"
     return Symptom(
         kind="imbalance",
         value=share,
@@ -115,7 +115,7 @@ def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None
         severity="critical" if share >= CRITICAL_SHARE else "warning",
         cause=cause or "unattributed",
         step=rows[-1].step,
-        message=f"ranks are late in turns, {because}: uneven work costs {percent(share)} of a step "
+        message=f"ranks are late in turn, {because}: uneven work costs {percent(share)} of a step "
         f"({lost_ms:.1f} of {step_ms:.1f} ms)",
         evidence=evidence,
         advice=ADVICE[f"imbalance_{cause}" if cause is not None else "imbalance"],

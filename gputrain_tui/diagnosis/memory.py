@@ -125,7 +125,7 @@ class MemoryGrowth:
         """Return the symptom of memory that will be used up soon; None if it will not be, or that is unknown."""
         if memory == "GPU":
             ranks, shared, total = 1, samples, view.gpu.memory_total_bytes
-            where = f"the GPU's memory of rank {view.rank}"
+            where = f"the GPU memory of rank {view.rank}"
         else:
             node = state.nodes.get(view.node or 0)
             if node is None:
@@ -161,7 +161,7 @@ class MemoryGrowth:
             severity="critical",
             cause=memory.lower(),
             step=view.step,
-            message=f"the {memory}'s memory of rank {view.rank} grows by {growth.per_s * 60 / 2**30:.2g} GiB a minute: "
+            message=f"the {memory} memory of rank {view.rank} grows by {growth.per_s * 60 / 2**30:.2g} GiB a minute: "
             f"at this rate {where} is used up in {_rounded(remaining_s)}",
             evidence={
                 "out_of_memory_s": remaining_s,
@@ -200,8 +200,8 @@ def _growth_symptom(view: RankView, memory: str, samples: deque[tuple[float, int
         confirmed=growth.steady,
         cause=memory.lower(),
         step=view.step,
-        message=f"the {memory}'s memory of rank {view.rank} has grown by {percent(grown)} "
-        f"in {growth.watched_s / 60:.0f} minutes and goes on growing",
+        message=f"the {memory} memory of rank {view.rank} has grown by {percent(grown)} "
+        f"in {growth.watched_s / 60:.0f} minutes and is still growing",
         evidence={
             "first_bytes": growth.first_bytes,
             "last_bytes": growth.last_bytes,

@@ -256,7 +256,7 @@ def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
     message = (
-        f"rank {view.rank} has ended after step {view.step}, and for {silence_s:.0f} s the others have done no step, "
+        f"rank {view.rank} has ended after step {view.step}, and the others have done no step for {silence_s:.0f} s, "
         f"after step {ahead}"
     )
     return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_left"]), cause="left")
@@ -360,7 +360,7 @@ def _position_text(view: RankView) -> str:
     if load is not None:
         function = view.process.sleeps_in
         is_elsewhere = function and not function.startswith(LOCK_PREFIX)
-        activity = f"sleeps in the kernel's {function}" if is_elsewhere else f"is {load}"
+        activity = f"sleeps in kernel function {function}" if is_elsewhere else f"is {load}"
         activity = "is held by a debugger" if view.process.held else activity
         known.append(f"its process {activity}" if known else f"the process of rank {view.rank} {activity}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""

@@ -44,7 +44,7 @@ def read_notes(run: RunDir) -> Notes:
     try:
         found = read_json(run.notes, _decoder)
     except RecordError as error:
-        raise RecordError(f"{error}; without the file the run has no note") from None
+        raise RecordError(f"{error}; delete the file to start a new note") from None
     return Notes(note=_one_line(found.note)[:MAX_NOTE_CHARS], tags=tuple(filter(_TAG.fullmatch, found.tags[:MAX_TAGS])))
 
 
@@ -68,7 +68,7 @@ def checked_note(text: str) -> str:
     """
     note = _one_line(text)
     if len(note) > MAX_NOTE_CHARS:
-        raise RequestError(f"the note has {len(note):,} characters; at most {MAX_NOTE_CHARS:,} are kept")
+        raise RequestError(f"the note has {len(note):,} characters; at most {MAX_NOTE_CHARS:,} are allowed")
     return note
 
 
@@ -81,7 +81,7 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
     found = sorted(set(tags))
     for tag in found:
         if not _TAG.fullmatch(tag):
-            raise RequestError(f"{quoted(tag)} is no tag: 1 to 40 letters, digits or . + / - _, without spaces")
+            raise RequestError(f"{quoted(tag)} is not a tag: 1 to 40 letters, digits or . + / - _, without spaces")
     if len(found) > MAX_TAGS:
         raise RequestError(f"{len(found)} tags; a run has at most {MAX_TAGS}")
     return tuple(found)

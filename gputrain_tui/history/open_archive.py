@@ -58,10 +58,10 @@ def unpack(archive: Path) -> Path:
 
 def _problem(error: Exception) -> str:
     if isinstance(error, _RefusedError):
-        return f"is no archive of a run: {error}"
+        return f"is not an archive of a run: {error}"
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         return f"cannot be unpacked in {tempfile.gettempdir()}: {error.strerror}"
-    return "is damaged: it does not unpack to its end"
+    return "is damaged: it cannot be unpacked completely"
 
 
 class _Unpacking:
@@ -85,7 +85,7 @@ class _Unpacking:
                 self._member(header, stream)
             rest = stream.read(MAX_END_BYTES)  # to the end, where the checksum is compared
             if rest.strip(b"\0") or len(rest) == MAX_END_BYTES:
-                raise _RefusedError("it goes on after its end")
+                raise _RefusedError("data follows its end")
         if "recipe.toml" not in self._names:
             raise _RefusedError("it has no recipe.toml" if self._names else "it is empty")
         return self._folder / self._top
@@ -98,28 +98,28 @@ class _Unpacking:
         except tarfile.HeaderError:
             if block and not block.strip(b"\0") and self._names:
                 return None
-            raise _RefusedError("what was compressed is no tar, or is cut off") from None
+            raise _RefusedError("its content is not a tar archive, or is cut off") from None
 
     def _member(self, header: tarfile.TarInfo, stream: gzip.GzipFile) -> None:
         """Check one member, and unpack it."""
         name = quoted(header.name)
         top, _, path = header.name.rstrip("/").removeprefix("./").partition("/")
         if header.name.startswith("/") or ".." in header.name.split("/"):
-            raise _RefusedError(f"{name} would lie outside of it")
+            raise _RefusedError(f"{name} would be unpacked outside its folder")
         if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
             kinds = {tarfile.SYMTYPE: "a link", tarfile.LNKTYPE: "a link", tarfile.FIFOTYPE: "a pipe"}
             kinds |= {tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device"}
-            raise _RefusedError(f"{name} is {kinds.get(header.type, 'no plain file')}")
+            raise _RefusedError(f"{name} is {kinds.get(header.type, 'not a regular file')}")
         self._top = self._top or top
         if top != self._top or not RUN_NAME.fullmatch(top):
-            raise _RefusedError(f"{name} does not lie in the one folder of a run")
+            raise _RefusedError(f"{name} is not in the folder of one run")
         if header.type == tarfile.DIRTYPE:
             if path and path not in FOLDERS:
-                raise _RefusedError(f"{name} is no folder of a run")
+                raise _RefusedError(f"{name} is not a folder of a run")
         elif not is_file_of_run(path):
-            raise _RefusedError(f"{name} is no file of a run")
+            raise _RefusedError(f"{name} is not a file of a run")
         elif path in self._names:
-            raise _RefusedError(f"{name} is in it twice")
+            raise _RefusedError(f"{name} occurs twice")
         elif header.size < 0 or len(self._names) >= MAX_FILES:
             raise _RefusedError("it has too many files" if header.size >= 0 else f"{name} has no size")
         else:

@@ -23,10 +23,10 @@ def read_plan(run: RunDir) -> Plan:
     """
     plan = read_json(run.plan, _plan)
     if [rank for node in plan.nodes for rank in node.ranks] != list(range(plan.world_size)):
-        raise RecordError(f"{run.plan} is damaged: its nodes do not have the ranks 0 to {plan.world_size - 1}")
+        raise RecordError(f"{run.plan} is damaged: its nodes do not cover the ranks 0 to {plan.world_size - 1}")
     for index, node in enumerate(plan.nodes):
         if node.node != index or not node.argv or not 0 <= _stop_grace(node.argv) < math.inf:
-            raise RecordError(f"{run.plan} is damaged: node {index} has no command that can be run")
+            raise RecordError(f"{run.plan} is damaged: node {index} has no valid command")
     return plan
 
 

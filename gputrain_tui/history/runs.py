@@ -174,7 +174,7 @@ def open_directory(path: Path) -> Run:
     directory = RunDir(path)
     files = [file for file in directory.events.glob("*.ndjson") if file.stem.isdecimal()]
     if not files:
-        raise RequestError(f"{path} is no run directory: it has no events of ranks")
+        raise RequestError(f"{path} is not a run directory: it has no rank events")
     ranks = max(int(file.stem) for file in files) + 1
     began = min(file.stat().st_ctime for file in files)
     status = Status(run=path.name, recipe=path.name, world_size=ranks, by_hand=True, started=began)
@@ -237,7 +237,7 @@ def find(wanted: str, root: Path | None = None) -> Run:
         return fitting[0]
     if fitting:
         names = ", ".join(run.id for run in fitting[:4]) + (", …" if len(fitting) > 4 else "")
-        raise RequestError(f"{quoted(wanted)} fits {len(fitting)} runs: {names}")
+        raise RequestError(f"{quoted(wanted)} matches {len(fitting)} runs: {names}")
     for broken in unreadable:
         if wanted == "last" or (wanted and broken.id.startswith(wanted)):
             raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")

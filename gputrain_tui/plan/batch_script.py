@@ -103,7 +103,7 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
     if not named and len(set(counts)) > 1:
         raise RequestError(
             "--sbatch needs Slurm's node names in the recipe: the nodes have different numbers of GPUs, "
-            f"and {nameless[0]} is no name"
+            f"and {nameless[0]} is not a node name"
         )
     head = [
         "#!/bin/bash",

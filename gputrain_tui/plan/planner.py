@@ -130,9 +130,7 @@ def _on_slurm(recipe: Recipe, local: LocalFacts) -> Recipe:
     for index, node in enumerate(recipe.cluster.nodes):
         if node.cpu_ranks is None and not isinstance(node.gpus, int):
             where = recipe.where("cluster", "nodes", index, "gpus" if node.ranks is None else "ranks")
-            raise RequestError(
-                f"{where} must be a count of GPUs, or cpu_ranks: which GPUs a node has is Slurm's to say"
-            )
+            raise RequestError(f"{where} must be a count of GPUs, or cpu_ranks: Slurm chooses the GPUs")
         if node.host is None and not free and local.slurm_hosts:
             have = len(local.slurm_hosts)
             where = recipe.where("cluster", "nodes")
@@ -224,14 +222,14 @@ def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local
     if world_size == 1:
         if wanted != "auto":
             raise RequestError(
-                f"{where} is {quoted(wanted)}, but the run has a single rank, which meets nobody; remove it"
+                f"{where} is {quoted(wanted)}, but the run has a single rank, which needs no rendezvous; remove it"
             )
         return None
     url = parse_rendezvous_url(wanted)
     if recipe.script is not None and url is not None and url.scheme == "file":
         raise RequestError(
             f"{where} is {quoted(wanted)}, "
-            "but a script meets at MASTER_ADDR and MASTER_PORT: use tcp://HOST:PORT or auto"
+            "but a script's ranks meet at MASTER_ADDR and MASTER_PORT: use tcp://HOST:PORT or auto"
         )
     if several:
         _refuse_loopback(recipe, machines, local)
@@ -265,11 +263,14 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
             continue
         if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
-            found = f"is {quoted(node.host)}" if node.host else "is missing"
             away = peer if index == 0 else machines[0]
+            found = (
+                f"is {quoted(node.host)}, which the other node {away} cannot reach"
+                if node.host
+                else f"is missing, but the other node {away} must reach this one"
+            )
             raise RequestError(
-                f"{recipe.where('cluster', 'nodes', index, 'host')} {found}, which the other node {away} cannot reach: "
-                f"give this machine's address{known}"
+                f"{recipe.where('cluster', 'nodes', index, 'host')} {found}: give this machine's address{known}"
             )
 
 
@@ -280,7 +281,7 @@ def _backend(recipe: Recipe, assignments: Sequence[NodeDevices]) -> Literal["ncc
     if wanted == "nccl" and on_cpu is not None:
         raise RequestError(f"{where} is 'nccl', but the ranks of node {on_cpu} run on the CPU: use gloo or auto")
     if wanted == "nccl" and on_shared is not None:
-        raise RequestError(f"{where} is 'nccl', which refuses two ranks on one GPU as on node {on_shared}: use gloo")
+        raise RequestError(f"{where} is 'nccl', which allows one rank per GPU, but node {on_shared} has more: use gloo")
     if wanted != "auto":
         return wanted
     return "nccl" if on_cpu is None and on_shared is None else "gloo"

@@ -114,7 +114,7 @@ def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
     if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
-        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be text in UTF-8 without a zero character")
+        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be UTF-8 text without NUL characters")
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for part, item in items:
@@ -126,7 +126,7 @@ def _name(source: Source) -> str:
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
     if len(name) > MAX_NAME_CHARS:
-        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {MAX_NAME_CHARS} fit a list")
+        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed")
     return name.strip()
 
 
@@ -185,7 +185,7 @@ def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
         )
     given = [key for key in RANK_KEYS if getattr(node, key) is not None]
     if len(given) != 1:
-        what = f"has {' and '.join(given)}" if given else "does not say what it runs"
+        what = f"has {' and '.join(given)}" if given else "has no ranks"
         raise RecipeError(f"{source.where(('cluster', 'nodes', index))} {what}; give one of {', '.join(RANK_KEYS)}")
     return node
 
@@ -198,7 +198,7 @@ def _with_slurm_nodes(cluster: Cluster, slurm: SlurmOptions | None, source: Sour
     if len(cluster.nodes) > 1:
         raise RecipeError(f"{where} is {slurm.nodes}, but there are {len(cluster.nodes)} [[cluster.nodes]]; keep one")
     if cluster.nodes[0].host is not None:
-        raise RecipeError(f"{where} is {slurm.nodes}, but cluster.nodes[0] names its host: leave the host to Slurm")
+        raise RecipeError(f"{where} is {slurm.nodes}, but cluster.nodes[0] has a host: remove it, as Slurm chooses")
     return msgspec.structs.replace(cluster, nodes=cluster.nodes * slurm.nodes)
 
 
@@ -226,13 +226,13 @@ def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: 
     workdir, python, setup = options.workdir, options.python, options.setup
     if workdir is not None and not workdir.startswith(("/", "~/")) and workdir != "~":
         where = source.where((*table, "workdir"))
-        raise RecipeError(f"{where} is {quoted(workdir)}, but must be an absolute path, or one from ~/ on the host")
+        raise RecipeError(f"{where} is {quoted(workdir)}, but must be an absolute path, or start with ~/")
     if python is not None and not re.fullmatch(r"[^-\s].*", python):
         where = source.where((*table, "python"))
         raise RecipeError(f"{where} is {quoted(python)}, but must be the path or the name of an interpreter")
     if setup is not None and (not setup.strip() or len(setup.splitlines()) > 1):
         where = source.where((*table, "setup"))
-        raise RecipeError(f"{where} is {quoted(setup)}, but must be one line of shell; join several by &&")
+        raise RecipeError(f"{where} is {quoted(setup)}, but must be one line of shell; join several with &&")
 
 
 def _env(source: Source, values: Any, *table: str | int) -> dict[str, str]:
@@ -280,7 +280,9 @@ def _refuse_task_options(source: Source, task_names: set[str]) -> None:
     """Raise for options of the training loop: a script has its own loop and would not receive them."""
     for key in source.data["train"]:
         if key == "resume":
-            raise RecipeError(f"{source.where(('train', key))} is for tasks: a script resumes by its own train.args")
+            raise RecipeError(
+                f"{source.where(('train', key))} is for tasks: a script takes its own option in train.args"
+            )
         if key in task_names and key != "task":
             raise RecipeError(
                 f"{source.where(('train', key))} is for tasks, but train.script runs a script; use train.args"

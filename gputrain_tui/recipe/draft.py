@@ -296,7 +296,7 @@ class Draft:
             if field.option is ENV:
                 values = parse_env(text)
                 if isinstance(values, str):
-                    return f"env is {text!r}, but must be NAME=VALUE, several with blanks between, quoted as in a shell"
+                    return f"env is {text!r}, but must be NAME=VALUE pairs separated by spaces, quoted as in a shell"
                 check_env(values, where=lambda *key: ".".join(key))
             elif field.name == "gpus" and node is not None:
                 parse_gpus(parse_node_value("gpus", text), where=field.name)

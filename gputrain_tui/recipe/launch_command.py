@@ -92,13 +92,13 @@ def read_launch_command(
         env[setting[1]] = setting[2]
         rest.pop(0)
     if not rest:
-        raise RequestError("no command is given; it begins with torchrun, accelerate launch, deepspeed or python")
+        raise RequestError("no command is given; start it with torchrun, accelerate launch, deepspeed or python")
     name, python, rest = _program(rest)
     launcher = LAUNCHERS[name]
     flags, rest = _split_flags(launcher, rest)
     is_module = _pop(flags, "module") is not None
     if _pop(flags, "no_python") is not None or _pop(flags, "run_path") is not None:
-        raise RequestError(f"{name} starts a program that is no Python script here, which gputrain cannot start")
+        raise RequestError(f"this {name} command starts another program than a Python script, which gputrain cannot do")
     if not rest:
         raise RequestError(f"the {name} command names no script")
     command = LaunchCommand(launcher=name, script=rest[0], args=rest[1:])
@@ -116,7 +116,7 @@ def read_launch_command(
     for variable in [each for each in env if is_secret(each)]:
         del env[variable]
         command.notes.append(
-            f"{variable} is left out, as a recipe is no place for it: the ranks have it from the shell"
+            f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
         )
     command.env = env
     launcher.read(command, flags, read_file)
@@ -143,8 +143,8 @@ def _program(words: list[str]) -> tuple[str, str | None, list[str]]:
         return "python", python, rest
     if name in LAUNCHERS:
         return name, str(path.with_name("python")) if python else None, _after_launch(name, rest)
-    known = "torchrun, accelerate launch, deepspeed and python"
-    raise RequestError(f"{quoted(words[0])} is no launcher that is understood: {known} are{nearest(name, LAUNCHERS)}")
+    known = "torchrun, accelerate launch, deepspeed or python"
+    raise RequestError(f"{quoted(words[0])} is not a known launcher: use {known}{nearest(name, LAUNCHERS)}")
 
 
 MODULES = {
@@ -160,7 +160,7 @@ def _after_launch(name: str, words: list[str]) -> list[str]:
     if name == "accelerate" and words[:1] == ["launch"]:
         return words[1:]
     if name == "accelerate" and words and not words[0].startswith("-") and not words[0].endswith(".py"):
-        raise RequestError(f"accelerate {words[0]} starts no training; accelerate launch does")
+        raise RequestError(f"accelerate {words[0]} does not start training; use accelerate launch")
     return words
 
 
@@ -189,7 +189,7 @@ def _pop(flags: dict[str, str], *names: str) -> str | None:
 
 def _number(value: str, flag: str, *, least: int = 1) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", value) or int(value) < least:
-        raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number from {least} on")
+        raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number, at least {least}")
     return int(value)
 
 
@@ -199,7 +199,7 @@ def _number(value: str, flag: str, *, least: int = 1) -> int:
 def _set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
     """Set the nodes, all with the same ranks; a host that the command does not name is a placeholder."""
     if count > MAX_NODES:
-        raise RequestError(f"{count} nodes are more than {MAX_NODES}")
+        raise RequestError(f"{count} nodes are too many; at most {MAX_NODES} are allowed")
     if count == 1:
         command.nodes = [ranks]
         return
@@ -235,14 +235,14 @@ def _torchrun(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> Non
     least, colon, most = (_pop(flags, "nnodes") or "1").partition(":")
     nodes = _number(most or least, "nnodes")
     if colon and least != most:
-        command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe has {nodes} nodes, always")
+        command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe always has {nodes} nodes")
     per_node = _pop(flags, "nproc_per_node") or "1"
     ranks: dict[str, Any] = {"gpus": "all"} if per_node in ("gpu", "auto") else {"ranks": 1}
     if per_node.isdecimal():
         ranks = {"ranks": _number(per_node, "nproc_per_node")}
     elif per_node == "cpu":
         ranks = {"cpu_ranks": 1}
-        command.notes.append("--nproc-per-node cpu is a rank per core: set cpu_ranks to as many as the machine has")
+        command.notes.append("--nproc-per-node cpu is one rank per core: set cpu_ranks to the number of cores")
     elif per_node not in ("gpu", "auto"):
         raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
     address, port = _pop(flags, "master_addr"), _pop(flags, "master_port")
@@ -271,7 +271,7 @@ def _accelerate(command: LaunchCommand, flags: dict[str, str], read_file: ReadFi
             if name in CONFIG_FILE_KEYS and value not in ("", "null", "no", "false"):
                 flags.setdefault(name, value)
     elif "num_processes" not in flags:
-        command.notes.append("what `accelerate config` has saved is not read: name its file by --config_file")
+        command.notes.append("the file saved by `accelerate config` is not read: pass it with --config_file")
     for name in ("multi_gpu", "machine_rank", "rdzv_backend", "same_network"):
         _pop(flags, name)
     nodes = _number(_pop(flags, "num_machines") or "1", "num_machines")
@@ -303,7 +303,7 @@ CONFIG_FILE_KEYS = (
 def _deepspeed(command: LaunchCommand, flags: dict[str, str], read_file: ReadFile) -> None:
     for name in ("launcher", "force_multi", "node_rank", "no_local_rank"):
         _pop(flags, name)
-    command.notes.append("deepspeed gives the script --local_rank; here it reads LOCAL_RANK from the environment")
+    command.notes.append("deepspeed passes --local_rank to the script; here it reads LOCAL_RANK from the environment")
     include, hostfile = _pop(flags, "include"), _pop(flags, "hostfile")
     count, gpus = _pop(flags, "num_nodes"), _pop(flags, "num_gpus")
     address, port = _pop(flags, "master_addr"), _pop(flags, "master_port")
@@ -331,7 +331,7 @@ def _deepspeed(command: LaunchCommand, flags: dict[str, str], read_file: ReadFil
 
 def _python(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> None:
     command.nodes = [{"ranks": 1}]
-    command.notes.append("python starts one process: raise ranks for more, each with RANK, WORLD_SIZE and LOCAL_RANK")
+    command.notes.append("python starts one process: raise ranks for more; each gets RANK, WORLD_SIZE and LOCAL_RANK")
 
 
 def _devices(text: str, flag: str) -> list[int]:

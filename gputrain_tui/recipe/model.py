@@ -32,11 +32,9 @@ RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
 MAX_RANKS_PER_NODE = 1024
 """More than the cores or GPUs of any machine: a larger number is a typing error."""
 
-Workdir = Annotated[str, Meta(description="folder on the hosts in which ranks start; default: the same as here")]
-Python = Annotated[str, Meta(description="interpreter of the hosts, with torch; default: the same path as here")]
-Setup = Annotated[
-    str, Meta(description="line of shell before a node's command, such as module load cuda or a conda environment")
-]
+Workdir = Annotated[str, Meta(description="working directory of the ranks on a host; default: the same path as here")]
+Python = Annotated[str, Meta(description="Python interpreter with torch on a host; default: the same path as here")]
+Setup = Annotated[str, Meta(description="shell line to run before a node's ranks start, such as module load cuda")]
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +44,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gpus: (
         Annotated[
             int | tuple[int | str, ...] | Literal["all", "free"],
-            Meta(description="one rank per GPU: a count, a list of device ids, all, or free (those nobody uses)"),
+            Meta(description="one rank per GPU: a count, a list of device ids, all, or free (GPUs not in use)"),
         ]
         | None
     ) = None
@@ -77,17 +75,17 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The keys of ``[cluster]`` except its nodes and its table ``env``."""
 
     init_method: Annotated[
-        str, Meta(description="where ranks meet: auto, tcp://HOST:PORT, file:///SHARED/PATH or env://")
+        str, Meta(description="rendezvous: auto, tcp://HOST:PORT, file:///SHARED/PATH or env://")
     ] = "auto"
     backend: Annotated[
         Literal["auto", "nccl", "gloo"],
-        Meta(description="auto is nccl on GPUs and gloo as soon as one rank is on a CPU"),
+        Meta(description="auto is nccl on GPUs, and gloo if any rank is on a CPU"),
     ] = "auto"
     launcher: Annotated[
         Literal["auto", "local", "ssh", "slurm"],
         Meta(description="auto is local for this machine, slurm with [slurm] or in an allocation, ssh otherwise"),
     ] = "auto"
-    max_restarts: Annotated[int, Meta(ge=0, description="start again so often after a failure")] = 0
+    max_restarts: Annotated[int, Meta(ge=0, description="how many times to restart after a failure")] = 0
     port: (
         Annotated[
             int,
@@ -123,7 +121,7 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``[slurm]``: options of the job's submission."""
 
     nodes: (
-        Annotated[int, Meta(ge=1, le=10_000, description="how many nodes alike; default: one per [[cluster.nodes]]")]
+        Annotated[int, Meta(ge=1, le=10_000, description="number of equal nodes; default: one per [[cluster.nodes]]")]
         | None
     ) = None
     partition: Annotated[str, Meta(min_length=1, description="partition to submit to")] | None = None
@@ -133,10 +131,10 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mem: Annotated[str, Meta(min_length=1, description="memory per node, such as 64G")] | None = None
     constraint: Annotated[str, Meta(min_length=1, description="features that the nodes must have")] | None = None
     gpu_type: Annotated[str, Meta(min_length=1, description="type of GPU, as sinfo names it")] | None = None
-    setup: Annotated[str, Meta(min_length=1, description="shell before the run, such as module load cuda")] | None = (
-        None
-    )
-    extra: Annotated[tuple[str, ...], Meta(description="more words for sbatch, such as --cpus-per-task=16")] = ()
+    setup: (
+        Annotated[str, Meta(min_length=1, description="shell command before the run, such as module load cuda")] | None
+    ) = None
+    extra: Annotated[tuple[str, ...], Meta(description="more options for sbatch, such as --cpus-per-task=16")] = ()
 
 
 CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "env", "nodes")

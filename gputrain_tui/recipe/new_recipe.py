@@ -13,21 +13,21 @@ from gputrain_tui.recipe.launch_command import LaunchCommand
 from trainer.contract.errors import printable
 
 COMMENTS = {
-    "host": "as ssh takes it; without one it is this machine",
-    "gpus": 'a count, a list of ids, "all", or "free": those that nobody uses; or cpu_ranks = 2',
+    "host": "name for ssh; without it: this machine",
+    "gpus": 'a count, a list of ids, "all", or "free" (GPUs not in use); or cpu_ranks = 2',
     "ranks": 'on GPUs where the machine has any, else on its CPU; or gpus = "all", cpu_ranks = 2',
-    "cpu_ranks": 'processes that meet over gloo; with GPUs: gpus = "all"',
-    "init_method": "where the ranks meet; without it a port is chosen",
+    "cpu_ranks": 'ranks on the CPU, over gloo; on GPUs: gpus = "all"',
+    "init_method": "rendezvous of the ranks; without it gputrain chooses one",
     "max_restarts": "after a failure, from the last checkpoint",
     "python": "the interpreter of the command",
     "env": "environment variables of all ranks",
-    "script": "relative to the folder in which gputrain is typed",
+    "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
 """Comments of a new recipe, by key."""
 
 REPORT = """\
-# [report]                # where else the run is reported, while it goes on
+# [report]                # other places to report the run to
 # tensorboard = true      # event files in the run directory; or a folder, such as "runs"
 # wandb = "project"
 # on_end = "echo $GPUTRAIN_RUN_NAME $GPUTRAIN_RUN_STATUS"  # a shell command at the end

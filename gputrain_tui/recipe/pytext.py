@@ -73,13 +73,13 @@ KEY_MAP: dict[Key, Key] = {
 """Path within PyText's task, without class names → the recipe's key."""
 
 IGNORED_KEYS = {
-    "version": "every version's keys are read alike",
-    "use_tensorboard": "every value is in the record, which `gputrain attach` draws",
+    "version": "the keys of all versions are read the same way",
+    "use_tensorboard": "all values are in the run's record; `gputrain attach` plots them",
     **dict.fromkeys(
         ("export", "export_caffe2_path", "export_onnx_path", "export_torchscript_path"),
         "`gputrain export RUN --to safetensors` writes the weights of the best checkpoint",
     ),
-    "gpu_streams_for_distributed_training": "the gradients' reduction has a stream of its own",
+    "gpu_streams_for_distributed_training": "gradients are reduced on a separate stream",
     "save_snapshot_path": "checkpoints go to the run directory",
     "modules_save_dir": "checkpoints hold the whole model",
     "report_eval_results": "every validation is in the record",
@@ -108,7 +108,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     if prefix:
         for key in source.data:
             if key != "config":
-                raise RecipeError(f"{source.where((key,))} stands beside config, but PyText's wrapper holds all of it")
+                raise RecipeError(f"{source.where((key,))} is outside of config, where PyText has all keys")
     values: dict[Key, Any] = {}
     origins: dict[Key, Key] = {}
     notes: list[str] = []
@@ -171,7 +171,7 @@ def _add_node(
         for key in ("distributed_world_size", "use_cuda_if_available"):
             if key in config:
                 raise RecipeError(
-                    f"{source.where((*prefix, key))} and cluster.nodes both say where ranks run; keep one of them"
+                    f"{source.where((*prefix, key))} and cluster.nodes both set where ranks run; keep one of them"
                 )
         return
     if not is_pytext_task and "distributed_world_size" not in config and cuda:
@@ -189,7 +189,7 @@ def _doc_classification(
     if name not in DOC_CLASSIFICATION_TASKS:
         raise RecipeError(
             f"{source.where(written)} has no counterpart here{nearest(name, DOC_CLASSIFICATION_TASKS)}; "
-            f"of PyText's tasks {DOC_CLASSIFICATION_TASKS[0]} is understood, as docnn"
+            f"of PyText's tasks {DOC_CLASSIFICATION_TASKS[0]} is supported, as docnn"
         )
     if not isinstance(table, dict):
         raise RecipeError(f"{source.where(written)} is {quoted(table)}, but must be a table")
@@ -210,7 +210,9 @@ def _doc_classification(
             names = (value, place)
             continue
         if class_free == COLUMN_MAPPING:
-            raise RecipeError(f"{where} is {quoted(value)}, but must be a table of the file's names to text and label")
+            raise RecipeError(
+                f"{where} is {quoted(value)}, but must be a table from the file's columns to text and label"
+            )
         if class_free[:-1] == COLUMN_MAPPING:
             mapping[str(class_free[-1])] = (value, place)
             continue
@@ -237,17 +239,17 @@ def _columns(
     columns = {name: name for name in mapping}
     if names is not None:
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise RecipeError(f"{source.where(where)} is {quoted(listed)}, but must be a list of names of columns")
+            raise RecipeError(f"{source.where(where)} is {quoted(listed)}, but must be a list of column names")
         columns = {name: str(index) for index, name in enumerate(listed)}
         for name, (_, place) in mapping.items():
             if name not in columns:
-                raise RecipeError(f"{source.where(place)} is no column of {quoted(listed)}{nearest(name, columns)}")
+                raise RecipeError(f"{source.where(place)} is not a column in {quoted(listed)}{nearest(name, columns)}")
     found: dict[str, tuple[str, Key]] = {}
     for name, column in columns.items():
         value, place = mapping.get(name, (name, where))
         kind = SCHEMA_NAMES.get(value)
         if kind in found:
-            raise RecipeError(f"{source.where(place)}: two columns are the {kind}; keep one of them")
+            raise RecipeError(f"{source.where(place)}: two columns map to {kind}; keep one of them")
         if kind is not None:
             found[kind] = (column, place)
     if names is not None and len(found) < 2:

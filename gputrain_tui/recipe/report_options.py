@@ -17,8 +17,8 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             str,
             option_meta(
                 "Report",
-                "write TensorBoard's event files while the run goes on: true for a folder in the run directory, or a "
-                "folder that gets one for each run",
+                "write TensorBoard event files during the run: true for a folder in the run directory, or a folder "
+                "that gets a subfolder for each run",
                 or_kind="bool",
                 min_length=1,
             ),
@@ -26,16 +26,13 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         | None
     ) = None
     wandb: (
-        Annotated[
-            str, option_meta("Report", "project of Weights & Biases to log to while the run goes on", min_length=1)
-        ]
-        | None
+        Annotated[str, option_meta("Report", "Weights & Biases project to log to during the run", min_length=1)] | None
     ) = None
     on_end: (
         Annotated[
             str,
             option_meta(
-                "Report", "shell command once the run has ended, with GPUTRAIN_RUN_STATUS and others", min_length=1
+                "Report", "shell command to run at the end, with GPUTRAIN_RUN_STATUS and others set", min_length=1
             ),
         ]
         | None

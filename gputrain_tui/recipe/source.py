@@ -34,7 +34,7 @@ MAX_DEPTH = 32
 MAX_INT_BITS = 1000
 """Limit of an integer: a larger one fits no ``float``, and Python refuses to print more than 4,300 digits."""
 
-TOO_MANY_DIGITS = "holds a number with more digits than a number can have"
+TOO_MANY_DIGITS = "contains a number with too many digits"
 
 
 class RecipeError(RequestError):
@@ -120,7 +120,7 @@ def _read_stdin(stdin: IO[str]) -> bytes:
 
 def _decode(content: bytes, name: str) -> str:
     if len(content) > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, so it is no recipe")
+        raise RecipeError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, too long for a recipe")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -204,11 +204,11 @@ def _json(text: str, name: str) -> dict[str, Any]:
         positions = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
         # More than two matches: the key is in other objects as well, and the line is unknown.
         line = f":{text.count(chr(10), 0, positions[1]) + 1}" if len(positions) == 2 else ""
-        raise RecipeError(f"{name}{line}: {quoted(error.key)} is there twice in one object; keep one of them") from None
+        raise RecipeError(f"{name}{line}: {quoted(error.key)} occurs twice in one object; keep one of them") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{name}: a recipe in JSON is an object in braces, but this is {_json_type(data)}")
+        raise RecipeError(f"{name}: a JSON recipe must be an object in braces, but this is {_json_type(data)}")
     return data
 
 
@@ -232,7 +232,7 @@ def _json_type(data: Any) -> str:
     """Return the type of a JSON value in words."""
     if data is None or isinstance(data, bool):
         return json.dumps(data)
-    return "a list" if isinstance(data, list) else "a text" if isinstance(data, str) else "a number"
+    return "a list" if isinstance(data, list) else "a string" if isinstance(data, str) else "a number"
 
 
 _TOKEN = re.compile(
@@ -410,7 +410,7 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
             if not last:
                 node.setdefault(part, {})
         else:
-            raise RecipeError(f"--set {name}: {dotted(key)} is {quoted(node)}, which holds no keys")
+            raise RecipeError(f"--set {name}: {dotted(key)} is {quoted(node)}, which has no keys")
         key = (*key, step)
         if last:
             node[step] = value

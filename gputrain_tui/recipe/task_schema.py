@@ -50,7 +50,7 @@ def task_schema(task: str) -> type[Any]:
         return schema
     if ":" not in task:
         guess = nearest(task, BUILT_IN) or f"; built in are {', '.join(BUILT_IN)}"
-        raise RequestError(f"there is no such task{guess}; your own is module:Class or path.py:Class")
+        raise RequestError(f"there is no such task{guess}; name your own as module:Class or path.py:Class")
     return build_schema(_task_options(task))
 
 
@@ -158,9 +158,9 @@ def _describe_in_subprocess(task: str) -> list[Option]:
     if answer.returncode != 0:
         lines = answer.stderr.decode(errors="replace").strip().splitlines()
         raise RequestError(
-            lines[-1].removeprefix("trainer: ") if lines else f"describing it ended with exit code {answer.returncode}"
+            lines[-1].removeprefix("trainer: ") if lines else f"importing it ended with exit code {answer.returncode}"
         )
     try:
         return msgspec.json.decode(answer.stdout, type=list[Option])
     except msgspec.DecodeError as error:
-        raise RequestError(f"its description cannot be read: {error}") from None
+        raise RequestError(f"its options cannot be read: {error}") from None

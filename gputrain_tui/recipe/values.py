@@ -37,7 +37,7 @@ def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
     for name, value in values.items():
         place = where("env", name)
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise RecipeError(f"{place} is no name of an environment variable: letters, digits and _")
+            raise RecipeError(f"{place} is not a valid name of an environment variable: use letters, digits and _")
         if name in COMPUTED_VARIABLES:
             raise RecipeError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -67,7 +67,7 @@ def parse_gpus(value: Any, *, where: str) -> Gpus:
         return tuple(value)
     guess = nearest(value, ("all", "free")) if isinstance(value, str) else ""
     if value == 0:
-        guess = "; a node without GPUs has cpu_ranks"
+        guess = "; for a node without GPUs set cpu_ranks"
     raise RecipeError(
         f'{where} is {quoted(value)}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}'
     )

@@ -201,7 +201,7 @@ def test_ranks_that_wait_for_another_s_buffers_in_their_forward_pass_are_not_bla
     assert forward[neighbour] - forward[slow] == pytest.approx(30.0, rel=0.4), "it waits in its forward pass"
     print([finding.message for finding in record.findings])
     assert [(f.kind, f.rank, f.cause) for f in record.findings] == [("straggler", slow, "data")]
-    assert "buffers that DDP broadcasts" in record.findings[0].message
+    assert "DDP broadcasts buffers" in record.findings[0].message
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_ranks_without_a_core_each_are_one_lasting_finding_with_the_threads_to_s
     print([(finding.state, finding.message, finding.advice) for finding in record.findings])
     (found,) = [finding for finding in record.findings if finding.kind == "cpu_contention"]
     assert (found.state, found.rank, found.evidence["cores"], found.evidence["ranks"]) == ("raised", None, 2, 4)
-    assert found.advice.startswith("start at most 2 ranks on this host, one a core (cpu_ranks = 2, threads = 1)")
+    assert found.advice.startswith("start at most 2 ranks on this host, one per core (cpu_ranks = 2, threads = 1)")
     assert {finding.kind for finding in record.findings}.isdisjoint({"communication_bound", "imbalance"})
 
 

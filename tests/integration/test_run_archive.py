@@ -213,10 +213,10 @@ def of_bytes(data: bytes) -> Callable[[Path], None]:
     return lambda path: path.write_bytes(data) and None
 
 
-NONE = "{file} is no archive of a run: "
+NONE = "{file} is not an archive of a run: "
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "absolute": (of_entries(entry("/etc/evil", b"x")), NONE + "'/etc/evil' would lie outside of it"),
-    "parent": (of_entries(entry("r/../../evil", b"x")), NONE + "'r/../../evil' would lie outside of it"),
+    "absolute": (of_entries(entry("/etc/evil", b"x")), NONE + "'/etc/evil' would be unpacked outside its folder"),
+    "parent": (of_entries(entry("r/../../evil", b"x")), NONE + "'r/../../evil' would be unpacked outside its folder"),
     "symlink": (
         of_entries(entry("r/logs", type=tarfile.SYMTYPE, linkname="/tmp"), entry("r/logs/0.log", b"x")),
         NONE + "'r/logs' is a link",
@@ -227,34 +227,34 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "device": (of_entries(entry("r/logs/0.log", type=tarfile.CHRTYPE)), NONE + "'r/logs/0.log' is a device"),
     "pipe": (of_entries(entry("r/logs/0.log", type=tarfile.FIFOTYPE)), NONE + "'r/logs/0.log' is a pipe"),
-    "code": (of_entries(entry("r/checkpoints/a.pt", b"x")), NONE + "'r/checkpoints/a.pt' is no file of a run"),
-    "hidden": (of_entries(entry("r/logs/.bashrc", b"x")), NONE + "'r/logs/.bashrc' is no file of a run"),
-    "escapes": (of_entries(entry("r/logs/\x1b[2J", b"x")), NONE + "'r/logs/\\x1b[2J' is no file of a run"),
-    "folder": (of_entries(entry("r/bin", type=tarfile.DIRTYPE)), NONE + "'r/bin' is no folder of a run"),
+    "code": (of_entries(entry("r/checkpoints/a.pt", b"x")), NONE + "'r/checkpoints/a.pt' is not a file of a run"),
+    "hidden": (of_entries(entry("r/logs/.bashrc", b"x")), NONE + "'r/logs/.bashrc' is not a file of a run"),
+    "escapes": (of_entries(entry("r/logs/\x1b[2J", b"x")), NONE + "'r/logs/\\x1b[2J' is not a file of a run"),
+    "folder": (of_entries(entry("r/bin", type=tarfile.DIRTYPE)), NONE + "'r/bin' is not a folder of a run"),
     "two runs": (
         of_entries(entry("s/plan.json", b"{}")),
-        NONE + "'s/plan.json' does not lie in the one folder of a run",
+        NONE + "'s/plan.json' is not in the folder of one run",
     ),
     "twice": (
         of_entries(entry("r/plan.json", b"{}"), entry("r/plan.json", b"{}")),
-        NONE + "'r/plan.json' is in it twice",
+        NONE + "'r/plan.json' occurs twice",
     ),
     "extended header": (
         of_entries(entry("r/logs/" + "9" * 200, b"x"), form=tarfile.PAX_FORMAT),
-        NONE + "'././@PaxHeader' is no plain file",
+        NONE + "'././@PaxHeader' is not a regular file",
     ),
     "long name": (
         of_entries(entry("r/logs/" + "9" * 200, b"x"), form=tarfile.GNU_FORMAT),
-        NONE + "'././@LongLink' is no plain file",
+        NONE + "'././@LongLink' is not a regular file",
     ),
     "bomb": (bomb, NONE + "it unpacks to more than 200 times its size"),
-    "endless end": (endless_end, NONE + "it goes on after its end"),
-    "cut off": (cut_off, "{file} is damaged: it does not unpack to its end"),
-    "bit flip": (flipped, "{file} is damaged: it does not unpack to its end"),
-    "no tar": (of_bytes(gzip.compress(b"hello" * 200)), NONE + "what was compressed is no tar, or is cut off"),
+    "endless end": (endless_end, NONE + "data follows its end"),
+    "cut off": (cut_off, "{file} is damaged: it cannot be unpacked completely"),
+    "bit flip": (flipped, "{file} is damaged: it cannot be unpacked completely"),
+    "no tar": (of_bytes(gzip.compress(b"hello" * 200)), NONE + "its content is not a tar archive, or is cut off"),
     "no gzip": (of_bytes(b"PK\x03\x04 a zip"), NONE + "it is not compressed with gzip"),
     "nothing": (of_bytes(b""), NONE + "it is not compressed with gzip"),
-    "empty gzip": (of_bytes(gzip.compress(b"")), NONE + "what was compressed is no tar, or is cut off"),
+    "empty gzip": (of_bytes(gzip.compress(b"")), NONE + "its content is not a tar archive, or is cut off"),
     "pipe itself": (os.mkfifo, "{file} cannot be read: it is not a regular file"),
     "not there": (lambda path: None, "{file} cannot be read: No such file or directory"),
 }
@@ -277,7 +277,7 @@ def test_an_archive_without_a_recipe_is_none(call: Command, tmp_path: Path) -> N
     with tarfile.open(tmp_path / "x.tgz", "w:gz") as tar:
         info, data = entry("r/logs/0.log", b"hello\n")
         tar.addfile(info, io.BytesIO(data))
-    assert call("logs", "x.tgz").stderr == "gputrain: x.tgz is no archive of a run: it has no recipe.toml\n"
+    assert call("logs", "x.tgz").stderr == "gputrain: x.tgz is not an archive of a run: it has no recipe.toml\n"
 
 
 def test_a_run_directory_packed_by_hand_opens_too(call: Command, run: Run, tmp_path: Path) -> None:
@@ -291,8 +291,8 @@ def test_a_recipe_that_cannot_be_read_is_left_out_of_the_archive(call: Command, 
     run.dir.recipe.write_text(f'name = "demo\nHF_TOKEN={TOKEN}')
     run.dir.plan.write_bytes(b"{")
     done = call("export", run.id, "--to", "archive", "-o", "x.tar.gz")
-    assert "left out: recipe.toml: it is not there, or cannot be read as TOML\n" in done.stderr
-    assert "left out: plan.json: it is not there, or cannot be read as JSON\n" in done.stderr
+    assert "left out: recipe.toml: it is missing or not valid TOML\n" in done.stderr
+    assert "left out: plan.json: it is missing or not valid JSON\n" in done.stderr
     found = members(Path("x.tar.gz"))
     assert found[f"{run.id}/recipe.toml"] == b'name = "demo"\n'
     assert json.loads(found[f"{run.id}/status.json"])["run"] == run.id

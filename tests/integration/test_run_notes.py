@@ -37,7 +37,8 @@ def test_a_note_and_tags_are_listed_found_and_removed(run: Run, capsys: pytest.C
 
 def test_an_invalid_tag_is_refused_and_nothing_is_written(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "note", run.id, "a note", "--tag", "two words")
-    assert (code, err) == (2, "gputrain: 'two words' is no tag: 1 to 40 letters, digits or . + / - _, without spaces\n")
+    refusal = "'two words' is not a tag: 1 to 40 letters, digits or . + / - _, without spaces"
+    assert (code, err) == (2, f"gputrain: {refusal}\n")
     assert not run.dir.notes.exists()
 
 

@@ -41,7 +41,7 @@ def sampled(
 
 CROWDED = [
     pytest.param({"ranks": 4, "cores": 2, "busy_threads": 1.0, "wait_percent": 85.0}, 1,
-                 "start at most 2 ranks on this host, one a core (cpu_ranks = 2, threads = 1)", id="ranks"),
+                 "start at most 2 ranks on this host, one per core (cpu_ranks = 2, threads = 1)", id="ranks"),
     pytest.param({"ranks": 2, "cores": 8, "busy_threads": 8.0, "wait_percent": 40.0}, 4,
                  "set threads = 4 (for a script OMP_NUM_THREADS=4): about 8 threads of each rank are busy",
                  id="threads"),
@@ -49,7 +49,7 @@ CROWDED = [
                  "set threads = 4 (for a script OMP_NUM_THREADS=4): about 6 threads of each rank are busy",
                  id="threads that are not counted"),
     pytest.param({"ranks": 2, "cores": 4, "busy_threads": 1.0, "wait_percent": 40.0, "other_cpu_percent": 300.0}, 1,
-                 "use fewer reading workers (num_workers) and stop other jobs on this host", id="other processes"),
+                 "use fewer loader workers (num_workers) and stop other jobs on this host", id="other processes"),
 ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_memory_that_will_soon_run_out_is_raised_in_time(gpu: bool) -> None:
     found = grow(run, [4.0 + 0.05 * second for second in range(36)], total=total, gpu=gpu)
     assert [(finding.state, finding.rank, finding.severity) for finding in found] == [("raised", 1, "critical")]
     assert "of rank 1 grows by 3 GiB a minute: at this rate the" in found[0].message
-    whose = "the GPU's memory of rank 1" if gpu else "the memory of node0"
+    whose = "the GPU memory of rank 1" if gpu else "the memory of node0"
     assert found[0].message.endswith(f"{whose} is used up in about 5 min")
     assert found[0].evidence["out_of_memory_s"] == pytest.approx(14.35 * 20, rel=0.03)
 

@@ -88,7 +88,7 @@ def test_the_cost_of_uneven_work_is_the_saving_by_even_work() -> None:
     assert found.evidence["imbalance_ms"] == pytest.approx(15.0)
     assert found.evidence["step_ms"] == pytest.approx(73.0)
     assert found.message == (
-        "ranks are late in turns, for a reason that the record does not show: uneven work costs 21 % of a step "
+        "ranks are late in turn, for a reason that the record does not show: uneven work costs 21 % of a step "
         "(15.0 of 73.0 ms)"
     )
     assert "sort" in found.advice
@@ -96,8 +96,8 @@ def test_the_cost_of_uneven_work_is_the_saving_by_even_work() -> None:
 
 def test_uneven_batch_sizes_are_named_with_their_range() -> None:
     (found,) = SimulatedRun(4, noise=0.0).steps(80, Lengths())
-    assert "as they get from 40 to 320 tokens in a step" in found.message
-    assert "equally many tokens" in found.advice
+    assert "because they get 40 to 320 tokens in a step" in found.message
+    assert "the same number of tokens" in found.advice
     assert (found.evidence["least_tokens"], found.evidence["most_tokens"]) == (40.0, 320.0)
 
 

@@ -163,7 +163,7 @@ def test_the_last_key_of_slurm_goes_with_its_table_which_alone_would_submit_the_
         ("cluster.env", "A=1 B", "must be NAME=VALUE"),
         ("cluster.env", "A='1", "must be NAME=VALUE"),
         ("cluster.env", "MASTER_PORT=1", "is computed"),
-        ("cluster.nodes[0].env", "1A=2", "no name of an environment variable"),
+        ("cluster.nodes[0].env", "1A=2", "not a valid name of an environment variable"),
         ("slurm.nodes", "0", ">= 1"),
         ("train.lr", "0.5", ""),
         ("train.lr", "-1", "one or more numbers > 0"),

@@ -30,8 +30,8 @@ GOOD = '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_updates = 1\
         ('{"train": ' + "[" * 90000 + "]" * 90000 + "}", "nested too deeply"),
         ("[train]\nmax_updates = " + "9" * 5000, "more digits"),
         ('{"train": {"max_updates": ' + "9" * 5000 + "}}", "more digits"),
-        ('{"train": {"task": "lm", "save_dir": "a\\u0000b"}}', "zero character"),
-        ('{"train": {"task": "lm"}, "task": {"data": "\\ud800"}}', "must be text in UTF-8"),
+        ('{"train": {"task": "lm", "save_dir": "a\\u0000b"}}', "without NUL characters"),
+        ('{"train": {"task": "lm"}, "task": {"data": "\\ud800"}}', "must be UTF-8 text"),
     ],
 )
 def test_an_odd_recipe_is_refused_in_one_short_line(text: str, message: str) -> None:
@@ -46,9 +46,9 @@ def test_an_odd_recipe_is_refused_in_one_short_line(text: str, message: str) -> 
     [
         ("train.lr=" + "[" * 3000, "--set train.lr: is nested too deeply"),
         ("a" + ".a" * 3000 + "=1", "--set a: is nested too deeply"),
-        ("train.max_updates=" + "9" * 5000, "--set train.max_updates: holds a number with more digits"),
+        ("train.max_updates=" + "9" * 5000, "--set train.max_updates: contains a number with too many digits"),
         ("cluster.nodes.².gpus=1", "cluster.nodes has no entry '²'"),
-        ("task.data=\udcff", "must be text in UTF-8"),
+        ("task.data=\udcff", "must be UTF-8 text"),
     ],
 )
 def test_an_odd_setting_is_refused_in_one_line(setting: str, message: str) -> None:

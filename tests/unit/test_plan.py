@@ -236,7 +236,7 @@ def test_env_gives_the_master_address_in_the_environment() -> None:
         (
             ["cpu_ranks = 1", *remote_nodes(1)],
             "",
-            "cluster.nodes[0].host is missing, which the other node 10.0.123.1 cannot",
+            "cluster.nodes[0].host is missing, but the other node 10.0.123.1 must reach this one: give",
         ),
         (
             remote_nodes(1, 1),
@@ -248,7 +248,7 @@ def test_env_gives_the_master_address_in_the_environment() -> None:
             'init_method = "tcp://127.0.0.1:4000"',
             "'tcp://127.0.0.1:4000', which the other nodes cannot",
         ),
-        (["cpu_ranks = 1"], 'init_method = "tcp://a:4000"', "but the run has a single rank, which meets nobody"),
+        (["cpu_ranks = 1"], 'init_method = "tcp://a:4000"', "but the run has a single rank, which needs no rendezvous"),
         (
             remote_nodes(1),
             'launcher = "local"',
@@ -372,7 +372,7 @@ def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
         (
             ["gpus = 5"],
             {"cluster": 'backend = "nccl"', "train": "share_devices = true"},
-            "which refuses two ranks on one GPU as on node 0",
+            "which allows one rank per GPU, but node 0 has more",
         ),
         (
             ["cpu_ranks = 4"],
@@ -491,7 +491,7 @@ def test_a_script_is_planned_like_a_task_with_its_arguments_last(more: str, flag
 
 def test_a_script_cannot_use_a_file_url() -> None:
     text = '[cluster]\ninit_method = "file:///shared/x"\n' + SCRIPT
-    with pytest.raises(RequestError, match=r"r.toml:2: cluster.init_method is .* a script meets at MASTER_ADDR"):
+    with pytest.raises(RequestError, match=r"r.toml:2: cluster.init_method is .* a script's ranks meet at MASTER_ADDR"):
         plan(build(text, name="r.toml"), {}, local=HERE)
 
 

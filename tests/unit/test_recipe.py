@@ -148,7 +148,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (MNIST.replace("11111", "70000"), "r.toml:4: cluster.port is 70000, but must be an integer"),
         (MNIST.replace("cpu_ranks", "cpuranks"), "r.toml:10: cluster.nodes[1].cpuranks is not known"),
         (MNIST.replace("cpu_ranks = 2", "cpu_ranks = 0"), "r.toml:10: cluster.nodes[1].cpu_ranks is 0, but must be"),
-        (MNIST.replace("cpu_ranks = 2", ""), "r.toml:8: cluster.nodes[1] does not say what it runs; give one of gpus"),
+        (MNIST.replace("cpu_ranks = 2", ""), "r.toml:8: cluster.nodes[1] has no ranks; give one of gpus"),
         (MNIST.replace("gpus = 4", "gpus = 4\ncpu_ranks = 1"), "r.toml:5: cluster.nodes[0] has gpus and cpu_ranks"),
         (MNIST.replace("gpus = 4", "gpus = 0"), "r.toml:7: cluster.nodes[0].gpus is 0, but must be a count >= 1"),
         (MNIST.replace("gpus = 4", 'gpus = "al"'), '"all" or "free"; did you mean \'all\'?'),
@@ -176,7 +176,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ("[trian]\n" + BASE, "r.toml:1: trian is not known; did you mean 'train'?"),
         ("train = 5\n[task]\n", "r.toml:1: train is 5, but must be a table"),
         ("name = 3\n" + BASE, "r.toml:1: name is 3, but must be one line of text"),
-        (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 fit a list"),
+        (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 are allowed"),
         (BASE.replace("[task]", 'data = "d"\n[task]'), "r.toml:3: train.data is not known; it belongs in [task]"),
         (BASE.replace("[task]", "cpu = true\n[task]"), "r.toml:3: train.cpu is computed; set cpu_ranks of a node"),
         (BASE.replace("[task]", "distributed_rank = 4\n[task]"), "train.distributed_rank is computed for every node"),
@@ -185,7 +185,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ('[train]\nscript = "t.py"\nlr = 1.0\n', "r.toml:3: train.lr is for tasks, but train.script runs a script"),
         (
             '[train]\nscript = "t.py"\nresume = "x"\n',
-            "r.toml:3: train.resume is for tasks: a script resumes by its own",
+            "r.toml:3: train.resume is for tasks: a script takes its own option",
         ),
         ('[train]\nscript = "t.py"\n[task]\nx = 1\n', "r.toml:3: task is for a task, but train.script runs a script"),
         ("[train\n", "r.toml:1: is not valid TOML: Expected ']' at the end of a table declaration"),
@@ -203,15 +203,15 @@ def test_json_errors_name_the_line_too() -> None:
     text = json.dumps({"train": {"task": "mnist", "lrr": 1}, "task": {"data": "d"}}, indent=1)
     assert refusal(text, name="r.json") == "r.json:4: train.lrr is not known; did you mean 'lr'?"
     assert "r.json:1: is not valid JSON" in refusal("[1, 2", name="r.json")
-    assert "a recipe in JSON is an object in braces, but this is a list" in refusal("[1, 2]", name="r.json")
-    assert "a recipe in JSON is an object in braces, but this is a list" in refusal('[{"train": {}}]')
+    assert "a JSON recipe must be an object in braces, but this is a list" in refusal("[1, 2]", name="r.json")
+    assert "a JSON recipe must be an object in braces, but this is a list" in refusal('[{"train": {}}]')
 
 
 def test_a_duplicate_key_of_a_json_object_is_refused_with_its_line() -> None:
     text = '{\n "train": {"task": "mnist",\n  "lr": 1,\n  "lr": 2}}'
-    assert refusal(text, name="r.json") == "r.json:4: 'lr' is there twice in one object; keep one of them"
+    assert refusal(text, name="r.json") == "r.json:4: 'lr' occurs twice in one object; keep one of them"
     two = '{"cluster": {"nodes": [{"gpus": 1}, {"gpus": 1, "gpus": 2}]}}'
-    assert refusal(two, name="r.json") == "r.json: 'gpus' is there twice in one object; keep one of them"
+    assert refusal(two, name="r.json") == "r.json: 'gpus' occurs twice in one object; keep one of them"
 
 
 def test_more_ranks_than_a_machine_can_have_are_a_slip_of_the_finger() -> None:
@@ -282,16 +282,16 @@ def test_a_setting_makes_the_tables_that_it_needs() -> None:
         ("train.lr", "--set train.lr is not KEY=VALUE"),
         ("=1", "--set =1 is not KEY=VALUE"),
         ("train..lr=1", "is not KEY=VALUE"),
-        ("name.x=1", "--set name.x: name is 'mnist-two-nodes', which holds no keys"),
+        ("name.x=1", "--set name.x: name is 'mnist-two-nodes', which has no keys"),
         ("cluster.nodes.2.gpus=1", "--set cluster.nodes.2.gpus: cluster.nodes has no entry '2' (entries: 0 to 1)"),
         ("cluster.nodes[0].gpus=-1", "--set cluster.nodes[0].gpus is -1, but must be a count"),
         ("cluster=5", "--set cluster is 5, but must be a table"),
-        ("cluster.workdir=code", "--set cluster.workdir is 'code', but must be an absolute path, or one from ~/"),
+        ("cluster.workdir=code", "--set cluster.workdir is 'code', but must be an absolute path, or start with ~/"),
         ("cluster.nodes[0].python=-m", "--set cluster.nodes[0].python is '-m', but must be the path or the name"),
-        ('cluster.setup="a\\nb"', "--set cluster.setup is 'a\\nb', but must be one line of shell; join several by &&"),
+        ('cluster.setup="a\\nb"', "--set cluster.setup is 'a\\nb', but must be one line of shell; join several with"),
         ("cluster.env=5", "--set cluster.env is 5, but must be a table, such as "),
         ("cluster.env.A=[1]", "--set cluster.env.A is [1], but must be text or a number"),
-        ('cluster.env={"A=B" = 1}', "--set cluster.env.A=B is no name of an environment variable"),
+        ('cluster.env={"A=B" = 1}', "--set cluster.env.A=B is not a valid name of an environment variable"),
         ("cluster.nodes[0].env.MASTER_PORT=1", "--set cluster.nodes[0].env.MASTER_PORT is computed; set cluster.port"),
         ("trian.lr=5", "--set trian is not known"),
     ],
@@ -551,11 +551,11 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
         ),
         (pytext(task={"DocClassificationTask": {}}), "task.train_path is missing: TSV file to train on"),
         (tsv_source(field_names=["a"]), """source.TSVDataSource.field_names is ['a'], but must have a "text" and a"""),
-        (tsv_source(field_names="text"), "field_names is 'text', but must be a list of names of columns"),
-        (tsv_source(field_names=["text", "text2"], column_mapping={"text2": "text"}), "two columns are the text; keep"),
+        (tsv_source(field_names="text"), "field_names is 'text', but must be a list of column names"),
+        (tsv_source(field_names=["text", "text2"], column_mapping={"text2": "text"}), "two columns map to text; keep"),
         (
             tsv_source(field_names=["stars", "text"], column_mapping={"star": "label"}),
-            "column_mapping.star is no column of ['stars', 'text']; did you mean 'stars'?",
+            "column_mapping.star is not a column in ['stars', 'text']; did you mean 'stars'?",
         ),
         (
             tsv_source(column_mapping={"phrase": "txt"}),
@@ -568,8 +568,8 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
         ),
         (pytext(use_cuda_if_available="yes"), "config.use_cuda_if_available is 'yes', but must be true or false"),
         (pytext(load_snapshot_path="m.pt"), "config.load_snapshot_path is not understood"),
-        (pytext(cluster={"nodes": [{"gpus": 1}]}), "config.distributed_world_size and cluster.nodes both say where"),
-        (json.dumps({**PYTEXT, "name": "x"}), "name stands beside config"),
+        (pytext(cluster={"nodes": [{"gpus": 1}]}), "config.distributed_world_size and cluster.nodes both set where"),
+        (json.dumps({**PYTEXT, "name": "x"}), "name is outside of config"),
         ('{"config": 3}', "r.toml:1: config is 3, but must be a table"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_whole_id_wins_over_ids_that_it_begins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("2026", "'2026' fits 2 runs: 20261121-120005-new, 20261121-120000-old"),
+        ("2026", "'2026' matches 2 runs: 20261121-120005-new, 20261121-120000-old"),
         ("20261121-120005-mew", "no run is called '20261121-120005-mew'; did you mean '20261121-120005-new'?"),
         ("zebra", "no run is called 'zebra'; the last one is '20261121-120005-new'"),
         ("", "no run is called ''; the last one is '20261121-120005-new'"),

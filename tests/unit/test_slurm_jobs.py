@@ -67,7 +67,7 @@ def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_w
         ("slurm = 3\n", "r.toml:1: slurm is 3, but must be a table"),
         (
             "[slurm]\nnodes = 2\n[[cluster.nodes]]\nhost = 'n1'\ngpus = 1\n",
-            "r.toml:2: slurm.nodes is 2, but cluster.nodes[0] names its host: leave the host to Slurm",
+            "r.toml:2: slurm.nodes is 2, but cluster.nodes[0] has a host: remove it, as Slurm chooses",
         ),
         ("[slurm]\n[[cluster.nodes]]\ngpus = 'all'\n", "cluster.nodes[0].gpus must be a count of GPUs, or cpu_ranks"),
     ],

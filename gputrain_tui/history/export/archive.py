@@ -34,7 +34,7 @@ MAX_BYTES = 256 << 30
 """Maximum size of record and logs: a week of a thousand ranks has less, so that more is damage, as by a sparse file."""
 MAX_USTAR_BYTES = 8**11
 """Limit of a file's size in a USTAR header, which has eleven octal digits for it."""
-OWNERS_COMMAND = "the command at the run's end is its owner's own, and may have secrets of any form in it"
+OWNERS_COMMAND = "output of the run's on_end command, which may contain secrets"
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:\\.|[^\\])*?"""' r"|'''.*?'''" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'|(?P<comment>#[^\n]*)", re.DOTALL
 )
@@ -80,7 +80,7 @@ class Archive:
                 elif os.access(path, os.R_OK):
                     self._sizes[name] = size_of(path)
                 else:
-                    self._left_out.append(f"{name}: it may not be read")
+                    self._left_out.append(f"{name}: no permission to read it")
         if len(self._sizes) > MAX_FILES:
             raise RequestError(f"{run.dir.path} has more than {MAX_FILES:,} files")
         if self.total_bytes > MAX_BYTES:
@@ -147,7 +147,7 @@ class Archive:
         try:
             document = tomlkit.parse(read_whole(self._run.dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
         except (OSError, UnicodeDecodeError, TOMLKitError, RecursionError):
-            self._left_out.append("recipe.toml: it is not there, or cannot be read as TOML")
+            self._left_out.append("recipe.toml: it is missing or not valid TOML")
             document = tomlkit.document()
             document["name"] = self._run.status.recipe
         self._leave_out_command(document, mask)
@@ -165,16 +165,14 @@ class Archive:
         if isinstance(report, dict) and "on_end" in report:
             mask.mask_text(str(report["on_end"]))  # secrets found in it are masked in the logs, too
             del report["on_end"]
-            self._left_out.append(
-                "on_end of recipe.toml: a command of whoever ran this, who may have put secrets in it"
-            )
+            self._left_out.append("on_end of recipe.toml: a shell command that may contain secrets")
 
     def _plan(self, mask: SecretMask) -> bytes:
         """Return the masked plan; nothing if it cannot be parsed, as its secrets cannot be found then."""
         try:
             plan = msgspec.json.decode(self._bytes("plan.json"))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self._left_out.append("plan.json: it is not there, or cannot be read as JSON")
+            self._left_out.append("plan.json: it is missing or not valid JSON")
             return b""
         mask.mask_values([plan])
         return msgspec.json.encode(plan)

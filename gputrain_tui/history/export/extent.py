@@ -78,19 +78,19 @@ def _of_rank(extent: RankExtent, last: int | None) -> Iterator[str]:
     if not extent.steps:
         yield f"{name} has recorded no step"
     elif extent.last != last:
-        yield f"{name} has recorded steps to {extent.last} alone"
+        yield f"{name} has recorded steps only up to {extent.last}"
     if extent.missing:
         named = ", ".join(f"{first} to {end}" if end > first else str(first) for first, end in extent.gaps)
         more = ", …" if len(extent.gaps) == MAX_GAPS else ""
-        yield f"{name}: {_count(extent.missing, 'step')} between others are not in the record: {named}{more}"
+        yield f"{name}: {_count(extent.missing, 'step')} in between are not in the record: {named}{more}"
     if extent.unreadable_lines:
-        yield f"{name}: {_count(extent.unreadable_lines, 'line')} of its record cannot be read, and is left out"
+        yield f"{name}: {_count(extent.unreadable_lines, 'unreadable line')} of its record left out"
     if extent.is_cut:
-        yield f"{name}: its record is damaged beyond reading after that"
+        yield f"{name}: its record cannot be read any further"
     if extent.lost_events:
-        yield f"{name}: the disk did not take {_count(extent.lost_events, 'event')}"
+        yield f"{name}: {_count(extent.lost_events, 'event')} could not be written to disk"
     if extent.only_means:
-        yield f"{name}: of {_count(extent.only_means, 'step')} the record has means alone, which are repeated"
+        yield f"{name}: the record has only means of {_count(extent.only_means, 'step')}, which are repeated"
 
 
 def _count(count: int, noun: str) -> str:
