@@ -13,7 +13,7 @@ RUN_HELP = "run id, a unique prefix of one, `last`, a run directory, or an archi
 def add_ranks(parser: ArgumentParser) -> None:
     """Declare ``--rank``."""
     parser.add_argument(
-        "--rank", type=int, action="append", metavar="N", help="only this rank; may be given several times"
+        "--rank", type=int, action="append", metavar="N", help="only this rank; may be repeated"
     )
 
 
