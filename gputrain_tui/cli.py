@@ -29,7 +29,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
     ),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
-    "check": ("gputrain_tui.commands.check", "check whether a recipe can start, with a fix for each problem; start nothing"),
+    "check": (
+        "gputrain_tui.commands.check",
+        "check whether a recipe can start, with a fix for each problem; start nothing",
+    ),
     "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
     "push": (
         "gputrain_tui.commands.push",

@@ -36,7 +36,9 @@ def run(args: Namespace) -> int:
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe
     if source is None and chosen.run is None:
-        raise RequestError(f"{args.named} is not in a run directory: name the recipe of its training with --recipe FILE")
+        raise RequestError(
+            f"{args.named} is not in a run directory: name the recipe of its training with --recipe FILE"
+        )
     if source is None:
         assert chosen.run is not None
         source = start.recipe_of(chosen.run)

@@ -77,7 +77,9 @@ def _write(path: Path, text: str, *, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o") from None
+        raise RequestError(
+            f"init: {path} already exists: replace it with --force, or name another file with -o"
+        ) from None
 
 
 def _from_words(words: list[str]) -> NewRecipe:

@@ -327,7 +327,7 @@ class GputrainApp(OrderedKeys):
             )
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         on = settings.notifies(os.environ)
-        help = f"{'Do not ring the bell or' if on else 'Ring the bell and'} notify the desktop when the run on the screen ends"
+        help = f"{'Do not ring or' if on else 'Ring and'} notify the desktop when the run on the screen ends"
         yield SystemCommand(f"Notices {'off' if on else 'on'}", help, partial(self._turn_notices, not on))
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
@@ -429,5 +429,7 @@ def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, .
     finally:
         warm.close()
     if app.live is not None and not app.live.over:
-        print(f"{app.live.id} has not ended: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr)
+        print(
+            f"{app.live.id} has not ended: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr
+        )
     return app.return_code if app.return_code is not None else ExitCode.FINISHED

@@ -30,14 +30,21 @@ MOVING = {
     ),
     **dict.fromkeys(
         ("cluster", "launch", "history", "compare"),
-        (("↑ ↓ k j", "Move through the list"), ("pgup pgdn", "Move by a page"), ("home end gg G", "Go to the first or last line")),
+        (
+            ("↑ ↓ k j", "Move through the list"),
+            ("pgup pgdn", "Move by a page"),
+            ("home end gg G", "Go to the first or last line"),
+        ),
     ),
 }
 """Keys of widgets by screen; they are no actions of the screen."""
 FIGURES = (
     ("✓ ▲ ✗", "No findings; a warning; a critical finding or a failure"),
     ("compute", "Share of a step in forward, backward and optimizer; the rest is waiting"),
-    ("sync wait", "Time a rank waited for gradients, not hidden by the backward pass: in ms, or as a share of its steps"),
+    (
+        "sync wait",
+        "Time a rank waited for gradients, not hidden by the backward pass: in ms, or as a share of its steps",
+    ),
     ("late ms", "How much later than the first rank it reached the synchronisation: the others waited that long"),
     ("loss", "Natural logarithms (nats); valid: exact over all ranks, at the newest evaluation"),
     ("smp/s", "Samples per second of the rank, over its last steps; in the header, of all ranks"),
