@@ -158,7 +158,7 @@ def _file(output: Path) -> AbstractContextManager[BinaryIO]:
 
 def _require_steps(record: RecordedSteps) -> None:
     if not any(extent.steps for extent in record.extents.values()):
-        scope = "" if len(record.ranks) == record.run.status.world_size else " by these ranks"
+        scope = "" if len(record.ranks) == record.run.status.world_size else " of these ranks"
         raise RequestError(f"{record.run.id} has recorded no step{scope}: there is nothing to export")
 
 

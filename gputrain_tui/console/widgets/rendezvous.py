@@ -17,7 +17,7 @@ SIGNS = {
     "joining": ("◍", "accent", "joining"),
     "here": ("●", "bright", "joined"),
     "failed": ("✗", "error", "failed"),
-    "ended": ("╌", "victim", "ended with it"),
+    "ended": ("╌", "victim", "ended too"),
 }
 """Sign, role and word of each state of a rank before the first step."""
 
