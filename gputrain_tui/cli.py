@@ -29,21 +29,24 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
     ),
     "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
-    "check": ("gputrain_tui.commands.check", "say what would go wrong with a recipe here, and the fix; start nothing"),
+    "check": (
+        "gputrain_tui.commands.check",
+        "check whether a recipe can start, with a fix for each problem; start nothing",
+    ),
     "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
     "push": (
         "gputrain_tui.commands.push",
-        "bring code and environment to the hosts of a recipe that do not share this disk",
+        "copy code and environment to the hosts of a recipe that do not share this disk",
     ),
     "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
     "note": ("gputrain_tui.commands.note", "write a note or tags to a run, or print them"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
-    "logs": ("gputrain_tui.commands.logs", "print what the ranks of a run printed"),
-    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and say what is left of it"),
+    "logs": ("gputrain_tui.commands.logs", "print the output of a run's ranks"),
+    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and report any process left"),
     "init": ("gputrain_tui.commands.init", "write a recipe from questions, or from the command of another launcher"),
     "completion": (
         "gputrain_tui.commands.completion",
-        "print the script with which bash, zsh or fish completes commands, flags and runs",
+        "print the script that completes commands, flags and runs in bash, zsh or fish",
     ),
 }
 """Module and one-line help of each command, by name."""
@@ -180,7 +183,7 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            "`gputrain --hostfile FILE` opens the console on the machines that a file names, one a line.",
+            "`gputrain --hostfile FILE` opens the console on the machines listed in a file, one per line.",
             "`gputrain COMMAND --help` shows a command's options; --version the version.",
             "RUN is a run id, a unique prefix of one, or `last`. Exit codes: 0 finished, 1 the training",
             "failed, 2 the request was wrong, 3 preflight refused it, 130 stopped by the user.",

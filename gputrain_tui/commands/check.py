@@ -18,7 +18,7 @@ from gputrain_tui.tables import printable, width
 from trainer.contract.errors import ExitCode
 
 NAME = "check"
-HELP = "say what would go wrong with a recipe here, and the fix; start nothing"
+HELP = "check whether a recipe can start, with a fix for each problem; start nothing"
 
 MARKS = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "error": "1;31"}

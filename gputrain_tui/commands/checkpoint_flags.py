@@ -15,5 +15,5 @@ def add_checkpoint(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="best|newest|FILE",
-        help="which of the run's; default: the best one, or the newest where there is no best",
+        help="which checkpoint of the run; default: the best one, or the newest if there is no best",
     )

@@ -17,7 +17,7 @@ from gputrain_tui.arguments import FlagParser
 from trainer.contract.errors import ExitCode, RequestError
 
 NAME = "completion"
-HELP = "print the script with which bash, zsh or fish completes commands, flags and runs"
+HELP = "print the script that completes commands, flags and runs in bash, zsh or fish"
 
 RECIPES = (".toml", ".json")
 CHECKPOINTS = (".pt", ".safetensors")
@@ -73,7 +73,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare ``SHELL``."""
-    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell that reads the script")
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="shell to print the script for")
 
 
 def run(args: Namespace) -> int:

@@ -21,8 +21,8 @@ HELP = "evaluate a checkpoint without training, exact over all ranks"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     add_checkpoint(parser)
-    parser.add_argument("--split", choices=("test", "valid"), default="test", help="what to evaluate; default: test")
-    parser.add_argument("--recipe", metavar="FILE", help="a recipe in place of the run's own")
+    parser.add_argument("--split", choices=("test", "valid"), default="test", help="split to evaluate; default: test")
+    parser.add_argument("--recipe", metavar="FILE", help="recipe to use instead of the run's own")
     add_settings(parser)
     run_command.add_output(parser)
 
@@ -36,7 +36,9 @@ def run(args: Namespace) -> int:
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe
     if source is None and chosen.run is None:
-        raise RequestError(f"{args.named} lies in no run directory: name the recipe of its training with --recipe FILE")
+        raise RequestError(
+            f"{args.named} is not in a run directory: name the recipe of its training with --recipe FILE"
+        )
     if source is None:
         assert chosen.run is not None
         source = start.recipe_of(chosen.run)

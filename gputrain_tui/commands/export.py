@@ -76,7 +76,7 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
         narrate(line)
     narrate(f"exported {chosen.description}, {written.checkpoint}")
     if written.left_out:
-        narrate(f"left out, because they are no tensors: {', '.join(written.left_out)}")
+        narrate(f"left out, because they are not dense tensors: {', '.join(written.left_out)}")
     print(printable(f"{output}: weights of step {written.step}, {written.tensors} tensors, {size(written.bytes)}"))
     return ExitCode.FINISHED
 
@@ -158,7 +158,7 @@ def _file(output: Path) -> AbstractContextManager[BinaryIO]:
 
 def _require_steps(record: RecordedSteps) -> None:
     if not any(extent.steps for extent in record.extents.values()):
-        scope = "" if len(record.ranks) == record.run.status.world_size else " by these ranks"
+        scope = "" if len(record.ranks) == record.run.status.world_size else " of these ranks"
         raise RequestError(f"{record.run.id} has recorded no step{scope}: there is nothing to export")
 
 
@@ -206,9 +206,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--output",
         metavar="PATH",
         type=Path,
-        help="default: the run's or the checkpoint's name, in this folder; - is standard output, of one file",
+        help="default: the run's or the checkpoint's name, in this folder; - writes one file to standard output",
     )
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run(args: Namespace) -> int:

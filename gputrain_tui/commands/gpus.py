@@ -27,7 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="ask these hosts over ssh, without a password")
     where.add_argument(
-        "--hostfile", metavar="FILE", help="ask the hosts of a file: one a line, such as gpu1, gpu2 slots=4, gpu3:8"
+        "--hostfile",
+        metavar="FILE",
+        help="ask the hosts listed in a file, one per line, such as gpu1, gpu2 slots=4, gpu3:8",
     )
 
 
@@ -50,7 +52,7 @@ def run(args: Namespace) -> int:
     _print(hosts_json(reports) if args.json else hosts_report(reports), json=args.json)
     silent = [found.host for found in reports if found.inventory is None]
     if silent:
-        narrate(f"{len(silent)} of {len(reports)} hosts could not be asked")
+        narrate(f"{len(silent)} of {len(reports)} hosts could not be queried")
     return ExitCode.FAILED if silent else ExitCode.FINISHED
 
 

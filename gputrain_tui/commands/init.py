@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "standard input, or asked for",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the script's name with .toml; - prints it")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run(args: Namespace) -> int:
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
         narrate(note)
     if output != "-":
         name = shell_quoted(output)
-        narrate(f"`gputrain check {name}` says what would go wrong, `gputrain run {name}` runs it")
+        narrate(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
     return ExitCode.FINISHED
 
 
@@ -77,7 +77,9 @@ def _write(path: Path, text: str, *, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RequestError(f"init: {path} is there already: replace it with --force, or name another by -o") from None
+        raise RequestError(
+            f"init: {path} already exists: replace it with --force, or name another file with -o"
+        ) from None
 
 
 def _from_words(words: list[str]) -> NewRecipe:
@@ -95,10 +97,10 @@ def _read_file(name: str) -> str:
 
 
 def _from_answers() -> NewRecipe:
-    pasted = _ask("Paste a command of torchrun, accelerate or deepspeed; or Enter, for questions", _command)
+    pasted = _ask("Paste a torchrun, accelerate or deepspeed command, or press Enter to answer questions", _command)
     if pasted is not None:
         return pasted
-    named = _ask(f"Train what? A script such as train.py, or a task: {', '.join(BUILT_IN)}", _script_or_task)
+    named = _ask(f"What to train? A script such as train.py, or a task: {', '.join(BUILT_IN)}", _script_or_task)
     if named.endswith(".py"):
         args = _ask("Its arguments, or Enter for none", shlex.split)
         train: dict[str, Any] = {"script": named, **({"args": args} if args else {})}
@@ -108,8 +110,8 @@ def _from_answers() -> NewRecipe:
         needed = [option for option in describe(schema) if option.required] if schema is not None else []
         task = {option.name: _ask(f"{option.name}: {option.help}", _not_empty) for option in needed}
         train = {"task": named, "max_epochs": _ask("Epochs (1)", _number)}
-    hosts = _ask("On which machines? Names with commas between them, or Enter for this one", _hosts)
-    ranks = _ask("How many ranks on each? A number, all or free for its GPUs, or such as 2 cpu (1)", _ranks)
+    hosts = _ask("On which machines? Names separated by commas, or Enter for this one", _hosts)
+    ranks = _ask("How many ranks on each? A number; all or free, for its GPUs; or CPU ranks, such as 2 cpu (1)", _ranks)
     nodes = [{"host": host, **ranks} for host in hosts] if hosts else [ranks]
     return NewRecipe(name=Path(named.partition(":")[0]).stem, origin="", nodes=nodes, train=train, task=task)
 
@@ -127,7 +129,7 @@ def _ask(question: str, parse: Callable[[str], T]) -> T:
             lines.append(sys.stdin.readline())
         if not lines[-1]:
             print(file=sys.stderr)
-            raise RequestError("init: nobody answers, so nothing is written")
+            raise RequestError("init: standard input has ended; nothing was written")
         try:
             return parse("".join(lines).strip())
         except ValueError as error:  # also a RequestError
@@ -148,7 +150,7 @@ def _script_or_task(text: str) -> str:
 
 def _not_empty(text: str) -> str:
     if not text:
-        raise RequestError("it has no default")
+        raise RequestError("it has no default: a value is needed")
     return text
 
 
@@ -168,5 +170,5 @@ def _ranks(text: str) -> dict[str, int | str]:
         return {"gpus": text}
     count, _, kind = text.partition(" ")
     if kind not in ("", "cpu"):
-        raise RequestError(f"{quoted(text)} is neither a number, all nor free, nor a number with cpu")
+        raise RequestError(f"{quoted(text)} is not a number, all, free, or a number followed by cpu")
     return {"cpu_ranks" if kind else "ranks": _number(count)}

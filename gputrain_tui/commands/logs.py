@@ -20,7 +20,7 @@ from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.record.regular_file import open_regular
 
 NAME = "logs"
-HELP = "print what the ranks of a run printed"
+HELP = "print the output of a run's ranks"
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are read and printed at a time, to bound memory."""
@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     add_ranks(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--follow", "-f", action="store_true", help="keep printing until the run has ended")
 
 
 def run(args: Namespace) -> int:

@@ -19,8 +19,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, or `last`")
     parser.add_argument("text", metavar="TEXT", nargs="?", help='the note, in one line; "" deletes it')
-    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be given again")
-    parser.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag; may be given again")
+    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be repeated")
+    parser.add_argument("--untag", action="append", default=[], metavar="TAG", help="remove a tag; may be repeated")
 
 
 def run(args: Namespace) -> int:
@@ -36,7 +36,9 @@ def run(args: Namespace) -> int:
     after = msgspec.structs.replace(before, note=note, tags=tags)
     if after != before:
         if args.run.endswith(ARCHIVES):
-            raise RequestError(f"{args.run} is an archive, in which nothing is written: note the run before the export")
+            raise RequestError(
+                f"{args.run} is an archive, which is read-only: add notes to the run before exporting it"
+            )
         write_notes(found, after)
     print(printable(" ".join([found.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
     return ExitCode.FINISHED

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
         metavar="DIR",
-        help="let the commands keep their record in this folder, which `runs`, `attach` and `logs` then show",
+        help="let the commands write their record to this folder, which `runs`, `attach` and `logs` then show",
     )
 
 
@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
     plan, local = plan_with_inventories(recipe, warn=narrate)
-    problems = [f"as it is now, this plan cannot start: {problem}" for problem in _problems(recipe, plan, local)]
+    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, local)]
     for note in (*recipe.notes, *problems):
         narrate(note)
     if args.run_dir is not None:
@@ -87,7 +87,7 @@ def report(plan: Plan, name: str) -> str:
     rows = [[str(node.node), node.host, rank_range(node.ranks), devices_text(node.devices)] for node in plan.nodes]
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:
-        head += f", meeting at {plan.init_method}"
+        head += f", rendezvous at {plan.init_method}"
     return "\n\n".join([f"{head}, started by {plan.launcher}", table(columns, rows), shell_commands(plan)])
 
 

@@ -12,7 +12,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
 
 NAME = "push"
-HELP = "bring code and environment to the hosts of a recipe that do not share this disk"
+HELP = "copy code and environment to the hosts of a recipe that do not share this disk"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -20,8 +20,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_recipe(parser, optional=True)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="these hosts, to the same folder as here")
-    where.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, one a line")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    where.add_argument("--hostfile", metavar="FILE", help="the hosts of a file, one per line")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 
 def run(args: Namespace) -> int:
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
         local = local_facts(node.host for node in recipe.cluster.nodes)
         to, data = push.destinations(recipe, lambda host: is_local(host, local)), push.data_of(recipe)
     if not to:
-        narrate("all nodes are this machine: there is nothing to bring")
+        narrate("all nodes are this machine: there is nothing to push")
         return ExitCode.FINISHED
     ssh = Ssh()
     try:

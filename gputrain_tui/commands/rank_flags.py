@@ -12,9 +12,7 @@ RUN_HELP = "run id, a unique prefix of one, `last`, a run directory, or an archi
 
 def add_ranks(parser: ArgumentParser) -> None:
     """Declare ``--rank``."""
-    parser.add_argument(
-        "--rank", type=int, action="append", metavar="N", help="only this rank; may be given several times"
-    )
+    parser.add_argument("--rank", type=int, action="append", metavar="N", help="only this rank; may be repeated")
 
 
 def chosen_ranks(args: Namespace, run: Run, *, command: str) -> list[int]:

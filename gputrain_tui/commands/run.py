@@ -32,7 +32,9 @@ def add_output(parser: ArgumentParser) -> None:
     """Declare ``--json`` and ``--detach``."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print every event as a line of JSON, and nothing else")
-    how.add_argument("--detach", action="store_true", help="print the run id and return; the run goes on by itself")
+    how.add_argument(
+        "--detach", action="store_true", help="print the run id and return; the run continues in the background"
+    )
 
 
 def run(args: Namespace) -> int:

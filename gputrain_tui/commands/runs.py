@@ -56,11 +56,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--filter",
         metavar="WORDS",
         default="",
-        help="only runs for which all words hold: a part of a name, state:failed, loss<2, tags:baseline; columns: "
+        help="only runs that match all words: part of a name, state:failed, loss<2, tags:baseline; columns: "
         + ", ".join(RUN_COLUMNS),
     )
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of newest first")
-    parser.add_argument("--reverse", action="store_true", help="turn the order around")
+    parser.add_argument("--reverse", action="store_true", help="reverse the order")
 
 
 def run(args: Namespace) -> int:

@@ -9,7 +9,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode
 
 NAME = "stop"
-HELP = "stop a run everywhere and say what is left of it"
+HELP = "stop a run everywhere and report any process left"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -197,7 +197,7 @@ class GputrainApp(OrderedKeys):
 
     def _turn_notices(self, on: bool) -> None:
         settings.keep_notifying(on)
-        self.report(f"the end of a run is {'notified' if on else 'not notified any more'}")
+        self.report(f"notices at the end of a run are {'on' if on else 'off'}")
 
     def tick(self) -> None:
         """Repaint the changed panels of the active screen, or of the one behind a dialog or the palette."""
@@ -283,12 +283,12 @@ class GputrainApp(OrderedKeys):
             self.exit()
             return
         names = ", ".join(unsaved)
-        self.confirm("Leave without saving?", f"The changes of {names} are lost then.", yes="Leave", act=self.exit)
+        self.confirm("Leave without saving?", f"Unsaved changes of {names} will be lost.", yes="Leave", act=self.exit)
 
     def action_help_quit(self) -> None:
         """Notify which key leaves the console."""
         typing = "esc, then q" if isinstance(self.focused, Input) else "q"
-        self.report(f"{typing} leaves the console; every run goes on")
+        self.report(f"{typing} leaves the console; runs continue")
 
     def action_command_palette(self) -> None:
         """Open the palette."""
@@ -327,7 +327,7 @@ class GputrainApp(OrderedKeys):
             )
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         on = settings.notifies(os.environ)
-        help = f"{'Neither ring nor' if on else 'Ring and'} notify the desktop when the run on the screen ends"
+        help = f"{'Do not ring or' if on else 'Ring and'} notify the desktop when the run on the screen ends"
         yield SystemCommand(f"Notices {'off' if on else 'on'}", help, partial(self._turn_notices, not on))
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
@@ -395,7 +395,7 @@ class GputrainApp(OrderedKeys):
         runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
         before = [each for each in runs if each.id < run.id]
         if not runs:
-            self.report(f"there is no other run of {run.status.recipe}; the history (4) compares any")
+            self.report(f"there is no other run of {run.status.recipe}; History (4) compares any two")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 
@@ -429,5 +429,7 @@ def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, .
     finally:
         warm.close()
     if app.live is not None and not app.live.over:
-        print(f"{app.live.id} goes on: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr)
+        print(
+            f"{app.live.id} has not ended: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr
+        )
     return app.return_code if app.return_code is not None else ExitCode.FINISHED

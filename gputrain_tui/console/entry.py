@@ -43,7 +43,7 @@ def add_fps(parser: ArgumentParser) -> None:
         "--fps",
         type=_paints,
         metavar="N",
-        help="paints a second at most, 0.2 to 30; default 10, less for slow links",
+        help="repaints per second at most, 0.2 to 30; default 10; lower it on slow links",
     )
 
 

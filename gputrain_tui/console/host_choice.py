@@ -128,7 +128,7 @@ def wanted_devices(node: Node) -> str:
 def availability(node: Node, host: Host | None) -> tuple[str, str]:
     """Return the availability of a node's devices on a host: text, and its role ``good``, ``warning`` or ``dim``."""
     if host is None or (host.inventory is None and not host.problem):
-        return "being asked", "dim"
+        return "querying", "dim"
     if host.inventory is None:
         return host.problem, "warning"
     if node.cpu_ranks is not None:

@@ -53,7 +53,7 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
             break
     lines: list[list[Piece]] = [[(title, "dim")], *([(row, "")] for row in rows)]
     if hidden > 0:
-        lines.append([(f"… and {hidden} ranks that were waited for less", "dim")])
+        lines.append([(f"… and {hidden} ranks that were less late", "dim")])
     return lines
 
 
@@ -99,8 +99,8 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
             continue
         since = f" since step {finding.step}" if finding.step is not None else ""
         text = finding.message or finding.kind.replace("_", " ")
-        title = (f"{'finding' if stands else 'was found':<11}", "dim")
-        lines.append([title, (text + (since if stands else ", no longer"), "alarm" if stands else "dim")])
+        title = (f"{'finding' if stands else 'cleared':<11}", "dim")
+        lines.append([title, (text + (since if stands else ""), "alarm" if stands else "dim")])
     hidden = len(lines) - MAX_FINDINGS
     return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
 

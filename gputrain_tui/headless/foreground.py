@@ -37,8 +37,8 @@ from trainer.host.stop_request import StopRequest
 
 LEASE_END_TIMEOUT_S = 30.0
 """Time for a supervisor to kill all processes of the run after its lease ended, before it is killed."""
-STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to not wait for that"
-NOT_WAITING = "not waiting"
+STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to stop without saving"
+NOT_WAITING = "not waiting for a checkpoint"
 
 
 class JsonStream(RunReader):
@@ -129,7 +129,7 @@ def follow(
                         supervisor.terminate()  # a closed pipe ends the run, which saves first
                     else:
                         problem = f"cannot write standard output: {out.error.strerror}"
-                        report(f"{problem}; the run goes on and is recorded")
+                        report(f"{problem}; the run continues and is recorded")
                 if (over and events) or (reader.backlog_bytes and (out is None or out.has_room)):
                     continue
                 if over and settled and not reader.backlog_bytes:
@@ -210,7 +210,7 @@ def conclude(
         delete_refused(run)
         err.settle(hurried=hurried)  # the caller prints the error directly to stderr
         if code == ExitCode.REFUSED:
-            message = status.message or "a host refused it"
+            message = status.message or "a host refused the run"
             raise NotReadyError([CheckResult(status="error", check="host", what=message, host=_failed_host(state))])
         raise RequestError(status.message or "the request was wrong")
     if state.ended is None and status.status in ENDED:  # the event was lost on a full disk

@@ -60,7 +60,7 @@ async def test_the_console_quits_at_once_while_a_host_does_not_answer() -> None:
         loop = asyncio.get_running_loop()
         async with app.run_test(size=(120, 40)) as pilot:
             await app.push_screen(ClusterScreen(clocked=False, runs=list))
-            while "being asked" not in screen_text(app):
+            while "querying" not in screen_text(app):
                 await pilot.pause()
             begin = loop.time()
         assert loop.time() - begin < 0.9  # ssh itself would give up after a second

@@ -217,7 +217,7 @@ def test_hosts_are_printed_with_the_silent_one_in_its_place(
     hostfile.write_text(f"# ours\n{name} slots=2\n127.0.0.1 port={dead.rpartition(':')[2]}\n")
     done = gputrain(environ, "gpus", "--hostfile", str(hostfile))
     assert done.returncode == 1
-    assert done.stderr == "gputrain: 1 of 2 hosts could not be asked\n"
+    assert done.stderr == "gputrain: 1 of 2 hosts could not be queried\n"
     head, first, second = done.stdout.splitlines()[:3]
     assert head.split()[:3] == ["host", "GPUs", "free"]
     assert first.split()[:3] == ["gpus1", "2", "1"]

@@ -136,7 +136,7 @@ def test_a_task_without_the_split_is_refused_before_there_is_a_run(trained: Trai
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval", "{kept}/best.pt"], "{kept}/best.pt lies in no run directory: name the recipe of its training with "),
+        (["eval", "{kept}/best.pt"], "{kept}/best.pt is not in a run directory: name the recipe of its training with "),
         (["eval", "{kept}/none.pt"], "{kept}/none.pt does not exist: name a checkpoint, such as FOLDER/best.pt, or a"),
         (["eval", "{kept}"], "{kept} is a folder: name a checkpoint, such as FOLDER/best.pt, or a run"),
         (

@@ -159,8 +159,8 @@ def test_a_node_is_compared_with_the_free_gpus_of_its_host(gpus: Gpus, text: tup
 
 def test_a_node_shows_why_its_host_cannot_take_it() -> None:
     node = Node(host="far", gpus=1)
-    assert availability(node, None) == ("being asked", "dim")
-    assert availability(node, Host(name="far", surveying=True)) == ("being asked", "dim")
+    assert availability(node, None) == ("querying", "dim")
+    assert availability(node, Host(name="far", surveying=True)) == ("querying", "dim")
     assert availability(node, Host(name="far", problem="it refuses the key")) == ("it refuses the key", "warning")
     assert availability(node, Host(name="far", inventory=machine())) == ("it has no GPU", "warning")
     cpu = Node(host="far", cpu_ranks=99)
@@ -198,7 +198,7 @@ def test_a_hosts_line_fits_and_has_the_reason_of_its_silence(width: int) -> None
             Host(name="gpu1", problem="it refuses the key: `ssh gpu1 true` must work", surveyed_at=1.0),
             ["it refuses the key"],
         ),
-        (Host(name="gpu1", surveying=True), ["being asked"]),
+        (Host(name="gpu1", surveying=True), ["querying"]),
         (
             replace(host, problem="it does not answer", inventory_at=-110.0),
             ["1 of 2 free", "it does not answer", "2:00 ago"],
@@ -245,7 +245,7 @@ async def test_the_processes_of_the_gpu_under_the_cursor_are_shown() -> None:
         await open_screen(
             pilot, ClusterScreen(take=lambda: machine(gpu(0), gpu(1, busy=True)), runs=list, clocked=False)
         )
-        assert "nobody" in screen_text(app)
+        assert "no process" in screen_text(app)
         await pilot.press("down")
         await settle(pilot)
         assert "4001  ada" in screen_text(app)
@@ -336,7 +336,7 @@ async def test_a_silent_host_delays_no_other_and_keeps_its_last_report() -> None
         await app.push_screen(screen)
         while "1 of 1 free on 3 machines" not in screen_text(app):
             await pilot.pause()
-        assert "being asked" in screen_text(app)
+        assert "querying" in screen_text(app)
         answer.set()
         await settle(pilot)
         assert "2 of 2 free on 3 machines" in screen_text(app)

@@ -168,7 +168,7 @@ async def test_a_run_without_a_checkpoint_cannot_be_resumed(three_runs: list[Run
         await open_screen(pilot, history())
         await pilot.press("r")
         await settle(pilot)
-        assert "broken goes on from its newest checkpoint" in screen_text(app)
+        assert "broken continues from its newest checkpoint" in screen_text(app)
         assert notices == []
         await pilot.pause(LEAST_KEY_GAP_S)
         await pilot.press("y")

@@ -37,7 +37,7 @@ def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> 
     again = init(tmp_path, stdin="torchrun 'my train.py'\n")
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == (
-        "gputrain: init: my-train.toml is there already: replace it with --force, or name another by -o\n"
+        "gputrain: init: my-train.toml already exists: replace it with --force, or name another file with -o\n"
     )
     assert (tmp_path / "my-train.toml").read_text() == text
     assert init(tmp_path, "--force", stdin="torchrun 'my train.py'\n").returncode == 0

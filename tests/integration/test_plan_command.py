@@ -62,7 +62,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: Command) -> None:
     people = plan("recipes/four_nodes.toml")
     assert (people.returncode, people.stderr) == (0, "")
-    assert "16 ranks on 4 nodes, nccl, meeting at tcp://10.0.123.1:11111" in people.stdout
+    assert "16 ranks on 4 nodes, nccl, rendezvous at tcp://10.0.123.1:11111" in people.stdout
     assert "   3  10.0.123.4  12–15  GPU 0, 1, 2, 3" in people.stdout.splitlines()
     encoded = plan("recipes/four_nodes.toml", "--json")
     found = msgspec.json.decode(encoded.stdout, type=Plan)

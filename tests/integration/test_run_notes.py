@@ -62,7 +62,7 @@ def test_an_archive_has_the_note_and_takes_no_other(
     assert call(capsys, "note", archive) == (0, f"{run.id} [base] kept\n", "")
     code, out, err = call(capsys, "note", archive, "changed")
     assert (code, out) == (2, "")
-    assert "is an archive, in which nothing is written" in err
+    assert "is an archive, which is read-only" in err
 
 
 def test_a_filter_that_matches_nothing_is_no_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

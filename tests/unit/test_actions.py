@@ -166,7 +166,7 @@ def test_help_lists_every_key_of_the_screen(place: str) -> None:
 @pytest.mark.parametrize("place", WITH_LOG)
 def test_help_lists_the_keys_of_the_log_where_there_is_one(place: str) -> None:
     text = help_text(place).plain
-    assert "Log, while it has the keys" in text
+    assert "Log, while focused" in text
     assert all(action.description in text for action in of_place("log"))
 
 

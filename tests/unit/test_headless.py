@@ -153,7 +153,7 @@ def test_of_very_many_ranks_those_that_were_waited_for_are_listed() -> None:
     lines = plain(closing_table(trained(100), 120)).splitlines()
     assert len(lines) == 34
     assert lines[1].split()[0] == "1"
-    assert lines[-1] == "… and 68 ranks that were waited for less"
+    assert lines[-1] == "… and 68 ranks that were less late"
 
 
 def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -> None:
@@ -219,7 +219,7 @@ def test_the_closing_table_has_raised_and_cleared_findings() -> None:
     state.apply(Finding(time=1007.0, kind="not_measured", severity="info", message="no bucket times"))
     assert plain(closing_lines(state, 80)).splitlines()[3:] == [
         "finding    data takes 40 % of a step since step 110",
-        "was found  rank 1 is late, no longer",
+        "cleared    rank 1 is late",
     ]
 
 

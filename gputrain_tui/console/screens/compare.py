@@ -75,7 +75,7 @@ class Differences(Listing):
         """Return the error of reading the recipes, or the text for equal ones."""
         if self.problem:
             return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
-        return centred_text(width, height, ["reading" if self.found is None else "The recipes say the same."])
+        return centred_text(width, height, ["reading" if self.found is None else "The recipes are equal."])
 
 
 class CompareScreen(Page):

@@ -57,6 +57,6 @@ class Confirm(ModalScreen[bool]):
         """Close the dialog with an answer; a yes that follows another key within ``LEAST_KEY_GAP_S`` does not count."""
         console = app_of(self)
         if yes and console.quiet_s < LEAST_KEY_GAP_S:
-            console.report("nothing was done: that answer came too fast to be meant; give it once more")
+            console.report("ignored: the answer came too soon after another key; press it again")
         else:
             self.dismiss(yes)

@@ -19,33 +19,40 @@ from gputrain_tui.console.actions import groups, of_place
 MOVING = {
     "run": (
         ("↑ ↓ k j", "Move through the table, the findings or the log"),
-        ("gg G", "Go to its ends, as home and end do; g alone shows Sync"),
-        ("⇥", "Give the keys to the next panel"),
-        ("click", "Take a rank; on a title sort by it; twice open the rank"),
+        ("gg G", "Go to the first or last line (home, end); g alone is Sync"),
+        ("⇥", "Focus the next panel"),
+        ("click", "Select a rank (twice: open it); on a title, sort by it"),
     ),
     "rank": (
         ("↑ ↓ k j", "Scroll the stack or the log"),
-        ("gg G", "Go to its ends"),
-        ("⇥", "Give the keys to the next panel"),
+        ("gg G", "Go to the first or last line"),
+        ("⇥", "Focus the next panel"),
     ),
     **dict.fromkeys(
         ("cluster", "launch", "history", "compare"),
-        (("↑ ↓ k j", "Move through the list"), ("pgup pgdn", "Move by a page"), ("home end gg G", "Go to its ends")),
+        (
+            ("↑ ↓ k j", "Move through the list"),
+            ("pgup pgdn", "Move by a page"),
+            ("home end gg G", "Go to the first or last line"),
+        ),
     ),
 }
 """Keys of widgets by screen; they are no actions of the screen."""
 FIGURES = (
-    ("✓ ▲ ✗", "No finding stands; something to look at; something that costs much, or failed"),
-    ("compute", "Share of a step in forward, backward and optimizer: the rest is waiting"),
-    ("sync wait", "What a rank waited for gradients that nothing hid: in ms, or as a share of its steps"),
-    ("late ms", "How much later than the first rank it came to the synchronisation: the others waited that long"),
+    ("✓ ▲ ✗", "No findings; a warning; a critical finding or a failure"),
+    ("compute", "Share of a step in forward, backward and optimizer; the rest is waiting"),
+    (
+        "sync wait",
+        "Time a rank waited for gradients, not hidden by the backward pass: in ms, or as a share of its steps",
+    ),
+    ("late ms", "How much later than the first rank it reached the synchronisation: the others waited that long"),
     ("loss", "Natural logarithms (nats); valid: exact over all ranks, at the newest evaluation"),
-    ("smp/s", "Samples per second of the rank, over its last steps; on top those of all ranks"),
-    ("g.norm g.own", "Norm of the gradient after the reduction, and of the rank's own part before it"),
-    ("data fwd bwd opt", "Parts of the newest step: waiting for data, forward, backward, optimizer, in ms"),
-    ("mem use", "Memory in GiB and use in %: of its GPU, or of the process and one core where it has none"),
-    ("band", "A chart's bright line is the median of all ranks, the area from their least to their greatest"),
-    ("▴ in a chart", "A spike stands out of the top, so that what is usual can be read; log scale shows all"),
+    ("smp/s", "Samples per second of the rank, over its last steps; in the header, of all ranks"),
+    ("g.norm g.own", "Norm of the gradient after the reduction, and of the rank's own gradient before it"),
+    ("data fwd bwd opt", "Phases of the newest step: waiting for data, forward, backward, optimizer, in ms"),
+    ("mem use", "Memory in GiB and use in %: of its GPU; without one, of the process, 100 % being one core"),
+    ("band", "A chart's bright line is the median of all ranks, the area spans their minimum to maximum"),
+    ("▴ in a chart", "A spike beyond the top, cropped so that usual values stay readable; log scale shows it all"),
 )
 """Figures and marks on the screens of a run, with their meaning."""
 WIDTH_CELLS = 94
@@ -111,7 +118,7 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
     moving = MOVING.get(place, ())
     listed = [("Moving", moving)] if moving else []
     for heading, actions in found.items():
-        name = "Log, while it has the keys" if heading == "Log" else heading
+        name = "Log, while focused" if heading == "Log" else heading
         listed.append((name, tuple((action.key_texts, action.description) for action in actions)))
     _append(text, listed, width)
     if place in WITH_LOG:

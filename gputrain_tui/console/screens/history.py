@@ -286,7 +286,7 @@ class HistoryScreen(Page):
         if run.state not in (*ENDED, "lost"):
             self.console.report(f"{run.id} is {run.state}; S stops it", alarm=True)
             return
-        consequence = "Its record, its logs and its checkpoints are gone then."
+        consequence = "This deletes its record, logs and checkpoints."
         self.console.confirm(f"Delete {run.id}?", consequence, yes="Delete it", act=partial(self._delete, run))
 
     @work(group="delete")

@@ -172,11 +172,11 @@ class LaunchScreen(RecipePage):
         """Remove the node under the cursor."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not field.group.startswith("Node "):
-            self.console.report("the cursor is on no node")
+            self.console.report("there is no node under the cursor")
         elif draft.remove_node(int(field.group.removeprefix("Node "))):
             self._changed()
         else:
-            self.console.report("a run needs one node")
+            self.console.report("a run needs at least one node")
 
     async def action_back(self) -> None:
         """Close the input line; else end the search; else focus the list of recipes."""
@@ -221,14 +221,14 @@ class LaunchScreen(RecipePage):
         if draft is None or before is None:
             return
         if found is None or found.recipe is None or list(found.settings) != draft.settings:
-            problem = found.problem if found is not None and found.problem else "it is being looked at"
+            problem = found.problem if found is not None and found.problem else "the recipe is still being checked"
             self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
             if found is not None:
                 self._go_to_problem(found)
             return
         path = path if path.is_absolute() else self.session.folder / path
         if path != before and path.exists():
-            self.console.report(f"not saved: {self._display_name(path)} is there already", alarm=True)
+            self.console.report(f"not saved: {self._display_name(path)} already exists", alarm=True)
             return
         text = dump_toml(found.recipe)
         try:

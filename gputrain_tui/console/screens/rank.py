@@ -213,7 +213,7 @@ class RankScreen(ChartScreen):
             view.show([], str(error))
             return
         self._requested_at = time.monotonic()
-        view.show([], f"asked rank {self.rank}")
+        view.show([], f"requested the stack of rank {self.rank}")
 
     def _show_arrived_stack(self) -> None:
         """Show the stack once it is in the log, or after ``STACK_TIMEOUT_S`` that no answer came."""

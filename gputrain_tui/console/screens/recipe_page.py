@@ -126,7 +126,7 @@ class RecipePage(Page):
         if list(gpus) == [THIS_MACHINE]:
             local_index = next((index for index, host in enumerate(hosts) if is_local(host, facts)), None)
             if local_index is None:
-                self.console.report(f"no node of {draft.name} is this machine, whose GPUs were chosen", alarm=True)
+                self.console.report(f"no node of {draft.name} is this machine, which has the chosen GPUs", alarm=True)
                 return
             draft.set_gpus(local_index, gpus[THIS_MACHINE])
             index = local_index

@@ -70,7 +70,7 @@ def confirm_resume(console: AppProtocol, run: Run) -> None:
     steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
     where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
     ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-    consequence = f"{run.status.recipe} goes on from {where}, with {ranks}, as a new run."
+    consequence = f"{run.status.recipe} continues from {where}, with {ranks}, as a new run."
     resume = partial(console.run_worker, partial(_resume, console, run), group="launch", exclusive=True)
     console.confirm(f"Resume {run.id}?", consequence, yes="Resume it", act=resume)
 

@@ -156,8 +156,8 @@ class Form(Listing):
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of a form without fields."""
         if self.search:
-            return centred_text(width, height, [f"no field holds {self.search!r}"])
-        return centred_text(width, height, ["Choose a recipe at the left, or press d for the demo."])
+            return centred_text(width, height, [f"no field matches {self.search!r}"])
+        return centred_text(width, height, ["Choose a recipe on the left, or press d for the demo."])
 
 
 class FieldDetail(Canvas):

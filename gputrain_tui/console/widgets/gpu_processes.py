@@ -15,9 +15,9 @@ def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[R
     left: Row = [(f"processes on GPU {gpu.index}{f' of {printable(of)}' if of else ''}", "title")]
     rows: list[Row] = [title_row(width, left, [[(printable(gpu.uuid), "dim")]])]
     if found is None:
-        return rows + centred_text(width, height - 1, ["the driver does not say"])
+        return rows + centred_text(width, height - 1, ["not reported by the driver"])
     if not found:
-        return rows + centred_text(width, height - 1, ["nobody"])
+        return rows + centred_text(width, height - 1, ["no process"])
     rows.append([(f"{'pid':>8}  {'user':<12}{'GiB':>7}  {'kind':<10}process", "dim")])
     for process in found:
         memory = format_gib(process.memory_bytes)

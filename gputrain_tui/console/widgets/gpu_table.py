@@ -132,7 +132,7 @@ def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: floa
     when, role = age(host, now)
     inventory = host.inventory
     if inventory is None:
-        return fit_row([*row, (host.problem or "being asked", "dim")], width)
+        return fit_row([*row, (host.problem or "querying", "dim")], width)
     pieces: list[Row] = []
     if host.gpus:
         free = len(host.free)
@@ -300,7 +300,7 @@ class GpuTable(Listing):
         """Return the text for hosts without a GPU."""
         inventory = self.hosts[0].inventory if self.hosts else None
         if inventory is None:
-            return centred_text(width, height, ["asking the driver"])
+            return centred_text(width, height, ["querying the driver"])
         note = inventory.note or "no GPU on this machine; CPU ranks work"
         lines = textwrap.wrap(note[:1].upper() + note[1:] + ".", max(width - 4, 1))
         cores = inventory.cpus.usable

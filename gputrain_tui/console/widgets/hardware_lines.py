@@ -47,7 +47,7 @@ def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: i
         (" ", "base"),
         (pad(key.quantity, 14), "dim"),
         (format_value(series.newest).rjust(8), "bright"),
-        (f"  most {format_value(series.greatest)}".ljust(VALUE_CELLS - 8), "dim"),
+        (f"  peak {format_value(series.greatest)}".ljust(VALUE_CELLS - 8), "dim"),
         (bars, "accent" if series.limit and series.newest > 0.9 * series.limit else "bar"),
     ]
 

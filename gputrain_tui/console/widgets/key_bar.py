@@ -16,7 +16,7 @@ LAST_SURE_RANK = 20
 FIRST_PINNED_RANK = 90
 """First footer rank of the actions at the right, for which room is always kept."""
 SELECTED: Row = [
-    (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Let go", "label"),
+    (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Deselect", "label"),
 ]  # fmt: skip
 """The footer while text is selected."""
 

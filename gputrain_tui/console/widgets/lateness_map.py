@@ -140,7 +140,7 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     lines = map_rows(height)
     cells = width - LABEL_CELLS - 2
     if not finite or cells < 1 or lines < 1:
-        why = "lateness shows with two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
+        why = "lateness needs two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
         return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, [why])]
     limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(max(finite), 1.0))
     if heat.slowest is not None:

@@ -449,7 +449,7 @@ class LogView(Canvas, can_focus=True):
 
     def _empty_texts(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
-            return [f"nothing here but lines below the level: {LEVEL_NAMES[self.buffer.level]}", "L changes the level"]
+            return [f"every line is below the level: {LEVEL_NAMES[self.buffer.level]}", "L changes the level"]
         if self._rank is not None:
             return [f"rank {self._rank} has printed nothing yet", "the log of all ranks is on the run's screen"]
         return ["nothing was printed yet"]

@@ -80,13 +80,13 @@ def _networks(networks: Collection[Network]) -> Row:
 def draw_without_inventory(host: Host, width: int, height: int) -> list[Row]:
     """Return the rows of a host without an inventory: the error of its survey, or that one is under way."""
     if host.is_local or not host.problem:
-        return [title_row(width, [(printable(host.name), "title"), ("  being asked", "dim")])]
+        return [title_row(width, [(printable(host.name), "title"), ("  querying", "dim")])]
     rows: list[Row] = [title_row(width, [(printable(host.name), "title"), ("  not reached", "warning")]), []]
     rows += [
         [(line, "bright")]
         for line in textwrap.wrap(f"{host.problem[:1].upper()}{host.problem[1:]}.", max(width - 2, 1))
     ]
-    rows.append([("It is asked again now and then; ", "dim"), ("^r", "key"), (" asks at once.", "dim")])
+    rows.append([("Retried periodically; ", "dim"), ("^r", "key"), (" retries now.", "dim")])
     return [fit_row(row, width) for row in rows[:height]]
 
 
@@ -99,7 +99,7 @@ class MachinePanel(Canvas):
         """Return the host's inventory, or the state of its survey."""
         host = self.host
         if host is None:
-            return [title_row(width, [("this machine", "title"), ("  being looked at", "dim")])]
+            return [title_row(width, [("this machine", "title"), ("  querying", "dim")])]
         if host.inventory is None:
             return draw_without_inventory(host, width, height)
         return draw_machine(host.inventory, width, height, name="" if host.is_local else host.name)

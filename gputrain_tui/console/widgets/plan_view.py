@@ -147,7 +147,7 @@ class PlanView(Canvas, can_focus=True):
             left += [(f"  {plan.world_size} rank{'s' * (plan.world_size != 1)}", "accent"), (f" on {nodes}", "bright")]
             remarks = [[(plan.launcher, "dim")], [(plan.backend, "dim")]]
             if plan.init_method is not None:
-                remarks.append([(f"meeting at {plan.init_method}", "dim")])
+                remarks.append([(f"rendezvous at {plan.init_method}", "dim")])
         head = [title_row(width, left, remarks)]
         if self.problem:
             lines = wrap_text(printable(self.problem), width - 2)

@@ -15,10 +15,10 @@ def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, hei
     """Return a summary and the worst results; or the ``problem`` of a recipe that could not be checked."""
     title = ("preflight", "title")
     if problem:
-        rows = [title_row(width, [title, ("  ✗ the recipe is not right yet", "error")])]
+        rows = [title_row(width, [title, ("  ✗ the recipe has an error", "error")])]
         return [*rows, *_wrapped("✗", problem, "error", width)][:height]
     if not results:
-        return [title_row(width, [title, ("  is looked at …", "dim")])]
+        return [title_row(width, [title, ("  checking …", "dim")])]
     stopping, doubtful = errors(results), warnings(results)
     state = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
     verdict = f"  {state[0]} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"

@@ -21,13 +21,13 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     """Return names and values of a rank, the most important first; ``standing_still``: without its throughput."""
     view = state.ranks.get(rank)
     if view is None:
-        return [("state", "never heard of", "dim")]
+        return [("state", "no report yet", "dim")]
     last, recent, gpu, process = view.last, view.recent, view.gpu, view.process
     late = state.lateness().get(rank)
     age_s = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
         ("state", _state(view), _state_role(state, view)),
-        ("last heard of", f"{duration(age_s)} ago" if age_s is not None and state.ended is None else EMPTY, "bright"),
+        ("last report", f"{duration(age_s)} ago" if age_s is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(view.loss), "title"),
         ("samples/s", EMPTY if standing_still else format_value(recent.samples_per_s), "bright"),
@@ -43,7 +43,7 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
         ("late ms", format_value(late), "bright"),
         ("sync share", percent(recent.sync_share), "bright"),
         ("memory", size(view.memory_bytes) or EMPTY, "bright"),
-        ("most memory", size(view.memory_peak_bytes) or EMPTY, "bright"),
+        ("peak memory", size(view.memory_peak_bytes) or EMPTY, "bright"),
     ]
     if gpu is not None:
         found += [

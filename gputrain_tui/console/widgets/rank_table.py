@@ -70,7 +70,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     rows = [fit_row(_head(grid, width, visible), width), fit_row(_titles(grid, places), width)][:height]
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
-        text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank was heard of yet"
+        text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank has reported yet"
         return rows + centred_text(width, visible, [text])
     thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):

@@ -15,9 +15,9 @@ SIGNS = {
     "absent": ("·", "dim", "not started"),
     "spawned": ("◌", "dim", "starting"),
     "joining": ("◍", "accent", "joining"),
-    "here": ("●", "bright", "here"),
+    "here": ("●", "bright", "joined"),
     "failed": ("✗", "error", "failed"),
-    "ended": ("╌", "victim", "ended with it"),
+    "ended": ("╌", "victim", "ended too"),
 }
 """Sign, role and word of each state of a rank before the first step."""
 
@@ -75,9 +75,9 @@ def draw_rendezvous(progress: RendezvousProgress, width: int, height: int) -> li
     if progress.missing:
         rows.append([("  waiting for ", "dim"), (ranks_text(progress.missing, limit=12), "title")])
     elif total:
-        rows.append([("  all ranks are here; the first step comes next", "bright")])
+        rows.append([("  all ranks have joined; the first step comes next", "bright")])
     if total and {sign for _, ranks in progress.hosts for _, sign in ranks} <= LOADING:
-        rows.append([("  a rank loads torch before it joins: seconds, on a busy machine more", "dim")])
+        rows.append([("  a rank imports torch before it joins: seconds, longer on a busy machine", "dim")])
     rows.append([])
     legend: Row = []
     present = {sign for _, ranks in progress.hosts for _, sign in ranks}

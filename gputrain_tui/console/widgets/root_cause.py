@@ -28,7 +28,7 @@ STATE_TEXTS = {
     "saving": "were saving a checkpoint",
     "finished": "had finished",
     "failed": "failed as well",
-    None: "had not been heard of",
+    None: "had not reported yet",
 }
 
 

@@ -124,7 +124,7 @@ def _figures(head: RunHeading, width: int) -> Row:
         return [(f" {head.tested.split} ", "dim"), (printable(shown), "title")]
     if not s.step:
         over = head.status in (*ENDED, "lost")
-        return [(" no step was made" if over else " no step yet: the ranks come together", "dim")]
+        return [(" no step was made" if over else " no step yet: ranks are joining", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
@@ -235,4 +235,4 @@ def _note(live: LiveRun) -> str:
     if live.status == "lost":
         return "its supervisor was killed"
     resumable = live.status in ("stopped", "failed") and live.state.checkpoints
-    return "4 History, r goes on from its checkpoint" if resumable else ""
+    return "4 History, r resumes from its checkpoint" if resumable else ""

@@ -76,7 +76,7 @@ def test_the_verdict_stays_when_the_run_has_ended(status: str) -> None:
     forms = run_condition(state, status)
     assert row_text(forms[0]) == expected
     head = RunHeading(status=status, name="bert", id="id", world_size=2, hosts=1, summary=RunFigures(),
-                      elapsed_s=60.0, condition=forms, note="4 History, r goes on from its checkpoint")  # fmt: skip
+                      elapsed_s=60.0, condition=forms, note="4 History, r resumes from its checkpoint")  # fmt: skip
     assert expected in row_text(draw_header(head, 80, 2)[0])
 
 
