@@ -48,7 +48,7 @@ async def test_pasted_text_that_passes_for_keys_opens_a_confirmation_and_does_no
         async with app.run_test(size=(80, 24), notifications=True) as pilot:
             await send_keys(pilot, text)
             assert isinstance(app.screen, Confirm), text
-            assert any("too fast" in text for text in toasts(app))
+            assert any("too soon" in text for text in toasts(app))
             assert not any(text.startswith("stopping ") for text in toasts(app))
 
 

@@ -225,7 +225,7 @@ async def test_a_finding_opens_with_advice_and_points_at_its_rank(tmp_path: Path
         assert "late ms 20.10" in text
         assert "more loader workers" in text
         await press(pilot, "enter", "down", "enter")
-        assert "cheaper preprocessing" in "\n".join(rows(app))
+        assert "cheaper" in "\n".join(rows(app))
 
 
 @played

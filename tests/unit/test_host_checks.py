@@ -210,7 +210,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "error",
             "task",
             "books.txt does not exist",
-            "copy it there",
+            "copy the data to h2",
         ),
         (
             {"facts": {"machine": "0"}},

@@ -54,7 +54,7 @@ def test_comments_and_empty_lines_are_skipped() -> None:
         ("gpu1 port=70000", "hosts:1: port is '70000', but must be a whole number from 1 to 65535"),
         ("gpu1 gpus=0", "hosts:1: gpus is 0, but must be a count >= 1"),
         ("gpu1 slots=1 gpus=1", "hosts:1: gpu1 has slots and gpus; keep one of them"),
-        ("gpu1\ngpu2\ngpu1", "hosts:3: gpu1 is on line 1 already"),
+        ("gpu1\ngpu2\ngpu1", "hosts:3: gpu1 is already on line 1"),
         ("# nothing\n", "hosts names no host"),
         ("gpu1;reboot", "hosts:1: 'gpu1;reboot' is not a host"),
         ("$(reboot)", "is not a host"),
