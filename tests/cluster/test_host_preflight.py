@@ -228,7 +228,7 @@ def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds
         ended = [each.communicate(timeout=LIMIT_S) for each in both]
         for host in lab.hosts[:2]:
             shutil.rmtree(lab.disk_of(host) / "home", ignore_errors=True)
-    whose = f"is taken by run {taken.run} (pid {taken.pid} of {taken.user}); choose another one"
+    whose = f"is taken by run {taken.run} (pid {taken.pid} of {taken.user}); choose another GPU"
     seen = f"is in use by run {taken.run} (pid {taken.pid} of {taken.user}); gpus"
     (_, at_once), (_, later) = (output for output, _ in reported)
     assert f"h2: GPU GPU-bbbb {whose}" in at_once or f"h2: GPU 1 {seen}" in at_once, at_once

@@ -179,7 +179,7 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     wait_until(lambda: recorded_after(cluster.record, 2, broken), "the record of h2 goes on")
     cluster.h3.link("down")
     # It is raised after five seconds without an answer, so the link is down for as long.
-    wait_until(lambda: cluster.findings("host_silent") == ["raised"], "it is told that nothing is heard of h3")
+    wait_until(lambda: cluster.findings("host_silent") == ["raised"], "host_silent is raised for h3")
     cluster.h3.link("up")
     wait_until(lambda: cluster.findings("host_silent") == ["raised", "cleared"], "it is heard of again")
     assert cluster.findings("stalled") == []

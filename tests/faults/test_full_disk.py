@@ -145,7 +145,7 @@ def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: b
     change_while_stopped(run, lambda: shutil.rmtree(folder.parent if parent else folder))
     bench.gate.touch()
     out, err = process.communicate(timeout=LIMIT_S)
-    assert f"{folder} was deleted" in err or parent
+    assert f"{folder} and its checkpoints were deleted" in err or parent
     if not parent:
         assert process.returncode == 0, err
         assert last_checkpoint_step(folder) == UPDATES

@@ -1,4 +1,4 @@
-"""The node's parent with real processes: what the ranks do is in spawn_targets.py, the parent in spawn_harness.py."""
+"""The node agent with real processes: the ranks' functions are in node_agent_targets.py, the agent in node_agent_harness.py."""
 
 from __future__ import annotations
 

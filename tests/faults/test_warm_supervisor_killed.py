@@ -1,4 +1,4 @@
-"""A supervisor and a node's parent that wait for a run may be killed at any time, and nothing of them is left."""
+"""A warm supervisor and a warm node agent may be killed at any time, and leave no process."""
 
 from __future__ import annotations
 
