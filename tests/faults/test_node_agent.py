@@ -1,4 +1,4 @@
-"""The node agent with real processes: the ranks' functions are in node_agent_targets.py, the agent in node_agent_harness.py."""
+"""The node agent with real processes: node_agent_targets.py has the ranks, node_agent_harness.py the agent."""
 
 from __future__ import annotations
 
