@@ -44,9 +44,12 @@ def test_a_run_is_known_by_whatever_path_leads_to_it(tmp_path: Path, named: str)
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     path = named.format(here=tmp_path) if named.startswith("{") else f"{tmp_path}{named}"
-    sleeper = subprocess.Popen(["sleep", "600"], env={leftovers.MARK: path})
-    try:
-        assert leftovers.processes_of(tmp_path / "run") == [sleeper.pid]
-    finally:
-        sleeper.kill()
-        sleeper.wait()
+    with subprocess.Popen(
+        ["cat"], env={leftovers.MARK: path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        assert process.stdout.read(1) == b"x"  # a process that is about to execute its program has no environment yet
+        assert leftovers.processes_of(tmp_path / "run") == [process.pid]
