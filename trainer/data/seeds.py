@@ -23,14 +23,14 @@ class RandomNumbers:
     """Separate random state for code that draws from the global generators; theirs is restored afterwards."""
 
     def __init__(self, seed: int) -> None:
-        with _restored():
+        with keep_random_state():
             seed_all(seed)
             self._state = _states()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Install this state while the block runs; the next block continues it."""
-        with _restored():
+        with keep_random_state():
             _set_states(self._state)
             yield
             self._state = _states()
@@ -38,14 +38,14 @@ class RandomNumbers:
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Seed the generators for one block; this state is not used."""
-        with _restored():
+        with keep_random_state():
             seed_all(seed)
             yield
 
 
 @contextmanager
-def _restored() -> Iterator[None]:
-    """Restore the global generators after the block."""
+def keep_random_state() -> Iterator[None]:
+    """Restore the global generators of Python, torch, the current GPU and numpy after the block."""
     before = _states()
     try:
         yield
@@ -55,12 +55,20 @@ def _restored() -> Iterator[None]:
 
 def _states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
+    return (
+        random.getstate(),
+        torch.get_rng_state(),
+        # torch.manual_seed seeds the GPU too, from which dropout draws.
+        torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+        None if numpy is None else numpy.random.get_state(),
+    )
 
 
 def _set_states(states: tuple[Any, ...]) -> None:
-    own, of_torch, of_numpy = states
+    own, of_torch, of_gpu, of_numpy = states
     random.setstate(own)
     torch.set_rng_state(of_torch)
+    if of_gpu is not None:
+        torch.cuda.set_rng_state(of_gpu)
     if of_numpy is not None:
         sys.modules["numpy"].random.set_state(of_numpy)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
-from trainer.checkpoint import CheckpointError, capture_rng, copy_to_cpu, restore_rng
+from trainer.checkpoint import CheckpointError, copy_to_cpu
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader, Collate, mix_seed
-from trainer.data.seeds import seed_all
+from trainer.data.seeds import keep_random_state, seed_all
 from trainer.distributed import all_gather_list, require_same
 from trainer.distributed.encoding import encode
 
@@ -89,7 +88,7 @@ class DataSample:
         reader = BatchLoader(self._dataset, self._digest, num_workers=self._num_workers, pin_memory=False)
         read = reader.read(range(len(self._dataset)), indices, lambda index: (index, index + 1), seed=_SEED)
         try:
-            with _keep_random_state():
+            with keep_random_state():
                 for index in indices:
                     seed_all(mix_seed(_SEED, index))  # as a loader process does
                     found.append(next(read).batch)
@@ -189,13 +188,3 @@ def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, s
         if found is not None:
             shown[f"contents of {split}"] = f"sample {found} with digest {dict(known[split]['known'])[found][:8]}"
     require_same(shown)
-
-
-@contextmanager
-def _keep_random_state() -> Iterator[None]:
-    """Restore the random state when the context ends."""
-    before = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(before)
