@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from gputrain_tui import paths
-from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, loss_cell, run_filter, sorted_runs
 from gputrain_tui.history.runs import list_all
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
@@ -106,11 +106,11 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
     rows = [
         [
             printable(entry["id"]),
-            entry["state"],
+            f"{entry['state']}{' ▲' * (entry['state'] == 'finished' and bool(entry['finding']))}",
             printable(entry["recipe"][:MAX_NAME_CHARS]),
             str(entry["world_size"]),
             number(entry["step"]),
-            number(entry["loss"], 4),
+            loss_cell(entry),
             number(entry["valid"], 4),
             "" if entry["lr"] is None else f"{entry['lr']:.3g}",
             "" if entry["tokens"] is None else f"{entry['tokens']:,}",

@@ -14,7 +14,7 @@ from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.series import Series
-from gputrain_tui.history.status_file import ENDED, Status, read_status, state_of
+from gputrain_tui.history.status_file import ENDED, Status, elapsed_of, read_status, state_of
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
@@ -122,13 +122,11 @@ class LiveRun:
     @property
     def elapsed_s(self) -> float | None:
         """Duration of the run until now or its end, seconds."""
-        started = self.state.started or self._status.started or None
-        if started is None:
+        if self.state.ended is not None and self.state.started is not None:
+            return self.state.elapsed_s
+        if not self._status.started:
             return None
-        if self.over:
-            end = self._status.ended or self.state.time or started
-            return max(0.0, end - started)
-        return max(0.0, self.now() - started)
+        return elapsed_of(self._status, (self.state.time or self._status.started) if self.over else self.now())
 
     def poll(self, budget_s: float = POLL_BUDGET_S) -> bool:
         """Read appended events for about ``budget_s``; return whether there is a backlog."""

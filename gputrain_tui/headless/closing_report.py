@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
 from gputrain_tui.headless.progress import event_line
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import run_throughput
+from gputrain_tui.state.finding_text import run_mark
 from gputrain_tui.tables import TableColumn, duration, table, width as cells
 from trainer.contract.record import Failure
 
@@ -31,10 +32,11 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
     (TableColumn("compute", right=True), 0, lambda view: percent(view.totals.compute_share)),
     (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
     (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
+    (TableColumn("other", right=True), 0, lambda view: percent(view.totals.other_share)),
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is of the rank's last step, all other values are over the whole run.
+The loss is of the rank's last step, all other values are over the whole run; the shares of a step add up to it.
 """
 
 
@@ -107,13 +109,18 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
 
 def status_line(state: RunState) -> list[Piece]:
     """Return the last line of the report: status, duration, steps and samples."""
-    took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
+    took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
     only_evaluated = not state.step and state.validations
-    return [(status, style), (took if only_evaluated else took + steps, "")]
+    mark = run_mark(roll_up(state.findings.values(), state.ranks))
+    return [
+        (status, style),
+        (took if only_evaluated else took + steps, ""),
+        (f", with {mark}" if mark else "", "alarm"),
+    ]
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:

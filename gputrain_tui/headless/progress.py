@@ -196,6 +196,7 @@ class ProgressView:
         width: Callable[[], int],
         keeps_up: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without output.
 
@@ -207,6 +208,7 @@ class ProgressView:
             width: returns the columns of the terminal.
             keeps_up: returns whether the stream's reader keeps up; otherwise the progress line is not redrawn.
             now: clock, Unix seconds.
+            clock: monotonic clock of the intervals between two lines.
         """
         self._state = state
         self._stream = stream
@@ -215,9 +217,10 @@ class ProgressView:
         self._width = width
         self._keeps_up = keeps_up
         self._now = now
+        self._clock = clock
         self._drawn_at = float("-inf")
         self._drawn = ""
-        self._plain_at = now()
+        self._plain_at = clock()
         self._steps = StepWatch()
         self._first_line: Sequence[Piece] | None = None
         """First line while it is held back; None once written."""
@@ -248,13 +251,14 @@ class ProgressView:
         now = self._now()
         self._steps.note(self._state, now)
         standstill = self._steps.standstill(self._state, now)
+        tick = self._clock()
         if self._live:
-            if now - self._drawn_at >= REDRAW_S:
-                self._drawn_at = now
+            if tick - self._drawn_at >= REDRAW_S:
+                self._drawn_at = tick
                 line = progress_line(self._state, self._width() - 1, now=now, standstill=standstill)
                 self._draw(paint(line, colour=self._colour))
-        elif now - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
-            self._plain_at = now
+        elif tick - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
+            self._plain_at = tick
             self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
 
     def print_line(self, pieces: Sequence[Piece]) -> None:

@@ -402,6 +402,16 @@ class Supervisor:
             traceback.print_exc()
             return None
 
+    def _record_last_findings(self) -> None:
+        """Record what the last steps show: a short run is over before its first diagnosis."""
+        if self._state_at_end() is None or self._diagnosis is None or self._silent:
+            return
+        try:
+            for finding in self._diagnosis.last_findings():
+                self._status_writer.record(finding)
+        except Exception:  # noqa: BLE001 - a defect of the diagnosis must not keep the run from ending
+            traceback.print_exc()
+
     def _state_at_end(self) -> RunState | None:
         """Return the run's state after its whole record; None if it cannot be read."""
         from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
@@ -430,6 +440,8 @@ class Supervisor:
         self._status_writer.remark = attempt_outcome.describe_missing_record(
             self.dir, [node.node for node in self._plan.nodes]
         )
+        if ended.status == "finished":
+            self._record_last_findings()
         level = self._stop_request.level
         code = self._status_writer.close(ended, left=left, state=self._state_at_end())
         if self._report is not None:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gputrain_tui.state.desync import DesyncState
+from gputrain_tui.state.elapsed import elapsed_s
 from gputrain_tui.state.figures import RunFigures, run_figures
+from gputrain_tui.state.finding_text import loss_is_nan
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.rank_outcome import rank_outcome
-from gputrain_tui.state.synchronisation import Lateness, bus_bytes_per_s
+from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
 from trainer.contract.outcome import root_cause
 from trainer.contract.record import (
     AnyEvent,
@@ -93,10 +95,10 @@ class RunState:
         """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
-        self._lateness = Lateness()
         self._pace = Pace()
         self._figures = RunFigures()
-        self._figures_version = -1
+        self._late: dict[int, float] = {}
+        self._figures_version = self._late_version = -1
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._run_started,
             RankState: self._rank_state,
@@ -154,6 +156,22 @@ class RunState:
         return self._figures
 
     @property
+    def elapsed_s(self) -> float | None:
+        """How long the run took, seconds, or until its newest event; None before its start."""
+        if self.started is None:
+            return None
+        until = self.time if self.ended is None else self.ended.time
+        ms = None if self.ended is None else self.ended.elapsed_ms
+        return elapsed_s(started=self.started, until=until, measured_s=None if ms is None else ms / 1e3)
+
+    @property
+    def span(self) -> str:
+        """Steps that the mean figures are taken over, as text."""
+        if self.ended is not None:
+            return "whole run"
+        return f"last {max((view.recent.steps for view in self.ranks.values()), default=0):,} steps"
+
+    @property
     def updates_total(self) -> int | None:
         """Optimizer steps after which the training ends by its own limits, where that is known."""
         limits = [self.max_updates] if self.max_updates else []
@@ -201,8 +219,10 @@ class RunState:
         return found.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return the lateness by rank over recent steps: the delay after the first rank to be ready, ms."""
-        return self._lateness.of(self.ranks)
+        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms."""
+        if self._late_version != self.version:
+            self._late, self._late_version = lateness(self.ranks.values()), self.version
+        return self._late
 
     def slowest(self) -> tuple[int, float] | None:
         """Return the rank that the others wait for most, and its mean lateness in ms."""
@@ -232,6 +252,7 @@ class RunState:
         view = self.ranks.get(rank)
         if view is None:
             view = self.ranks[rank] = RankView(rank, self._history)
+            view.over = self.ended is not None
             self.world_size = max(self.world_size, rank + 1)
         return view
 
@@ -260,10 +281,6 @@ class RunState:
                 view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         view.totals = totals = view.totals.plus(event)
         view.totals_window.append(totals)
-        if event.steps > 1:
-            view.lateness.clear()
-        elif event.sync_exposed_ms is not None:
-            self._lateness.note(event.step, event.rank, event.sync_exposed_ms, self.ranks, self.world_size)
         if event.rank == 0:
             self._pace.note(event.time, event.step)
 
@@ -323,13 +340,11 @@ class RunState:
         view.totals_at_start, view.flops = view.totals, None
         view.totals_window.clear()
         view.totals_window.append(view.totals)
-        view.lateness.clear()
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
         view.bucket_step = view.doing = None
         view.validation_turns = 0
         self.desync.drop_rank(view.rank)
-        self._lateness.reset()
         self._pace.reset()
 
     def _joining(self, event: Joining) -> None:
@@ -372,6 +387,10 @@ class RunState:
             self.findings[event.kind, event.rank] = event
         else:
             self.findings.pop((event.kind, event.rank), None)
+        if event.kind == "non_finite":
+            is_nan = loss_is_nan(self.findings.values())
+            for view in self.ranks.values():
+                view.loss_is_nan = is_nan
 
     def _failure(self, event: Failure) -> None:
         self.failures.append(event)
@@ -391,6 +410,7 @@ class RunState:
         self._update_outcomes()
 
     def _update_outcomes(self) -> None:
-        """Update the outcome of every rank."""
+        """Update the outcome of every rank, and whether the run has ended."""
         for view in self.ranks.values():
+            view.over = self.ended is not None
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)

@@ -199,7 +199,7 @@ def _ranks(
                       message="waiting for data takes 52 % of a step (21.4 of 41.0 ms)"),
               Finding(time=BEGIN + 4 + steps * 0.08, kind="straggler", rank=straggler, host=hosts[node], device="cpu",
                       step=int(steps * 0.8), severity="warning", cause="data",
-                      message=f"rank {straggler} is 20.1 ms late in each step (29 % of a step), "
+                      message=f"rank {straggler} takes 20.1 ms longer than the others in each step (29 % of a step), "
                               "because of its data loading",
-                      evidence={"late_ms": 20.1, "step_ms": 64.6, "late_share": 0.29, "data_ms": 21.6,
+                      evidence={"excess_ms": 20.1, "step_ms": 64.6, "excess_share": 0.29, "data_ms": 21.6,
                                 "usual_data_ms": 1.6}, advice=ADVICE["data"]))  # fmt: skip

@@ -185,11 +185,11 @@ def test_stragglers_of_one_node_are_shown_as_one_and_recorded_one_by_one() -> No
     ((shown, stands),) = newest_findings(run.state)
     assert stands
     assert (shown.rank, shown.host, shown.evidence["ranks"]) == (5, "node2", 2)
-    assert shown.message.startswith("2 ranks of node2 are 33.")
+    assert shown.message.startswith("2 ranks of node2 take 33.")
     assert shown.message.endswith("of a step), because of their data loading")
     over = run.steps(40)
     assert [finding.message for finding in roll_up(over, run.state.ranks)] == [
-        "2 ranks of node2 are late in each step, because of their data loading"
+        "2 ranks of node2 take longer than the others in each step, because of their data loading"
     ]
     assert [stands for _, stands in newest_findings(run.state)] == [False]
 

@@ -128,13 +128,13 @@ def test_a_plain_line_has_every_measure() -> None:
 
 TABLES = {
     80: """\
-rank  host    device  steps    loss  samples/s  data  compute   sync  optimizer
-   0  node-a  cpu       120  3.1000      640.0  2.0%    50.0%  24.0%       4.0%
-   1  node-a  cpu       120  3.1100      640.0  2.0%    70.0%   4.0%       4.0%""",
+rank  host    steps    loss  samples/s  data  compute   sync  optimizer  other
+   0  node-a    120  3.1000      640.0  2.0%    50.0%  24.0%       4.0%  20.0%
+   1  node-a    120  3.1100      640.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
     120: """\
-rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer
-   0  node-a  cpu       120  3.1000      640.0     50.0  2.0%    50.0%  24.0%       4.0%
-   1  node-a  cpu       120  3.1100      640.0     50.0  2.0%    70.0%   4.0%       4.0%""",
+rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer  other
+   0  node-a  cpu       120  3.1000      640.0     50.0  2.0%    50.0%  24.0%       4.0%  20.0%
+   1  node-a  cpu       120  3.1100      640.0     50.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
 }
 
 
@@ -145,7 +145,7 @@ def test_the_closing_table_has_a_row_per_rank(width: int) -> None:
 
 def test_a_narrow_closing_table_keeps_the_numbers() -> None:
     table = plain(closing_table(trained(), 60)).splitlines()
-    assert table[0].split() == ["rank", "steps", "loss", "samples/s", "data", "compute", "sync"]
+    assert table[0].split() == ["rank", "steps", "loss", "samples/s", "data", "compute", "sync", "other"]
     assert max(map(len, table)) <= 60
 
 
@@ -308,7 +308,7 @@ def test_colour_is_left_out_where_it_is_not_wanted() -> None:
 
 def view(state: RunState, clock: ManualClock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
     stream = io.StringIO()
-    return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
+    return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock, clock=clock), stream
 
 
 def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_changed() -> None:
@@ -356,8 +356,9 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     clock = [1000.0]
     stream = io.StringIO()
     view = ProgressView(
-        RunState(world_size=2), stream, live=False, colour=False, width=lambda: 80, now=lambda: clock[0]
-    )
+        RunState(world_size=2), stream, live=False, colour=False, width=lambda: 80, now=lambda: clock[0],
+        clock=lambda: clock[0],
+    )  # fmt: skip
     view.introduce([("run one", "")])
     clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
     view.update([])

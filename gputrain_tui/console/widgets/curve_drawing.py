@@ -55,13 +55,13 @@ class Curve:
     unit: str = ""
     window: Window
     """Median and band, two columns per cell."""
-    value: float = nan
-    """Newest value, shown in the title."""
+    value: float | None = None
+    """Figure of the run, shown in the title."""
     ranks: int = 0
     rank: int | None = None
     """The selected rank."""
     rank_line: Sequence[float] = ()
-    rank_value: float = nan
+    rank_value: float | None = None
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
     """Options in force, shown in the title, such as ``last 1,000``."""
@@ -142,9 +142,9 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
 
 
-def _value_text(curve: Curve, value: float) -> str:
+def _value_text(curve: Curve, value: float | None) -> str:
     """Return a value as text; a loss as in header and table."""
-    return loss_text(value) if curve.unit == LOSS_UNIT and isfinite(value) else format_value(value)
+    return loss_text(value) if curve.unit == LOSS_UNIT else format_value(value)
 
 
 def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:

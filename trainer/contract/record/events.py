@@ -348,6 +348,8 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     status: Literal["finished", "failed", "stopped"]
     exit_code: ExitStatus
     message: str | None = None
+    elapsed_ms: FiniteFloat | None = None
+    """From the start of the run to its end by a monotonic clock, waits in a queue included."""
 
 
 AnyEvent = (
