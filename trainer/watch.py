@@ -204,6 +204,7 @@ class Watched:
                 host=socket.gethostname(),
                 device=str(self._device),
                 pid=os.getpid(),
+                threads=torch.get_num_threads(),
                 message=message,
             )
         )

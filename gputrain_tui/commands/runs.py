@@ -45,6 +45,8 @@ OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
 """Titles of columns that are omitted if no run has a value."""
 OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
+MAX_CAUSE_CELLS = 80
+"""Width to which the cause is cut: `gputrain attach` and `--json` have it in full."""
 MIN_CAUSE_CELLS = 16
 """Minimum width of the cause, below which another column is omitted."""
 
@@ -117,7 +119,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),
             duration(entry["duration_s"]),
             " ".join(entry["tags"]),
-            printable(cause(entry)),
+            printable(cut(cause(entry), MAX_CAUSE_CELLS)),
             printable((entry["note"] or "")[:MAX_NAME_CHARS]),
         ]
         for entry in entries

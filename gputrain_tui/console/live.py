@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.log_times import LogTimes
@@ -15,11 +16,13 @@ from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import ENDED, Status, elapsed_of, read_status, state_of
+from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.errors import RecordError
 from trainer.contract.record import AnyEvent, NodeSample, RunEnded, Step
+from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
@@ -99,6 +102,16 @@ class LiveRun:
     def over(self) -> bool:
         """Whether the run has ended or is lost: its record does not grow any more."""
         return self.status in ENDED or self.status == "lost"
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether the run has ended and left a checkpoint; a script's own ones are not in the record."""
+        if not self.over or self._status.archived is not None:
+            return False
+        saved = reversed(self.state.checkpoints)
+        if remote_node(self.run.dir, 0) is not None:  # its files are on that host
+            return next(saved, None) is not None
+        return bool(checkpoints_in(self.run.dir.checkpoints)) or any(Path(each.path).exists() for each in saved)
 
     @property
     def message(self) -> str | None:

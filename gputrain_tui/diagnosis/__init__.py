@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from gputrain_tui.diagnosis.bounds import bounds
+from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
@@ -25,7 +25,7 @@ __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 KINDS = frozenset(
     (
         "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-        "loss_spike", "stalled",
+        "loss_spike", "outside_torch", "stalled",
     )
 )  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
@@ -81,6 +81,7 @@ class Diagnosis:
             *stragglers(state, timeline, uneven=("imbalance", None) in self._raised),
             *self._imbalance.symptoms(timeline, added),
             *bounds(state, timeline),
+            *outside_torch(state),
             *self._contention.symptoms(state),
             *self._non_finite.symptoms(state),
             *loss_spikes(state, timeline),

@@ -38,7 +38,7 @@ ADVICE = {
     "garbage_collection": "collect on all ranks at the same step (gc.disable, then gc.collect every few hundred "
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
-    "core_wait": "give each rank enough cores: fewer threads per rank, fewer loader workers, no other jobs here",
+    "core_wait": "give each rank enough cores: no other jobs here, and no more threads and loader workers than cores",
     "gpu_clock": "check its clocks and throttle reasons (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER), its power limit "
     "and fixed clocks, or use another GPU; a slower model stays behind as long as ranks get equal batches",
     "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "
@@ -47,6 +47,7 @@ ADVICE = {
     "suspect the device itself or another job on it",
     "input_bound": "use more loader workers (num_workers), cheaper preprocessing or a faster disk; the "
     "ranks wait for data before every step",
+    "outside_torch": "metrics, logging, saving and .item() in every step are common causes: do them every few steps",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "

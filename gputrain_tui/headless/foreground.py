@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
-from gputrain_tui.headless.progress import REDRAW_S, ProgressView
+from gputrain_tui.headless.progress import REDRAW_S, ProgressView, wrapped
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.history.run_reader import RunReader
@@ -219,6 +219,7 @@ def conclude(
         took = None if status.elapsed_s is None else 1e3 * status.elapsed_s
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message, elapsed_ms=took))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
+    err.drain(hurried=hurried)  # the progress line is erased before the table is printed, by another thread
     if narrate and (state.validations or all(view.last is not None for view in state.ranks.values())):
         columns = shutil.get_terminal_size().columns
         place = path_with_host(run.dir, 0, "")
@@ -227,7 +228,9 @@ def conclude(
             return bool(place) or Path(path).exists()
 
         for line in closing_lines(state, columns, is_there=is_there, place=place):
-            out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
+            text = paint(line, colour=use_colour(sys.stdout.isatty(), environ))
+            for part in [text] if sys.stdout.isatty() else wrapped(text):
+                out.write(part + "\n")
     out.settle(hurried=hurried)
     if narrate and out.error is not None and not isinstance(out.error, BrokenPipeError):
         err.line(f"gputrain: cannot write standard output: {out.error.strerror}")

@@ -5,6 +5,7 @@ Only ``ProgressView`` writes, to standard error.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.1
 """Time between two reads of the record and redraws of the progress line: faster changes cannot be read."""
+LOG_CELLS = 160
+"""Width of a line in a log: wide enough for all measures of a step."""
 PLAIN_S = 5.0
 """Time between two plain lines: 720 in the log of an hour."""
 PLAIN_START_S = 15.0
@@ -173,6 +176,14 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
     return None
 
 
+def wrapped(text: str) -> list[str]:
+    """Return a line for a log as lines of at most ``LOG_CELLS``, those after the first one indented."""
+    return textwrap.wrap(
+        text, LOG_CELLS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False,
+        drop_whitespace=True, replace_whitespace=False, expand_tabs=False,
+    ) or [text]  # fmt: skip
+
+
 class Stream(Protocol):
     """Text stream for the progress."""
 
@@ -265,7 +276,10 @@ class ProgressView:
         """Write a permanent line."""
         self.open()
         self.erase()
-        self._stream.write(paint(pieces, colour=self._colour) + "\n")
+        text = paint(pieces, colour=self._colour)
+        # A terminal wraps long lines itself.
+        lines = [text] if self._live else wrapped(text)
+        self._stream.write("".join(f"{line}\n" for line in lines))
         self._stream.flush()
 
     def erase(self) -> None:

@@ -28,7 +28,7 @@ WORDS = {
     "non_finite": "NaN or infinite",
     "host_silent": "is silent",
     "loss_spike": "the loss jumped",
-    "outside_torch": "most of a step outside torch",
+    "outside_torch": "time outside torch",
     "stalled": "stalled",
     "desync": "parameters differ",
 }

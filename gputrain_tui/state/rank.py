@@ -31,6 +31,8 @@ class RankView:
     local_rank: int | None = None
     device: str | None = None
     pid: int | None = None
+    threads: int | None = None
+    """Threads on which torch computes on the CPU."""
     message: str | None = None
     failure: Failure | None = None
     """Reported by the rank or its node agent."""

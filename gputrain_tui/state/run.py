@@ -330,7 +330,7 @@ class RunState:
         if event.state != "failed":
             view.failure = None
         view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
-        for name in ("local_rank", "node", "host", "device", "pid"):
+        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
             value = getattr(event, name)
             if value is not None:
                 setattr(view, name, value)

@@ -30,6 +30,10 @@ class Totals(NamedTuple):
     backward_ms: float = 0.0
     """Without the exposed synchronisation."""
     optimizer_ms: float = 0.0
+    other_ms: float = 0.0
+    """The rest of the steps, outside of all other phases."""
+    whole_ms: float = 0.0
+    """Durations of the steps of which that was measured."""
     synced_ms: float = 0.0
     """Durations of the steps whose exposed synchronisation was measured."""
     synced_steps: int = 0
@@ -49,7 +53,8 @@ class Totals(NamedTuple):
         """
         (
             steps, samples, tokens, step_ms, timed_steps, timed_samples, phases_ms, phased_steps, data_ms, forward_ms,
-            backward_ms, optimizer_ms, synced_ms, synced_steps, exposed_ms, loss, loss_steps, token_ms, timed_tokens,
+            backward_ms, optimizer_ms, other_ms, whole_ms, synced_ms, synced_steps, exposed_ms, loss, loss_steps,
+            token_ms, timed_tokens,
         ) = self  # fmt: skip
         n, duration_ms, waited_ms, event_tokens = event.steps, event.step_ms, event.sync_exposed_ms, event.tokens
         if duration_ms is not None:
@@ -67,6 +72,9 @@ class Totals(NamedTuple):
                 forward_ms += event.forward_ms * n
                 backward_ms += (event.backward_ms or 0.0) * n
                 optimizer_ms += (event.optimizer_ms or 0.0) * n
+                if event.other_ms is not None:
+                    other_ms += event.other_ms * n
+                    whole_ms += covered_ms
             if waited_ms is not None:
                 synced_ms += covered_ms
                 synced_steps += n
@@ -76,8 +84,8 @@ class Totals(NamedTuple):
             loss_steps += n
         return Totals._make((
             steps + n, samples + event.samples, tokens + (event_tokens or 0), step_ms, timed_steps, timed_samples,
-            phases_ms, phased_steps, data_ms, forward_ms, backward_ms, optimizer_ms, synced_ms, synced_steps,
-            exposed_ms, loss, loss_steps, token_ms, timed_tokens,
+            phases_ms, phased_steps, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms, whole_ms, synced_ms,
+            synced_steps, exposed_ms, loss, loss_steps, token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
@@ -153,10 +161,7 @@ class Totals(NamedTuple):
     @property
     def other_share(self) -> float | None:
         """Share of step time outside of all measured phases, 0 to 1."""
-        if self.phases_ms <= 0:
-            return None
-        phases_ms = self.data_ms + self.forward_ms + self.backward_ms + self.optimizer_ms
-        return max(0.0, 1.0 - phases_ms / self.phases_ms - (self.sync_share or 0.0))
+        return self.other_ms / self.whole_ms if self.whole_ms > 0 else None
 
     @property
     def sync_share(self) -> float | None:

@@ -47,7 +47,7 @@ def step_of(rank: int, step: int) -> Step:
     return Step(
         time=time, rank=rank, step=step, epoch=1, steps=1, samples=SAMPLES, loss=None if rank else 9.0 / step, lr=0.1,
         step_ms=length, data_ms=length - wait - 50.0, forward_ms=12.0, backward_ms=18.0, optimizer_ms=5.0,
-        sync_exposed_ms=wait, sync_bytes=1000, sync_buckets=1,
+        other_ms=15.0, sync_exposed_ms=wait, sync_bytes=1000, sync_buckets=1,
     )  # fmt: skip
 
 

@@ -124,8 +124,8 @@ def step_of(rank: int, step: int, noise: random.Random, *, late_ms: float = 0.0,
     return Step(
         time=BEGIN + 4 + step * 0.1, rank=rank, step=step, epoch=1 + step // 200, steps=1, samples=16, loss=loss,
         lr=0.002, grad_norm=0.9 + noise.gauss(0, 0.05), local_grad_norm=1.1 + noise.gauss(0, 0.08), step_ms=total,
-        data_ms=data, h2d_ms=0.2, forward_ms=forward, backward_ms=backward, optimizer_ms=1.9, sync_ms=exposed + 9,
-        sync_exposed_ms=exposed, sync_bytes=4_200_000, sync_buckets=3,
+        data_ms=data, h2d_ms=0.2, forward_ms=forward, backward_ms=backward, optimizer_ms=1.9, other_ms=0.0,
+        sync_ms=exposed + 9, sync_exposed_ms=exposed, sync_bytes=4_200_000, sync_buckets=3,
     )  # fmt: skip
 
 

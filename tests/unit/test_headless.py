@@ -64,6 +64,7 @@ def trained(world_size: int = 2, *, limit: bool = True, tokens: int | None = Non
                     forward_ms=10.0,
                     backward_ms=15.0 + 10 * (rank == 1),
                     optimizer_ms=2.0,
+                    other_ms=10.0,
                     sync_exposed_ms=12.0 - 10 * (rank == 1),
                 )
             )

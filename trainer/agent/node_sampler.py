@@ -12,7 +12,7 @@ from trainer.contract.record.regular_file import size_of
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
 from trainer.host.memory import read_usable_memory
 from trainer.host.proc_files import PROC
-from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, read_usage, sleeps_in
+from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, child_count, read_usage, sleeps_in
 
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
@@ -186,6 +186,7 @@ class NodeSampler:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
             if (of_rank.wait_percent or 0.0) >= WAITS_PERCENT:
                 threads[rank] = busy_ns(pid, proc=self._proc)
+                of_rank.children = child_count(pid, proc=self._proc)
                 if rank in self._busy_ns:
                     previous = self._busy_ns[rank]
                     busy = sum(total - previous.get(thread, 0) for thread, total in threads[rank].items())

@@ -176,6 +176,7 @@ def _state(assignment: RankAssignment, state: RankStateName, message: str | None
         host=assignment.host,
         device=assignment.device,
         pid=os.getpid(),
+        threads=int(threads) if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else None,
         message=message,
     )
 

@@ -110,6 +110,7 @@ class _Rank:
                 host=assignment.host,
                 device=assignment.device,
                 pid=os.getpid(),
+                threads=torch.get_num_threads(),
                 message=message,
             )
         )

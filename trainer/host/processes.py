@@ -112,6 +112,15 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def child_count(pid: int, *, proc: Path = PROC) -> int | None:
+    """Return the number of a process's children; None where the kernel does not list them."""
+    try:
+        lists = [(task / "children").read_bytes() for task in (proc / str(pid) / "task").iterdir()]
+    except OSError:
+        return None
+    return sum(len(found.split()) for found in lists)
+
+
 def namespace(kind: str) -> int | None:
     """Return the inode number of a namespace (``net``, ``pid``) of this process; None if the kernel has none."""
     try:

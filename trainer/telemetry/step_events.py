@@ -11,13 +11,14 @@ from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
 Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other", "excluded"]
-"""Phase of a step; ``other`` counts only to ``step_ms``, ``excluded`` to nothing."""
+"""Phase of a step; ``other`` is outside of torch, ``excluded`` counts to nothing."""
 
 WARM_UP = 2
 """Synchronisations whose bucket times are left out: DDP starts with one bucket and rebuilds after the first."""
 MEANS = ("loss", "grad_norm", "local_grad_norm")
 MEANS_MS = (
-    "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
+    "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "other_ms", "gc_ms", "sync_ms",
+    "sync_exposed_ms",
 )  # fmt: skip
 
 
@@ -113,6 +114,9 @@ def step_event(
     phase_ms: dict[str, float] = {}
     for phase, lap_ms in zip(reading.phases, laps_ms, strict=False):
         phase_ms[phase] = phase_ms.get(phase, 0.0) + lap_ms
+    step_ms = sum(laps_ms) - phase_ms.pop("excluded", 0.0)
+    phase_ms.pop("other", None)
+    other_ms = max(0.0, step_ms - sum(phase_ms.values())) if phase_ms else None
     backward_ms = phase_ms.get("backward")
     if synchronised and backward_ms is not None:
         backward_ms = max(0.0, backward_ms - sync.exposed_ms) if sync is not None else None
@@ -129,12 +133,13 @@ def step_event(
         grad_norm=grad_norm,
         local_grad_norm=None if local is None else local / (grad_scale or 1.0),
         gc_ms=rounded(reading.gc_ms),
-        step_ms=rounded(sum(laps_ms) - phase_ms.get("excluded", 0.0)),
+        step_ms=rounded(step_ms),
         data_ms=rounded(phase_ms.get("data")),
         h2d_ms=rounded(phase_ms.get("h2d")),
         forward_ms=rounded(phase_ms.get("forward")),
         backward_ms=rounded(backward_ms),
         optimizer_ms=rounded(phase_ms.get("optimizer")),
+        other_ms=rounded(other_ms),
         core_wait_ms=_core_wait_ms(reading, clock, synchronised),
     )
     if sync is not None and sync.settled:

@@ -81,7 +81,7 @@ class RunScreen(ChartScreen):
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")
             yield HardwareLines(live, id="hardware")
-        yield KeyBar(self.PLACE, over=lambda: live.over)
+        yield KeyBar(self.PLACE, over=lambda: live.over, lacking=lambda: () if live.can_resume else ("resume",))
 
     def on_mount(self) -> None:
         """Lay out the panels, and focus the table."""

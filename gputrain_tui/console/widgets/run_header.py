@@ -241,5 +241,5 @@ def _note(live: LiveRun) -> str:
         return "archived while it ran" if live.status == "lost" else "an archive"
     if live.status == "lost":
         return "its supervisor was killed"
-    resumable = live.status in ("stopped", "failed") and live.state.checkpoints
+    resumable = live.status in ("stopped", "failed") and live.can_resume
     return "4 History, r resumes from its checkpoint" if resumable else ""

@@ -55,11 +55,14 @@ class Bar:
 def phases_of(view: RankView) -> tuple[float, ...] | None:
     """Return the milliseconds of each phase of a rank's steps; None if they were not measured."""
     sums = view.sums
-    phases = (
+    if sums.mean_forward_ms is None or sums.mean_step_ms is None:
+        return None
+    named = (
         sums.mean_data_ms, sums.mean_forward_ms, sums.mean_backward_ms, sums.mean_exposed_ms, sums.mean_optimizer_ms,
-        sums.mean_other_ms,
     )  # fmt: skip
-    return None if sums.mean_forward_ms is None else tuple(phase or 0.0 for phase in phases)
+    phases = tuple(phase or 0.0 for phase in named)
+    other = sums.mean_other_ms
+    return (*phases, max(sums.mean_step_ms - sum(phases), 0.0) if other is None else other)
 
 
 def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Collection[int] = ()) -> list[Bar]:

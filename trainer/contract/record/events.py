@@ -66,6 +66,8 @@ class RankState(Event, kw_only=True, tag="rank_state"):
     device: str | None = None
     """``cpu`` or ``cuda:<local index> <UUID or name>``."""
     pid: Count | None = None
+    threads: Count | None = None
+    """Threads on which torch computes on the CPU; absent where they are not known."""
     message: str | None = None
 
 
@@ -149,6 +151,8 @@ class Step(Event, kw_only=True, tag="step"):
     """Backward computation until the last bucket was ready, without the exposed synchronisation."""
     optimizer_ms: FiniteFloat | None = None
     """Clipping and the optimizer's step."""
+    other_ms: FiniteFloat | None = None
+    """The rest of the step, outside of all other phases: the training's own code between optimizer and data."""
     gc_ms: FiniteFloat | None = None
     """Time in Python's garbage collector during the step."""
     core_wait_ms: dict[str, FiniteFloat] | None = None
@@ -271,6 +275,8 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     least a tenth of the time."""
     held: str | None = None
     """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
+    children: Count | None = None
+    """Its child processes, such as loader workers; sampled as ``busy_threads``."""
     log_bytes: Count | None = None
     """Size of its log, from which a reader dates the lines of the log."""
     sleeps_in: str | None = None
