@@ -47,7 +47,8 @@ ADVICE = {
     "suspect the device itself or another job on it",
     "input_bound": "use more loader workers (num_workers), cheaper preprocessing or a faster disk; the "
     "ranks wait for data before every step",
-    "outside_torch": "metrics, logging, saving and .item() in every step are common causes: do them every few steps",
+    "outside_torch": "in the console (gputrain attach), K on a rank's page shows where; metrics, "
+    "logging, saving and .item() in every step are common causes: do them every few steps",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "

@@ -71,8 +71,7 @@ def outside_torch(state: RunState) -> list[Symptom]:
             threshold=max(MIN_DATA_SHARE, largest),
             cause="other",
             step=state.step,
-            message=f"{percent(share)} of a step is the script's own code between optimizer and data: K on a rank's "
-            "page shows where",
+            message=f"{percent(share)} of a step is the script's own code between optimizer and data",
             evidence={
                 "other_share": share,
                 "other_ms": median([each.mean_other_ms or 0.0 for each in sums]),

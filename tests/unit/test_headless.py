@@ -10,7 +10,7 @@ from row_texts import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
 from gputrain_tui.headless.number_text import number, ranks_text
-from gputrain_tui.headless.progress import ProgressView, event_line, plain_line, progress_line
+from gputrain_tui.headless.progress import LOG_CELLS, ProgressView, event_line, plain_line, progress_line, wrapped
 from gputrain_tui.headless.styled_text import clip, length, paint
 from gputrain_tui.state import RunState
 from trainer.contract.record import (
@@ -367,3 +367,18 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     clock[0] += 2.0
     view.update([])
     assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]
+
+
+def test_a_line_in_a_log_is_wrapped_and_a_terminals_is_not() -> None:
+    clock = ManualClock(1007.0)
+    finding = Finding(
+        time=1007.0, kind="cpu_contention", message="the rank waits " * 9, advice="set threads = 1; " * 12
+    )
+    for live in (False, True):
+        screen, stream = view(trained(), clock, live=live)
+        screen.update([finding])
+        lines = stream.getvalue().partition("\r")[0].splitlines()
+        assert (max(map(len, lines)) > LOG_CELLS) == live
+        assert " ".join(" ".join(lines).split()).count("set threads = 1") == 12
+    plain = plain_line(trained(), now=1007.0)
+    assert wrapped(plain) == [plain]
