@@ -259,10 +259,9 @@ class ProgressView:
                 continue
             if (line := event_line(event)) is not None:
                 self.print_line(line)
-        now = self._now()
-        self._steps.note(self._state, now)
-        standstill = self._steps.standstill(self._state, now)
-        tick = self._clock()
+        now, tick = self._now(), self._clock()
+        self._steps.note(self._state, tick)
+        standstill = self._steps.standstill(self._state, tick)
         if self._live:
             if tick - self._drawn_at >= REDRAW_S:
                 self._drawn_at = tick
