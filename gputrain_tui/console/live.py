@@ -105,8 +105,8 @@ class LiveRun:
 
     @property
     def can_resume(self) -> bool:
-        """Whether the run has ended and left a checkpoint; a script's own ones are not in the record."""
-        if not self.over or self._status.archived is not None:
+        """Whether the run ended early and left a checkpoint; a script's own ones are not in the record."""
+        if not self.over or self.status == "finished" or self._status.archived is not None:
             return False
         saved = reversed(self.state.checkpoints)
         if remote_node(self.run.dir, 0) is not None:  # its files are on that host
