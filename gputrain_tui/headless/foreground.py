@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
-from gputrain_tui.headless.progress import REDRAW_S, ProgressView, wrapped
+from gputrain_tui.headless.progress import REDRAW_S, ProgressView
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.history.run_reader import RunReader
@@ -228,9 +228,7 @@ def conclude(
             return bool(place) or Path(path).exists()
 
         for line in closing_lines(state, columns, is_there=is_there, place=place):
-            text = paint(line, colour=use_colour(sys.stdout.isatty(), environ))
-            for part in [text] if sys.stdout.isatty() else wrapped(text):
-                out.write(part + "\n")
+            out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
     out.settle(hurried=hurried)
     if narrate and out.error is not None and not isinstance(out.error, BrokenPipeError):
         err.line(f"gputrain: cannot write standard output: {out.error.strerror}")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REDRAW_S = 0.1
 """Time between two reads of the record and redraws of the progress line: faster changes cannot be read."""
 LOG_CELLS = 160
-"""Width of a line in a log: wide enough for all measures of a step."""
+"""Width of a finding's lines in a log, as wide as those of a step with all measures."""
 PLAIN_S = 5.0
 """Time between two plain lines: 720 in the log of an hour."""
 PLAIN_START_S = 15.0
@@ -258,7 +258,7 @@ class ProgressView:
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
             if (line := event_line(event)) is not None:
-                self.print_line(line)
+                self.print_line(line, wrap=type(event) is Finding)
         now, tick = self._now(), self._clock()
         self._steps.note(self._state, tick)
         standstill = self._steps.standstill(self._state, tick)
@@ -271,13 +271,12 @@ class ProgressView:
             self._plain_at = tick
             self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
 
-    def print_line(self, pieces: Sequence[Piece]) -> None:
-        """Write a permanent line."""
+    def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
+        """Write a permanent line; ``wrap``: as several ones in a log if it is long."""
         self.open()
         self.erase()
         text = paint(pieces, colour=self._colour)
-        # A terminal wraps long lines itself.
-        lines = [text] if self._live else wrapped(text)
+        lines = wrapped(text) if wrap and not self._live else [text]  # a terminal wraps long lines itself
         self._stream.write("".join(f"{line}\n" for line in lines))
         self._stream.flush()
 
