@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gputrain_tui.history.export.masking import is_secret_variable
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import narrate
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.launch_command import read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import is_secret_variable, read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import NewRecipe, from_command
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_joined, shell_quoted
@@ -83,7 +82,7 @@ def _write(path: Path, text: str, *, force: bool) -> None:
 
 
 def _from_words(words: list[str]) -> NewRecipe:
-    command = read_launch_command(words, read_file=_read_file, is_secret=is_secret_variable)
+    command = read_launch_command(words, read_file=_read_file)
     shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
     return from_command(command, typed=shell_joined(shown))
 

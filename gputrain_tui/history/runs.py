@@ -104,7 +104,14 @@ def create(
             while True:
                 name = base if number == 1 else f"{base}-{number}"
                 final = RunDir(folder / name)
-                status = Status(run=name, recipe=recipe, world_size=world_size, supervisor=identify(), started=started)
+                status = Status(
+                    run=name,
+                    recipe=recipe,
+                    world_size=world_size,
+                    supervisor=identify(),
+                    started=started,
+                    inode=draft.path.stat().st_ino,
+                )
                 draft.plan.write_bytes(plan(final))
                 write_status(draft, status)
                 try:

@@ -72,15 +72,21 @@ def split_command(text: str) -> list[str]:
         raise RequestError(f"the command cannot be read: {str(error).lower()}") from None
 
 
-def read_launch_command(
-    words: Sequence[str], *, read_file: ReadFile, is_secret: Callable[[str], bool]
-) -> LaunchCommand:
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "WEBHOOK", "AUTHORIZATION")
+"""Words in the name of a variable whose value a recipe should not keep."""
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether a recipe leaves out a variable of a command by its name: the ranks inherit it from the shell."""
+    return any(word in name.upper() for word in SECRET_WORDS)
+
+
+def read_launch_command(words: Sequence[str], *, read_file: ReadFile) -> LaunchCommand:
     """Translate a command of torchrun, accelerate, DeepSpeed or python.
 
     Args:
         words: the command; it may begin with settings of environment variables.
         read_file: returns the text of a file that the command names; raises OSError.
-        is_secret: whether an environment variable holds a secret, by its name.
 
     Raises:
         RequestError: the command has another program, no script or an invalid value.
@@ -113,7 +119,7 @@ def read_launch_command(
     visible = env.pop("CUDA_VISIBLE_DEVICES", None)
     for variable in [each for each in env if each in RENDEZVOUS_VARIABLES]:
         command.notes.append(f"{variable}={env.pop(variable)} is left out: gputrain computes it")
-    for variable in [each for each in env if is_secret(each)]:
+    for variable in [each for each in env if is_secret_variable(each)]:
         del env[variable]
         command.notes.append(
             f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"

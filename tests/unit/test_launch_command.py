@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from gputrain_tui.history.export.masking import is_secret_variable
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.launch_command import LaunchCommand, read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import from_command
@@ -26,7 +25,7 @@ def read_file(name: str) -> str:
 
 
 def read(text: str) -> LaunchCommand:
-    command = read_launch_command(split_command(text), read_file=read_file, is_secret=is_secret_variable)
+    command = read_launch_command(split_command(text), read_file=read_file)
     recipe = from_command(command, typed=text.replace("\n", " "))
     assert build(recipe.text(file="r.toml"), name="r.toml").script is not None, "the recipe loads"
     return command
