@@ -72,8 +72,7 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
     with _refuse_os_errors():
         options, remaining = _read(Distributed, words)
         script = _script(remaining, script_words)
-        if script is None:
-            _check_training(remaining)
+        workers = 0 if script is not None else _check_training(remaining).num_workers
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.agent.launch import launch
@@ -86,6 +85,8 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         _max_local_ranks(options, environ),
         rank_bytes=resource_limits.RANK_BYTES if script is None else resource_limits.SCRIPT_BYTES,
     )
+    if workers:
+        resource_limits.require_shared_memory()
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
     if script is not None:
@@ -150,8 +151,8 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     return check(Script, values | {"script": str(path), "args": list(script_words or ())}, where=_flag_names(flags))
 
 
-def _check_training(words: Sequence[str]) -> None:
-    """Check the options before any process starts; the ranks, which import a user's own task, check its options.
+def _check_training(words: Sequence[str]) -> Training:
+    """Return the options, checked before any process starts; the ranks, which import a user's own task, check its.
 
     Raises:
         RequestError: an option is wrong, or data of a built-in task is missing.
@@ -164,12 +165,13 @@ def _check_training(words: Sequence[str]) -> None:
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
             raise RequestError(f"unexpected argument {quoted(remaining[0])}")
-        return
+        return training
     values, unknown = read_flags(remaining, describe(schema))
     unknown, _ = settle(unknown)  # rank 0 reports flags without effect, once for all nodes
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
     check_data(check(schema, values, where=_flag_names(describe(schema))))
+    return training
 
 
 def _read(schema: type[S], words: Sequence[str]) -> tuple[S, list[str]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gputrain_tui.hosts.host_agent import HOME, node_command, serve_session
 from gputrain_tui.hosts.inventory import take_inventory
-from gputrain_tui.hosts.machine_facts import SHM, folder_facts, free_bytes, port_facts, rendezvous_file
+from gputrain_tui.hosts.machine_facts import folder_facts, port_facts, rendezvous_file
 from trainer.contract.home_folder import expand_home
 from trainer.host.addresses import source_towards
 from trainer.host.boot import boot_id
@@ -34,7 +34,7 @@ from trainer.host.reachability import (
     resolve,
     unreachable,
 )
-from trainer.host.resource_limits import read_limits
+from trainer.host.resource_limits import free_shm_bytes, read_limits
 
 LIFE_S = 120
 """Lifetime of this program: it ends by itself on a host whose connection is cut."""
@@ -98,7 +98,7 @@ def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[s
         "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
-        "shm_free_bytes": free_bytes(SHM) if SHM.is_dir() else None,
+        "shm_free_bytes": free_shm_bytes(),
         "folders": [asdict(folder_facts(Path(place))) for place in dict.fromkeys(written_folders)],
         "port": None if port is None else asdict(port_facts(port["number"], port["host"])),
         "rendezvous": None if rendezvous is None else asdict(rendezvous_file(Path(rendezvous))),
