@@ -26,6 +26,7 @@ INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
 IN_CGROUPS = {f"p{os.getpid()}n{number}": name for number, name in enumerate(INTERFACES.values(), 1)}
 """Nodes of a cluster whose jobs have cgroups: these bear the node's name, and the machine has them for all clusters."""
 RECORD = ("--run-dir", "record")
+TRAINER = ("python", "-P", "-m", "trainer")
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +91,10 @@ def test_a_batch_script_trains_on_all_nodes_with_their_unequal_ranks(
 
 
 def srun(cluster: Slurm, folder: Path, *words: str, **train: Any) -> subprocess.CompletedProcess[str]:
-    """Type ``srun … python -m trainer …`` on the login host, without ranks or a rendezvous."""
+    """Type ``srun … python -P -m trainer …`` on the login host, without ranks or a rendezvous."""
     given = [word for word in words if word.startswith("--distributed")]
     of_srun = [word for word in words if not word.startswith("--distributed")]
-    return cluster.run(
-        "srun", *of_srun, "python", "-m", "trainer", "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False
-    )
+    return cluster.run("srun", *of_srun, *TRAINER, "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False)
 
 
 def test_one_task_per_node_starts_the_nodes_ranks_and_finds_the_first_node_itself(
@@ -207,7 +206,7 @@ def test_a_node_whose_ranks_cannot_start_ends_the_others_that_wait_for_them(clus
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 1])
     lines = job.read_text().splitlines()
     lines = [
-        re.sub(r"\S*python\S* -m trainer", "python-of-nowhere -m trainer", line) if "=n2" in line else line
+        re.sub(r"\S*python\S* -P -m trainer", "python-of-nowhere -P -m trainer", line) if "=n2" in line else line
         for line in lines
     ]
     job.write_text("\n".join(lines) + "\n")
