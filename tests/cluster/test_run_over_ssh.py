@@ -366,6 +366,7 @@ def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tm
         (cluster.lab.folder / f"start_up.{host.name}").write_text(start_up.format(folder=folder) + "\n")
     try:
         environ = {name: value for name, value in cluster.lab.environ.items() if name != "PYTHONPATH"}
+        environ["GPUTRAIN_SSH"] += " -o ControlPath=none"  # no connection outlives its command
         for words in (("gpus", "--hosts", "h1,h3"), ("check", "r.toml"), ("run", "r.toml")):
             done = cluster.typed_on.run(*GPUTRAIN_SCRIPT, *words, cwd=folder, env=environ, check=False)
             assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr

@@ -71,11 +71,16 @@ def test_a_run_executes_nothing_of_the_folder_but_its_script(folder: Folder, rec
     folder.check(folder.run('[report]\non_end = "true"\n' + recipe))
 
 
-def test_a_task_of_the_folder_finds_its_neighbours_behind_all_other_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [".", "code"], ids=["working folder", "PYTHONPATH"])
+def test_a_task_of_the_folder_finds_its_neighbours_behind_all_other_modules(tmp_path: Path, place: str) -> None:
     folder = Folder(tmp_path, importable())
-    shutil.copy(TESTS / "support" / "tiny_task.py", folder.path / "tiny_base.py")
-    (folder.path / "own_tasks.py").write_text("from tiny_base import TinyTask\n\n\nclass Own(TinyTask):\n    pass\n")
-    folder.check(folder.run(OWN))
+    code = folder.path / place
+    code.mkdir(exist_ok=True)
+    if place == "code":
+        TakenNames(code, tmp_path / "executed", ["random", "signal", "trainer"])
+    shutil.copy(TESTS / "support" / "tiny_task.py", code / "tiny_base.py")
+    (code / "own_tasks.py").write_text("from tiny_base import TinyTask\n\n\nclass Own(TinyTask):\n    pass\n")
+    folder.check(folder.run(OWN, PYTHONPATH="" if place == "." else "code"))
 
 
 def test_a_task_with_the_name_of_another_module_is_refused(folder: Folder) -> None:
@@ -127,6 +132,9 @@ def test_the_commands_of_a_plan_execute_nothing_of_the_folder(folder: Folder) ->
 )
 def test_the_trainer_alone_executes_nothing_of_the_folder(folder: Folder, launcher: Sequence[str]) -> None:
     folder.check(folder.call(*launcher, *LM), folder.call(*launcher, "--script", "scripts/plain_script.py", "--cpu"))
+    if "torchrun" not in launcher:
+        spawned = ["--distributed-world-size", "2", "--start-method", "spawn"]
+        folder.check(folder.call(*launcher, *LM, *spawned))
 
 
 @pytest.mark.parametrize(
