@@ -14,8 +14,9 @@ from types import ModuleType
 
 from trainer.host.import_path import origin_in
 
-LOADED_FIRST = ("__main__", "__mp_main__", "encodings", "sitecustomize", "usercustomize")
-"""Modules that a new interpreter has loaded before it runs a script, besides the built-in and frozen ones."""
+SHARED = ("__main__", "__mp_main__", "encodings", "sitecustomize", "usercustomize", "torch")
+"""Modules that are never hidden: those that a new interpreter has loaded before it runs a script, besides the built-in
+and frozen ones; and torch, as the script's own is the one to be measured."""
 
 _folders: list[str] = []
 """Folders of the script at the front of its path; empty while these packages' own path is in force for good."""
@@ -69,6 +70,6 @@ def _pop_modules() -> dict[str, ModuleType]:
 def _has_another(name: str) -> bool:
     """Whether the script's import of a top-level module finds another file than an import by these packages."""
     theirs = origin_in(_folders, name)
-    if theirs is None or name in LOADED_FIRST or BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
+    if theirs is None or name in SHARED or BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
         return False
     return theirs != origin_in(_own_path, name)
