@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and __file__ != f"{sys.path[0]}/trainer/__main__.py":
+    # Typed without -P: from here on, no file of the working folder may be imported in place of one of ours.
+    os.execv(sys.executable, [sys.orig_argv[0], "-P", *sys.orig_argv[1:]])
+
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

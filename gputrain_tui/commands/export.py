@@ -65,7 +65,7 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
     words = [*(["--force"] if args.force else []), "--", str(chosen.path), str(output)]
     # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
     )
     if done.returncode != ExitCode.FINISHED:
         lines = done.stderr.decode(errors="replace").strip().splitlines()

@@ -49,7 +49,7 @@ class LiveSink:
         output = open_to_append(self._log)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
+                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
                 env={**os.environ, leftovers.MARK: str(run_dir.path)},
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -102,7 +102,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                 first_rank=first_rank,
                 ranks=ranks,
                 devices=list(assigned.devices),
-                argv=[node.python or local.python, "-m", "trainer", *flags, *common_flags],
+                argv=[node.python or local.python, "-P", "-m", "trainer", *flags, *common_flags],
                 env={**node.env, **_environment(recipe, assigned, init_method, machines, local)},
                 workdir=node.workdir or "",
                 setup=node.setup or "",

@@ -29,6 +29,7 @@ from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import is_lost_peer
 from trainer.contract.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
+from trainer.host.import_path import python_path
 
 
 def run_script(
@@ -67,9 +68,8 @@ def run_script(
 def _imitate_new_interpreter(script: str, arguments: list[str]) -> None:
     """Set arguments, import path, streams and multiprocessing as in a new interpreter that runs the script."""
     sys.argv = [script, *arguments]
-    folder = Path(script).resolve().parent
-    sys.path.insert(0, str(folder))
-    own_package.hide_from_script(folder)
+    own_folder = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path(script).resolve().parent)]
+    own_package.hide_from_script([*own_folder, *python_path(os.environ)])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
