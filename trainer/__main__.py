@@ -133,13 +133,13 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     flags = [option for option in describe(Script) if option.name != "args"]
     values, remaining = read_flags(words, flags)
     if "script" not in values:
-        if "instrument" in values:
-            raise RequestError("--instrument needs --script FILE")
+        if values:
+            raise RequestError(f"{_flag_names(flags)(next(iter(values)))} needs --script FILE")
         if script_words is not None:
             raise RequestError("the arguments after -- are for a script: name it with --script FILE")
         return None
     path = Path(values["script"])
-    if path.is_dir() or not path.exists():
+    if not values.get("module") and (path.is_dir() or not path.exists()):
         reason = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"--script {path} {reason}: name a Python file")
     _, unknown = read_flags(remaining, describe(Training))

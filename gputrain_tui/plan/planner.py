@@ -166,8 +166,7 @@ def _training_flags(recipe: Recipe) -> list[str]:
     if recipe.script is None:
         return [*to_flags(recipe.train), *task_flags(recipe.task_options)]
     arguments = recipe.script.args
-    switch = [] if recipe.script.instrument else ["--no-instrument"]
-    return ["--script", recipe.script.script, *switch, *(["--", *arguments] if arguments else [])]
+    return [*to_flags(msgspec.structs.replace(recipe.script, args=())), *(["--", *arguments] if arguments else [])]
 
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.options import Script
 from trainer.contract.rendezvous_url import scheme_of
 from trainer.host.resource_limits import MIN_SHM_BYTES, RANK_BYTES, SCRIPT_BYTES
 
@@ -104,13 +105,17 @@ def with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
 # --- task, data and live sinks ---------------------------------------------------------------------------------------
 
 
+def _script_text(script: Script) -> str:
+    return f"{script.script} is run as a module" if script.module else f"{script.script} exists and is valid Python"
+
+
 def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
     if not nodes:
         return
     task = recipe.train.task
     if recipe.script is not None:
         yield _missing_result("script", facts.script) or CheckResult(
-            status="ok", check="script", what=f"{recipe.script.script} exists and is valid Python", key="train.script"
+            status="ok", check="script", what=_script_text(recipe.script), key="train.script"
         )
     elif task in BUILT_IN:
         yield CheckResult(status="ok", check="task", what=f"{task} is built in", key="train.task")

@@ -119,6 +119,11 @@ def _script(recipe: Recipe) -> MissingInput | None:
     if recipe.script is None:
         return None
     path = Path(recipe.script.script)
+    if recipe.script.module:
+        within = Path(*recipe.script.script.split("."))
+        path = next((file for file in (within.with_suffix(".py"), within / "__main__.py") if file.is_file()), path)
+        if path.name == recipe.script.script:
+            return None  # not below this folder: it may be installed
     try:
         if not path.is_file():
             what = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"
