@@ -15,6 +15,7 @@ from gputrain_tui.console.screens.page import Page
 
 STEPS = (
     ("d", "train the demo: two processes on this CPU, half a minute, no download"),
+    ("n", "write a recipe for your script, a task or a torchrun command"),
     ("2", "choose a recipe, see what each machine will run, launch it"),
     ("1", "see the machines and their GPUs"),
     ("?", "every key"),
