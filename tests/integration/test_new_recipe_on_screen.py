@@ -158,22 +158,23 @@ async def test_save_as_adds_the_suffix_by_which_recipes_are_listed(folder: Path,
         assert "not saved: recipes is a folder" in toasts(app)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
 @in_loop
-async def test_a_pasted_block_is_kept_whole_or_refused() -> None:
+async def test_a_pasted_block_is_kept_whole_or_refused(end: str) -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         screen.form.focus()
         screen.form.go_to("task.data")
         await pilot.press("enter")
         editor = screen.query_one("#editor", Input)
         editor.value = ""
-        app.post_message(Paste("one.txt\ntwo.txt\n"))
+        app.post_message(Paste(f"one.txt{end}two.txt{end}"))
         await settle(pilot)
         assert editor.value == ""
         assert "not pasted: it has 2 lines, and this line takes one" in toasts(app)
-        app.post_message(Paste("one.txt\n"))
+        app.post_message(Paste(f"one.txt{end}"))
         await settle(pilot)
         assert editor.value == "one.txt"
         await pilot.press("escape", "n")
-        app.post_message(Paste("torchrun \\\n  --nproc-per-node 2 \\\n  train.py\n"))
+        app.post_message(Paste(f"torchrun \\{end}  --nproc-per-node 2 \\{end}  train.py{end}"))
         await settle(pilot)
         assert editor.value.split() == ["torchrun", "--nproc-per-node", "2", "train.py"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from textual.events import Paste
 from textual.widgets import Input
 
@@ -12,8 +14,8 @@ class LineInput(Input):
     def _on_paste(self, event: Paste) -> None:
         event.prevent_default()
         event.stop()
-        # A shell continues a line that ends in a backslash.
-        lines = event.text.replace("\\\r\n", " ").replace("\\\n", " ").strip("\r\n").splitlines()
+        # A shell continues a line that ends in a backslash; terminals send a carriage return for a line's end.
+        lines = re.sub(r"\\(\r\n|\r|\n)", " ", event.text).strip("\r\n").splitlines()
         if len(lines) > 1:
             self.app.bell()
             text = f"not pasted: it has {len(lines):,} lines, and this line takes one"
