@@ -178,7 +178,7 @@ ACTIONS: tuple[Action, ...] = (
         ("add_node", "a", "Add node", 12, "Add a node to the cluster"),
         ("remove_node", "x", "Remove node", 0, "Remove the node under the cursor")),
     *_group("Recipe", LAUNCH,
-        ("new_recipe", "n", "New", 4, NEW_RECIPE),
+        ("new_recipe", "n", "New recipe", 4, NEW_RECIPE),
         ("save", "s", "Save", 3, "Save the recipe; its comments stay"),
         ("save_as", "A", "Save as", 4, "Save the recipe under another name")),
     *_group("Plan", LAUNCH,
