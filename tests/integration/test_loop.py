@@ -372,7 +372,7 @@ def test_a_training_that_lacks_only_its_last_validation_gets_it_without_an_updat
     write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
     done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
     assert done.code == 0, done.output
-    line = "no updates are left, max_updates 3 reached: running its last validation now"
+    line = "no steps are left, max_updates 3 reached: running its last validation now"
     assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
     assert [event["message"] for event in done.events_of("finding")] == [line], "who looks at the run sees it too"
     assert [event["step"] for event in done.events_of("validation")] == [3]

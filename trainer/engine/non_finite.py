@@ -279,7 +279,7 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
 
 
 REMEDIES = {
-    "parameter": "an earlier update caused it: lower --lr, or set --clip-norm",
+    "parameter": "an earlier step caused it: lower --lr, or set --clip-norm",
     "output": "look for a non-finite or very large number in this batch; if there is none, lower --lr, set "
     "--clip-norm, or take bf16 instead of fp16",
     "the loss": "look for the logarithm of 0, or a division by 0, where the task computes its loss",
