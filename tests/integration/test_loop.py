@@ -168,8 +168,8 @@ def test_training_ends_for_the_configured_reason(ended: Begun, reason: str) -> N
 @pytest.mark.parametrize(
     ("poison", "where", "remedy"),
     [
-        ("loss", "output of 4 (_Poison)", "look for a non-finite or very large number in this batch"),
-        ("gradient", "gradient of 3.bias", "look for a square root or logarithm of 0"),
+        ("loss", "output of 4 (_Poison)", "otherwise look for a non-finite or very large number in this batch"),
+        ("gradient", "gradient of 3.bias", "otherwise look for a square root or logarithm of 0"),
     ],
 )
 def test_a_non_finite_number_is_named_with_step_and_module_and_what_to_try(
