@@ -71,7 +71,8 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     if result is not None:
         if not math.isfinite(result.loss):
             raise TrainingError(f"the loss of {split} is {result.loss} with the weights of step {updates}, {source}")
-        reports.report_validation(ctx, split, result, step=updates, epoch=epoch, weights_step=updates)
+        unit = task.loss_unit
+        reports.report_validation(ctx, split, result, step=updates, epoch=epoch, loss_unit=unit, weights_step=updates)
     return TrainingOutcome(
         updates=updates, epoch=epoch, reason="evaluated", best=Best.of(options), stopped=result is None
     )
