@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -35,7 +36,8 @@ class WelcomeScreen(Page):
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")
             yield Static("There is no run on this machine yet.", id="state")
             yield Static(_steps(), id="steps")
-            yield Static("Or from a shell:  gputrain run recipes/demo.toml", id="shell")
+            demo = "run recipes/demo.toml" if Path("recipes/demo.toml").is_file() else "init"
+            yield Static(f"Or from a shell:  gputrain {demo}", id="shell")
 
 
 def _steps() -> Text:
