@@ -71,8 +71,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
     if result is not None:
         if not math.isfinite(result.loss):
             raise TrainingError(f"the loss of {split} is {result.loss} with the weights of step {updates}, {source}")
-        unit = task.loss_unit
-        reports.report_validation(ctx, split, result, step=updates, epoch=epoch, loss_unit=unit, weights_step=updates)
+        reports.report_validation(ctx, split, result, step=updates, epoch=epoch, weights_step=updates)
     return TrainingOutcome(
         updates=updates, epoch=epoch, reason="evaluated", best=Best.of(options), stopped=result is None
     )

@@ -124,7 +124,7 @@ class Loop:
             parameters=self.parameters,
             finite=None if self._copies is None else self._finite,
         )
-        self._progress = reports.Progress(ctx, loss_unit=task.loss_unit, every=options.log_interval)
+        self._progress = reports.Progress(ctx, every=options.log_interval)
         self._flops = FlopCount(options, ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
@@ -169,7 +169,6 @@ class Loop:
             updates_per_epoch=self.train_batches.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
             parameters=sum(parameter.numel() for parameter in self.parameters),
-            loss_unit=self.task.loss_unit,
         )
         self.ctx.set_state("training")
         self.model.train()
@@ -390,7 +389,9 @@ class Loop:
             if result is None:
                 return
             weights_step = best.step if self._holds_best else self.updates
-            self._report("test", result, weights_step=weights_step)
+            reports.report_validation(
+                self.ctx, "test", result, step=self.updates, epoch=self.epoch, weights_step=weights_step
+            )
         self.ctx.stopping()  # a stop requested from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
@@ -399,12 +400,6 @@ class Loop:
         self.ctx.print_line(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
-
-    def _report(self, split: str, result: Evaluation, *, weights_step: int | None = None) -> None:
-        unit = self.task.loss_unit
-        reports.report_validation(
-            self.ctx, split, result, step=self.updates, epoch=self.epoch, loss_unit=unit, weights_step=weights_step
-        )
 
     def _validate(self, *, ended: int | None = None) -> None:
         if not self.validation_missing:
@@ -419,7 +414,7 @@ class Loop:
                 self._best_weights.keep(self.raw_model)
         if result is not None:
             self.state.validated_at = self.updates
-            self._report("valid", result)
+            reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
             if is_best and self._saving.enabled:
                 self._save(best=True, ended=ended)
         self.ctx.set_state("training")

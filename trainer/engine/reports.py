@@ -21,14 +21,7 @@ REPORT_EVERY_S = 2.0
 
 
 def announce(
-    ctx: WorkerContext,
-    options: Training,
-    *,
-    samples: int,
-    updates_per_epoch: int,
-    first_update: int,
-    parameters: int,
-    loss_unit: str,
+    ctx: WorkerContext, options: Training, *, samples: int, updates_per_epoch: int, first_update: int, parameters: int
 ) -> None:
     """Record the training plan; rank 0 only.
 
@@ -39,7 +32,6 @@ def announce(
         updates_per_epoch: updates of the first epoch.
         first_update: updates done already.
         parameters: number of trained values.
-        loss_unit: unit of the task's loss; empty: none.
     """
     if ctx.rank != 0:
         return
@@ -53,21 +45,14 @@ def announce(
             max_epochs=options.max_epochs,
             first_update=first_update,
             parameters=parameters,
-            loss_unit=loss_unit,
+            loss_unit=ctx.loss_unit,
             tf32=ctx.tf32,
         )
     )
 
 
 def report_validation(
-    ctx: WorkerContext,
-    split: Any,
-    result: Evaluation,
-    *,
-    step: int,
-    epoch: int,
-    loss_unit: str,
-    weights_step: int | None = None,
+    ctx: WorkerContext, split: Any, result: Evaluation, *, step: int, epoch: int, weights_step: int | None = None
 ) -> None:
     """Report the result of an evaluation; rank 0 only.
 
@@ -77,7 +62,6 @@ def report_validation(
         result: result over all ranks.
         step: updates done.
         epoch: epoch of the training.
-        loss_unit: unit of the task's loss; empty: none.
         weights_step: updates done when the weights were taken, if they may not be the last ones.
     """
     if ctx.rank != 0:
@@ -95,7 +79,7 @@ def report_validation(
     )
     metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
     which = f"at step {step}" if weights_step is None else f"(weights of step {weights_step})"
-    unit = f" {loss_unit}" if loss_unit else ""
+    unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
     ctx.print_line(f"{split} {which}: loss {result.loss:.4f}{unit}{metrics}")
 
 
@@ -163,10 +147,10 @@ class DesyncReports:
 class Progress:
     """Progress line with epoch, step, loss and learning rate, printed at intervals."""
 
-    def __init__(self, ctx: WorkerContext, *, loss_unit: str, every: int = 0) -> None:
+    def __init__(self, ctx: WorkerContext, *, every: int = 0) -> None:
         """Print a line every so many steps; with 0, every ``REPORT_EVERY_S``."""
         self._ctx = ctx
-        self._unit = f" {loss_unit}" if loss_unit else ""
+        self._unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
         self._every = every
         self._last = 0.0
         self._pending: tuple[str, str, HostCopy | CpuNumbers] | None = None

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class _Rank:
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        ctx = self._context(options, device, request, tf32)
+        ctx = replace(self._context(options, device, request, tf32), loss_unit=task.loss_unit)
         if options.eval_only:
             assignment.stoppable()
             return evaluate_checkpoint(task, options, ctx)

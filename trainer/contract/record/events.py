@@ -206,7 +206,7 @@ class Validation(Event, kw_only=True, tag="validation"):
     epoch: Count
     split: Literal["valid", "test"]
     loss: FiniteFloat
-    """Mean over every example of the split."""
+    """Mean over every example of the split, in nats."""
     metrics: dict[str, FiniteFloat] = {}
     weights_step: Count | None = None
     """Optimizer steps after which the tested weights were saved: fewer than ``step`` for the best ones."""
