@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gputrain_tui.state.failure_words import failure_words
 from trainer.contract.record import Failure, Finding
 
 SEVERITIES = ("critical", "warning", "info")
@@ -63,7 +64,7 @@ def failure_summary(failure: Failure) -> str:
     """Return a failure in a few words: rank, kind and step."""
     who = f"rank {failure.rank} " if failure.rank is not None else ""
     at = f" at step {failure.step:,}" if failure.step is not None else ""
-    return who + failure.kind.replace("_", " ") + at
+    return who + failure_words(failure) + at
 
 
 def by_urgency(finding: Finding) -> tuple[int, float]:
