@@ -6,11 +6,11 @@ before its teardown decides about success, not its exit code (pytorch issue 1904
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Literal
@@ -61,7 +61,11 @@ def run_node(
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
     process_guard.adopt_orphans()
-    with StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request, scratch_folder(node_dir, first.node):
+    with (
+        StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request,
+        _woken_by_children(),
+        scratch_folder(node_dir, first.node),
+    ):
         agent = _NodeAgent(writer, stop_request)
         try:
             agent.start(assignments, start_method, target, preloaded)
@@ -82,13 +86,20 @@ def run_node(
     return outcome
 
 
+@contextlib.contextmanager
+def _woken_by_children() -> Iterator[None]:
+    """Make the stop request's descriptor readable at the end of each child."""
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def _kill_leftovers() -> set[int]:
     """Kill the fork server and all processes of ended ranks, such as data loading ones; return the survivors' pids."""
     tracker = forkserver.tracker_pid()
-    survivors = kill_descendants(keep=() if tracker is None else (tracker,))
-    if survivors and tracker is not None:
-        # The tracker ends by itself only after all processes that hold its pipe, so after the survivors.
-        os.kill(tracker, signal.SIGKILL)
+    survivors = kill_descendants(keep=() if tracker is None else (tracker,), unreaped=forkserver.own_pids())
     forkserver.stop()
     reap()
     return survivors
@@ -179,6 +190,8 @@ class _NodeAgent:
                     sources.append(rank.reports)
             wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
             self._stop_request.drain()
+            # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
+            reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
 
     def _wait_s(self, running: list[WorkerProcess]) -> float | None:
         due_s = self._shutdown.due_in_s(running)
