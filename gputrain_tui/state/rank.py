@@ -30,6 +30,8 @@ class RankView:
     local_rank: int | None = None
     device: str | None = None
     pid: int | None = None
+    starts: int = 0
+    """How often it was spawned."""
     message: str | None = None
     failure: Failure | None = None
     """Reported by the rank or its node agent."""

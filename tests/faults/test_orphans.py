@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from pid_namespace import run_in_namespace
-from test_node_agent import RunningNodeAgent
-from test_node_agent import start as start
+from test_node_agent import RunningNodeAgent, start as start
 from waiting import until
 
 from trainer.host.proc_files import CGROUP

@@ -28,6 +28,7 @@ from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
+from trainer.host.proc_environ import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
 
 UNKNOWN_EXIT = 255
@@ -73,7 +74,7 @@ def run_node(
         except StopRequested:
             agent.abandon()
         finally:
-            survivors = _kill_leftovers()
+            survivors = _kill_leftovers(environ.get(RUN))
             agent.close()
     outcome = agent.outcome(first)
     outcome.left = sorted(survivors)
@@ -96,10 +97,10 @@ def _woken_by_children() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _kill_leftovers() -> set[int]:
+def _kill_leftovers(run: str | None) -> set[int]:
     """Kill the fork server and all processes of ended ranks, such as data loading ones; return the survivors' pids."""
     tracker = forkserver.tracker_pid()
-    survivors = kill_descendants(keep=() if tracker is None else (tracker,), unreaped=forkserver.own_pids())
+    survivors = kill_descendants(run=run, keep=() if tracker is None else (tracker,), unreaped=forkserver.own_pids())
     forkserver.stop()
     reap()
     return survivors

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 
+from trainer.host.proc_environ import is_same_directory, run_of
 from trainer.host.processes import children, descendants
 
 POLL_S = 0.005
@@ -16,6 +17,7 @@ POLL_S = 0.005
 
 def kill_descendants(
     *,
+    run: str | None,
     keep: Collection[int] = (),
     unreaped: Collection[int] = (),
     timeout_s: float = 3.0,
@@ -23,19 +25,22 @@ def kill_descendants(
 ) -> set[int]:
     """Kill all descendants of this process and wait until they are gone; return the pids of survivors.
 
-    Complete only in a process that adopts orphans: a daemon of a dead rank is then its child.
+    Complete only in a process that adopts orphans: a daemon of a dead rank is then its child. Processes of another run
+    are left alone, such as those of one that a script has started detached.
 
     Args:
+        run: run directory of this process; None if it has none.
         keep: pids to leave alone, with their descendants.
         unreaped: pids of children whose exit codes others read.
         timeout_s: time-out for killed processes to disappear.
         wait: function that waits for the given seconds; it may return early when a child has ended.
     """
     pid = os.getpid()
+    keep = {*keep, *_of_other_runs(run)}
     deadline = time.monotonic() + timeout_s
     killed: set[int] = set()
     while True:
-        direct = set(children(pid)) - set(keep)
+        direct = set(children(pid)) - keep
         for child in direct:  # at once: a child that forks and exits in a loop lives for a moment only
             _kill(child)
         alive = descendants(pid, keep=keep)
@@ -43,7 +48,7 @@ def kill_descendants(
             _kill(each)
         # A child whose parent has ended is adopted and listed: if nobody listed lives, and the list is the same
         # afterwards, there is no descendant.
-        if not alive and set(children(pid)) - set(keep) == direct:
+        if not alive and set(children(pid)) - keep == direct:
             return set()
         if time.monotonic() > deadline:
             return alive
@@ -59,6 +64,14 @@ def reap(besides: Collection[int] = ()) -> None:
         if child not in besides:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, os.WNOHANG)
+
+
+def _of_other_runs(run: str | None) -> set[int]:
+    """Return the descendants of this process that belong to another run by their environment."""
+    named = {pid: run_of(pid) for pid in descendants(os.getpid())}
+    return {
+        pid for pid, path in named.items() if path is not None and (run is None or not is_same_directory(path, run))
+    }
 
 
 def _kill(pid: int) -> None:

@@ -35,9 +35,6 @@ class RunDir:
         """Lock file of the supervisor, which touches it once a second."""
         self.stop = self.path / "stop"
         """Stop level for the supervisor, written by a host that sees the run directory but not the process."""
-        self.tmp = self.path / "tmp"
-        """Temporary folder of the ranks, deleted when the run ends."""
-
         self.on_end_log = self.logs / "on_end.log"
         """Output of the command after the end of the run; the process that creates this file runs the command."""
 
