@@ -346,7 +346,7 @@ def _run_agent(
     code = node.wait()
     kill_descendants(run=str(run_dir))
     for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir, request["node"], within)
+        delete_temporary_folders(run_dir, [request["node"]], within)
     _replace(folder / EXIT, {"code": code})
 
 

@@ -66,9 +66,9 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
 def delete_temporary_files(run_dir: RunDir, nodes: Iterable[int], tmp: Path) -> None:
     """Delete the temporary folders of nodes, which a killed node agent has left."""
-    for node in nodes:
-        for within in {tmp, SHORT}:
-            delete_temporary_folders(run_dir.path, node, within)
+    chosen = list(nodes)
+    for within in {tmp, SHORT}:
+        delete_temporary_folders(run_dir.path, chosen, within)
 
 
 _decode = msgspec.json.Decoder(AttemptRecord)

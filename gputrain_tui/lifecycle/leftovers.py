@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.host.proc_environ import RUN, SUPERVISOR as SUPERVISOR, is_same_directory, run_of
+from trainer.host.process_identity import ProcessIdentity, is_alive
 from trainer.host.processes import ancestors, pids
+from trainer.host.unmarked_processes import unmarked_processes
 
 MARK = RUN
 """Environment variable of all processes of a run except supervisors: the run directory."""
@@ -54,19 +56,36 @@ def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
 
 
 def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[int] = ()) -> list[int]:
-    """Kill the processes of a run except ``keep``; return those that do not end within ``patience_s``."""
+    """Kill the processes of a run except ``keep``; return those that do not end within ``patience_s``.
+
+    Besides the marked ones, these are the unmarked ones that a killed node agent has listed.
+    """
     deadline = time.monotonic() + patience_s
-    while left := [pid for pid in processes_of(run_dir) if pid not in keep]:
-        if time.monotonic() > deadline:
+    while True:
+        unmarked = {process.pid: process for process in unmarked_processes(run_dir)}
+        left = [pid for pid in (*processes_of(run_dir), *unmarked) if pid not in keep]
+        if not left or time.monotonic() > deadline:
             break
         for pid in left:
-            descriptor = open_process(pid, run_dir)
+            descriptor = _open_listed(unmarked[pid]) if pid in unmarked else open_process(pid, run_dir)
             if descriptor is not None:
                 with suppress(OSError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 os.close(descriptor)
         time.sleep(0.02)
     return left
+
+
+def _open_listed(process: ProcessIdentity) -> int | None:
+    """Return a pidfd of a process; None if it has ended."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if is_alive(process):  # checked after opening, so that the pidfd refers to the checked process
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _pids_naming(run_dir: Path, mark: str) -> list[int]:

@@ -55,3 +55,10 @@ def test_a_failure_ends_children_that_fork_and_exit_in_a_loop(tmp_path: Path, st
     done = run_in_namespace(Path(__file__).with_name("forking_children.py"), tmp_path, start_method)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == ["exit code 1", "ZeroDivisionError: one over nothing", "left []", "alive 0"]
+
+
+def test_a_daemon_with_a_cleared_environment_is_stopped_though_all_others_were_killed(tmp_path: Path) -> None:
+    done = run_in_namespace(Path(__file__).with_name("killed_with_its_agent.py"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lost = "has failed: the run's supervisor was killed, and its ranks ended with it; processes left: none"
+    assert done.stdout.splitlines() == ["daemons 1", f"0 {lost} taking over", "daemons 0"]

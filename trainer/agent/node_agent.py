@@ -30,6 +30,7 @@ from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
 from trainer.host.proc_environ import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
+from trainer.host.unmarked_processes import UnmarkedProcesses
 
 UNKNOWN_EXIT = 255
 """Exit code that ``multiprocessing`` assigns to a process whose fork server has ended."""
@@ -65,9 +66,10 @@ def run_node(
     with (
         StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request,
         _woken_by_children(),
-        scratch_folder(node_dir, first.node),
+        scratch_folder(node_dir, first.node) as folder,
     ):
-        agent = _NodeAgent(writer, stop_request)
+        unmarked = UnmarkedProcesses(folder) if folder is not None and environ.get(RUN) else None
+        agent = _NodeAgent(writer, stop_request, unmarked)
         try:
             agent.start(assignments, start_method, target, preloaded)
             agent.watch()
@@ -109,8 +111,11 @@ def _kill_leftovers(run: str | None) -> set[int]:
 class _NodeAgent:
     """Agent of the ranks of this node, from the start of the first to the end of the last."""
 
-    def __init__(self, writer: EventWriter, stop_request: StopRequest) -> None:
+    def __init__(self, writer: EventWriter, stop_request: StopRequest, unmarked: UnmarkedProcesses | None) -> None:
         self._writer = writer
+        self._unmarked = unmarked
+        self._unmarked_at = 0.0
+        """Time of the next update of the list of unmarked processes, on the monotonic clock."""
         self._stop_request = stop_request
         self._ranks: list[WorkerProcess] = []
         self._attribution = FailureAttribution(writer)
@@ -184,6 +189,9 @@ class _NodeAgent:
                 if self._local_ranks is not None:
                     self._pids.update(self._local_ranks.read())
                 self._sampler.poll(time.time())
+            if self._unmarked is not None and time.monotonic() >= self._unmarked_at:
+                self._unmarked_at = time.monotonic() + SAMPLE_S
+                self._unmarked.update()
             sources: list[object] = [self._stop_request]
             for rank in running:
                 sources.append(rank.process.sentinel)

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trainer.agent.forkserver import environment
@@ -21,7 +22,7 @@ LONGEST_SOCKET_FOLDER = 71
 
 
 @contextlib.contextmanager
-def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
+def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[Path | None]:
     """Set TMPDIR of this process and its children to a folder of the run, and delete that afterwards.
 
     Killed ranks cannot delete their own temporary files. Without a run directory nothing is changed.
@@ -30,7 +31,7 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
         MachineNotReadyError: there is no folder for temporary files.
     """
     if run_dir is None:
-        yield
+        yield None
         return
     try:
         system = system_folder()
@@ -50,7 +51,7 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
         settings["tempdir"] = str(sockets)
         tempfile.tempdir = None  # tempfile has cached the system's folder
         try:
-            yield
+            yield folder
         finally:
             del settings["tempdir"]
             tempfile.tempdir = None
@@ -60,7 +61,7 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
 def delete_scratch(run_dir: RunDir, node: int) -> None:
     """Delete the temporary folders of a node of a run."""
     for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir.path, node, within)
+        delete_temporary_folders(run_dir.path, [node], within)
 
 
 def _user() -> str:

@@ -13,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,15 +46,23 @@ def make_temporary_folder(run_dir: Path, node: int, within: Path) -> Path:
             return path
 
 
-def delete_temporary_folders(run_dir: Path, node: int, within: Path) -> None:
-    """Delete the temporary folders of a node, by their names and owner."""
-    prefix = _prefix(run_dir, node)
+def temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path) -> list[Path]:
+    """Return the temporary folders of nodes of a run, by their names and owner."""
+    prefixes = tuple(_prefix(run_dir, node) for node in nodes)
+    found = []
     with suppress(OSError, ValueError):
         for name in os.listdir(within):  # noqa: PTH208 - a folder of any size, of which few names fit
-            if name.startswith(prefix) and NAME.fullmatch(name):
-                found = (within / name).lstat()
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                    shutil.rmtree(within / name, ignore_errors=True)
+            if name.startswith(prefixes) and NAME.fullmatch(name):
+                status = (within / name).lstat()
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    found.append(within / name)
+    return found
+
+
+def delete_temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path) -> None:
+    """Delete the temporary folders of nodes of a run."""
+    for folder in temporary_folders(run_dir, nodes, within):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prefix(run_dir: Path, node: int) -> str:
