@@ -18,7 +18,7 @@ from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, size
-from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
+from trainer.contract.outcome import EVALUATED_CHECKPOINT, LOST_PEER_KINDS, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
 
 def progress_line(state: RunState, width: int, *, now: float, standstill: Standstill | None = None) -> list[Piece]:
     """Return one line of at most ``width`` columns; the least important measures are omitted first."""
+    if failed := _failure_pieces(state):
+        return clip(failed, width)
     if state.step == 0:
         return clip(_start_pieces(state, now), width)
     progress = state.progress
@@ -127,6 +129,15 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     return [(text, ""), (waited, "dim")]
 
 
+def _failure_pieces(state: RunState) -> list[Piece]:
+    """Return the cause of a failure, while the processes of the run are being ended; none before it is known."""
+    failure = state.root_cause
+    if failure is None or failure.kind in LOST_PEER_KINDS:
+        return []
+    where = "" if failure.rank is None else f"rank {failure.rank} "
+    return [(f"{where}failed: {failure.message}", "alarm"), ("  ending all processes", "dim")]
+
+
 def placement(plan: Plan) -> str:
     """Return ranks, hosts and devices of a plan: ``2 ranks on localhost (cpu, gloo)``."""
     hosts = list(dict.fromkeys(node.host for node in plan.nodes))
@@ -139,6 +150,8 @@ def placement(plan: Plan) -> str:
 
 def plain_line(state: RunState, *, now: float, standstill: Standstill | None = None) -> str:
     """Return the state of a run as one line for a log."""
+    if failed := _failure_pieces(state):
+        return paint(failed, colour=False)
     if state.step == 0:
         return paint(_start_pieces(state, now), colour=False)
     done = f" ({state.progress:.0%})" if state.progress is not None else ""

@@ -35,6 +35,7 @@ from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.options import RESETS, require_stop_condition
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_regular, open_to_append
+from trainer.host.proc_environ import RUN
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import STOP_SIGNALS
 
@@ -350,7 +351,7 @@ def start_supervisor(
         with _supervisor_log(run_dir) as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *words],
-                env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
+                env={**_outside_of_runs(os.environ), SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -362,6 +363,11 @@ def start_supervisor(
     if connections is not None:
         connections.hand_over()
     return supervisor
+
+
+def _outside_of_runs(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the mark of the run whose script has started this command, which ends with it."""
+    return {name: value for name, value in environ.items() if name != RUN}
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:

@@ -312,4 +312,6 @@ def _environment(
     if assigned.visible:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in assigned.visible)
+    if recipe.script is not None and len(machines) > 1:
+        env["GROUP_WORLD_SIZE"] = str(len(machines))  # as torchrun; a node cannot compute it where nodes are unequal
     return env

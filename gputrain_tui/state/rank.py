@@ -33,6 +33,8 @@ class RankView:
     pid: int | None = None
     threads: int | None = None
     """Threads on which torch computes on the CPU."""
+    starts: int = 0
+    """How often it was spawned."""
     message: str | None = None
     failure: Failure | None = None
     """Reported by the rank or its node agent."""

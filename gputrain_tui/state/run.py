@@ -81,7 +81,7 @@ class RunState:
         self.checkpoints: deque[Checkpoint] = deque(maxlen=KEPT)
         self.failures: deque[Failure] = deque(maxlen=KEPT)
         self.root_cause: Failure | None = None
-        """The supervisor's failure, or else the earliest one that is no consequence of another."""
+        """The supervisor's failure, or else the earliest one of the last attempt that is no consequence of another."""
         self.findings: dict[tuple[str, int | None], Finding] = {}
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
@@ -96,6 +96,10 @@ class RunState:
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self._pace = Pace()
+        self._attempt = 1
+        """Number of the last attempt: the most starts of any rank."""
+        self._attempt_began = 0.0
+        """Time at which the last restart spawned its first rank, Unix seconds."""
         self._figures = RunFigures()
         self._late: dict[int, float] = {}
         self._figures_version = self._late_version = -1
@@ -317,8 +321,13 @@ class RunState:
 
     def _rank_state(self, event: RankState) -> None:
         view = self.rank(event.rank)
-        if event.state == "spawned" and view.last is not None:
-            self._restart_rank(view)
+        if event.state == "spawned":
+            view.starts += 1
+            if view.starts > self._attempt:
+                self._attempt, self._attempt_began = view.starts, event.time
+                self._attribute()
+            if view.last is not None:
+                self._restart_rank(view)
         if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
             return  # the node agent's file may be read later than the rank's
         if event.state in ("spawned", "failed"):
@@ -399,13 +408,19 @@ class RunState:
 
     def _failure(self, event: Failure) -> None:
         self.failures.append(event)
-        before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in self.failures)
         if event.rank is not None:
             view = self.rank(event.rank)
             view.state, view.time, view.failure = "failed", event.time, event
+        if not self._attribute() and event.rank is not None:
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+
+    def _attribute(self) -> bool:
+        """Attribute the failures of the last attempt to their root cause; return whether that has changed."""
+        recent = [failure for failure in self.failures if failure.time >= self._attempt_began]
+        before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in recent)
         if self.root_cause is not before:
             self._update_outcomes()
+        return self.root_cause is not before
 
     def _queued(self, event: Queued) -> None:
         self.queued = event

@@ -81,7 +81,6 @@ def test_a_finished_run_leaves_its_record_and_nothing_else(plain_run: FinishedRu
     run = plain_run[1].runs()[0]
     assert run.state == "finished"
     assert leftovers.processes_of(run.dir.path) == []
-    assert not run.dir.tmp.exists()
     assert run.dir.recipe.read_text().startswith('name = "tiny"')
 
 

@@ -121,6 +121,16 @@ def test_the_progress_line_names_the_ranks_that_are_waited_for() -> None:
     assert plain_line(state, now=1004.0) == "joined 1 of 3, waiting for ranks 1, 2  4 s"
 
 
+def test_a_cause_is_shown_as_soon_as_it_is_known_until_the_next_attempt() -> None:
+    state = started(1)
+    state.apply(RankState(time=1001.0, rank=0, state="spawned", host="node-a", device="cpu"))
+    state.apply(Failure(time=1002.0, kind="exception", rank=0, message="ValueError: bad batch"))
+    text = "rank 0 failed: ValueError: bad batch  ending all processes"
+    assert paint(progress_line(state, 80, now=1003.0), colour=False) == plain_line(state, now=1003.0) == text
+    state.apply(RankState(time=1004.0, rank=0, state="spawned", host="node-a", device="cpu"))
+    assert plain_line(state, now=1005.0) == "starting 1 rank  5 s"
+
+
 def test_a_plain_line_has_every_measure() -> None:
     assert plain_line(trained(), now=1007.0) == (
         "epoch 2/4  step 120/400 (30%)  loss 3.1050  1,280 samples/s  slowest r1 +10.0 ms  sync 14.0%  eta 14 s"

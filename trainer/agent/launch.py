@@ -24,7 +24,7 @@ from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
 from trainer.environments import slurm
 from trainer.environments.decision import Decision, apply_counts
-from trainer.host.gpu_claims import GpuTakenError, claim_gpus
+from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
 from trainer.host.ports import free_port
 from trainer.host.proc_environ import RUN
 from trainer.host.visible_devices import Device, label
@@ -209,7 +209,7 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
     """Claim the GPUs of this node's ranks in the body.
 
     Raises:
-        MachineNotReadyError: another run has claimed one of them.
+        MachineNotReadyError: another run has claimed one of them, or they cannot be claimed.
     """
     known = [uuid for uuid in uuids if uuid]
     with contextlib.ExitStack() as held:
@@ -219,6 +219,8 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
             raise MachineNotReadyError(
                 f"{error}; choose another GPU, or allow sharing it with --share-devices"
             ) from None
+        except GpuClaimError as error:
+            raise MachineNotReadyError(f"{error}; accept that with --share-devices") from None
         yield
 
 
