@@ -361,7 +361,7 @@ def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tm
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     places = "".join(f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 1\n' for name in ("h1", "h3"))
     task = '[train]\ntask = "lm"\nbatch_size = 4\nmax_updates = 3\n[task]\ndata = "text.txt"\n'
-    (folder / "r.toml").write_text(f"{task}context = 16\ndim = 8\nlayers = 1\nheads = 1\n{places}")
+    (folder / "r.toml").write_text(f"{task}context = 16\ndim = 8\nlayers = 1\nheads = 1\nsample_bytes = 0\n{places}")
     for host in (cluster.h1, cluster.h3):
         (cluster.lab.folder / f"start_up.{host.name}").write_text(start_up.format(folder=folder) + "\n")
     try:
