@@ -177,7 +177,7 @@ class Watched:
         if not (model.training and torch.is_grad_enabled()):
             self._tracker.mark_evaluation()
             return
-        self._tracker.mark()
+        self._tracker.mark(then="forward")
         batch = first_tensor([arguments, named])
         self._tracker.samples += 0 if batch is None else batch.shape[0]
 
@@ -186,9 +186,11 @@ class Watched:
             self._tracker.mark("forward", then="backward", trained=True)
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        self._tracker.mark()
+        self._tracker.mark(then="optimizer")
+        self._tracker.stepping = True
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        self._tracker.stepping = False
         self._tracker.mark("optimizer")
         self._tracker.end(optimizer)
 
@@ -219,11 +221,12 @@ class _TimedLoader(Iterable[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         tracker = self._tracker
         tracker.epoch += 1
-        tracker.mark()
+        tracker.mark(then="data")
         for batch in self._loader:
             tracker.mark("data")
             yield batch
-            tracker.mark()
+            tracker.mark(then="data")
+        tracker.open_phase = "other"
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # raises TypeError like the loader

@@ -64,6 +64,8 @@ class StepTracker:
         """Laps of the step so far."""
         self.open_phase: Phase = "other"
         """Phase of the time since the last mark."""
+        self.stepping = False
+        """Whether the optimizer's step is running."""
         self.meter = StepMeter(model, device=device, writer=writer, rank=rank, detail_every=detail_every)
         self._writer = writer
         self._rank = rank
@@ -80,6 +82,7 @@ class StepTracker:
         """Whether a forward pass has ended since the last mark: an evaluation from here on leaves it in the step."""
         self._training_laps = 0
         """Laps up to the last one in which the model was trained."""
+        self.meter.part_after = self._part_after
         if model is not None:
             self.replicate(model)
 
@@ -117,6 +120,17 @@ class StepTracker:
         if self.open_phase == "backward" or self.forward_done:
             self.mark(trained=True)
         self.evaluated = True
+
+    def _part_after(self, lap: Phase | None) -> str:
+        """Return where a script is after a lap of the step, by what has been seen of it; called by another thread."""
+        phase = self.open_phase
+        if self.evaluated or (phase == "other" and lap != "data"):
+            return "other"
+        if phase == "forward" and (self.forward_done or lap == "data"):
+            return "loss"
+        if phase == "optimizer" and not self.stepping:
+            return "gradients"
+        return "batch" if phase == "other" else phase
 
     def start(self) -> None:
         """Start a step; the time since the last one counts to none."""

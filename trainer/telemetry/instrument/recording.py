@@ -234,6 +234,7 @@ class Recording:
         tracker = self._tracker
         if tracker is None or self._in_backward:
             return
+        tracker.stepping = True
         if tracker.evaluated or tracker.open_phase != "optimizer":
             tracker.mark(then="optimizer")
 
@@ -245,6 +246,7 @@ class Recording:
         self._stepping = None
         if self._tracker is None:
             return
+        self._tracker.stepping = False
         if not self._in_backward:
             self._tracker.mark("optimizer")
         if not self._backwards and not self._in_backward:
