@@ -29,6 +29,7 @@ from trainer.agent.exception_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry import instrument
+from trainer.telemetry.step_meter import ddp_of
 from trainer.telemetry.step_tracker import StepTracker, first_tensor
 
 Batch = TypeVar("Batch")
@@ -151,6 +152,7 @@ class Watched:
         for handle in self._handles:
             handle.remove()
         if error is None:
+            self._tracker.check_last_step()
             self._tracker.write_checksum()
         self._tracker.meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
@@ -184,6 +186,8 @@ class Watched:
     def _after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._tracker.mark("forward", then="backward", trained=True)
+            ddp = ddp_of(model)
+            self._tracker.synchronises |= ddp is not None and bool(ddp.require_backward_grad_sync)
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         self._tracker.mark(then="optimizer")

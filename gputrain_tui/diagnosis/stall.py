@@ -14,6 +14,7 @@ from typing import Any
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.record_watch import RecordWatch
 
 MIN_STALL_S = 10.0
 """Minimum threshold: machines pause up to this long without fault (a slow disk, a suspended guest)."""
@@ -33,15 +34,12 @@ NEW_STAGE_BUSY_S = 300.0
 """Threshold in a stage that no rank has left yet, while its processes compute."""
 BUSY_PERCENT = 50.0
 """Use of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
-ACTIVE_PERCENT = 2.0
-"""Use of a core or GPU in a second from which it is active: two ticks of the kernel's clock."""
+ACTIVE_PERCENT = 5.0
+"""Use of a core or GPU in a second from which it is active: a wait that polls every 10 ms, as torch's store does, takes
+one to three."""
 
 WORKING_S = 10.0
 """Time since its last activity for which a rank counts as working."""
-MIN_RECORD_BYTES = 16 << 10
-"""Space on the disk of a record below which events may be missing."""
-RECORD_LAG_S = 5.0
-"""Age of a node's newest sample, which it takes once a second, from which its record may have stopped."""
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -88,11 +86,9 @@ class RankActivity:
     """By rank, when it last made progress or its process was active."""
     longest_idle_s: float = 0.0
     """Longest idle time of a process that became active again."""
-    recorded_at: dict[int, float] = field(default_factory=dict)
-    """By node, when its newest sample arrived that shows space for its record."""
+    record: RecordWatch = field(default_factory=RecordWatch)
     _samples: dict[int, tuple[Any, object]] = field(default_factory=dict)
     """By rank, its newest sample and that of its GPU."""
-    _node_samples: dict[int, object] = field(default_factory=dict)
 
     def update(self, state: RunState, now: float) -> None:
         """Record progress and activity since the last update."""
@@ -108,20 +104,14 @@ class RankActivity:
                 self.active_at[rank] = now
             if is_sampled:
                 self._samples[rank] = view.process, view.gpu
-        for node, sample in state.nodes.items():
-            if sample is not self._node_samples.get(node):
-                self._node_samples[node] = sample
-                if (sample.record_free_bytes or 0) >= MIN_RECORD_BYTES:
-                    self.recorded_at[node] = now
+        self.record.note(state, now)
 
     def silence_s(self, view: RankView, now: float, *, since: float) -> float:
         """Return the time without progress of a rank, from ``since`` on, as far as its record is known to be whole.
 
         On a full disk neither steps nor samples are recorded.
         """
-        recorded_at = now if view.node is None else self.recorded_at.get(view.node, now)
-        until = now if now - recorded_at < RECORD_LAG_S else recorded_at
-        return max(0.0, until - max(self.progressed_at.get(view.rank, now), since))
+        return max(0.0, self.record.whole_until(view.node, now) - max(self.progressed_at.get(view.rank, now), since))
 
     def works(self, view: RankView, now: float) -> bool:
         """Whether a rank has shown activity lately: its processes, its GPU or its log."""
@@ -305,7 +295,8 @@ def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: i
         f"rank {view.rank} has ended {after}, and the others have done no step for more than "
         f"{_whole_s(silence_s)} s{at}"
     )
-    return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_left"]), cause="left")
+    advice = ADVICE["stalled_left" if ahead else "stalled_left_at_once"]
+    return replace(_stall(view, silence_s, threshold_s, message, advice), cause="left")
 
 
 def _common_symptom(

@@ -106,12 +106,16 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
 
 
 def status_line(state: RunState) -> list[Piece]:
-    """Return the last line of the report: status, duration, steps and samples."""
+    """Return the last line of the report: status, duration, steps and samples, of the recorded part if some is lost."""
     took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
+    if state.record_gap:
+        steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
+    elif not state.step and (state.unmeasured or status == "finished"):
+        steps = f"; {state.unmeasured or 'no step was measured'}"
     only_evaluated = not state.step and state.validations
     return [(status, style), (took if only_evaluated else took + steps, "")]
 

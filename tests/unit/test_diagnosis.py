@@ -813,7 +813,9 @@ def test_a_rank_that_ended_in_the_middle_is_named_when_the_others_hang() -> None
     run.diagnose()
     (found,) = run.diagnose(15.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", 1, "left")
-    assert found.message.startswith("rank 1 has ended after step 40, and the others have done no step for more than 15 s")
+    assert found.message.startswith(
+        "rank 1 has ended after step 40, and the others have done no step for more than 15 s"
+    )
 
 
 def run_out(run: SimulatedRun, rank: int, *, steps: int) -> None:
@@ -980,9 +982,9 @@ def sampled(run: SimulatedRun, seconds: int, *percents: float, wait_percent: flo
 
 def test_ranks_without_step_events_are_judged_by_their_processes() -> None:
     run = starting(2, "training")
-    assert sampled(run, 1000, 3.0, 100.0) == []
-    assert sampled(run, 59, 0.0, 1.0) == []
-    (found,) = sampled(run, 3, 0.0, 1.0)
+    assert sampled(run, 1000, 6.0, 100.0) == []
+    assert sampled(run, 59, 0.0, 3.0) == []
+    (found,) = sampled(run, 3, 0.0, 3.0)
     assert (found.kind, found.rank, found.cause) == ("stalled", None, "idle")
     assert summaries(sampled(run, 1, 0.0, 40.0)) == [("stalled", "cleared", None, "idle")]
     assert sampled(run, 200, 0.0, 0.0) == []  # it has once been as quiet as that for a minute, and went on

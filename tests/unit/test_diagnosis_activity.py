@@ -1,4 +1,4 @@
-"""What shows that ranks go on without a step: their children, their logs, the compiler; and what shows nothing at all."""
+"""What shows that ranks go on without a step: their children, their logs, the compiler; and what shows nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_children_that_compute_are_named_where_a_rank_with_them_keeps_the_others
     assert "the process of rank 1 waits for its child processes, which compute" in found[0].message
 
 
-@pytest.mark.parametrize("load", [{"cpu_percent": 20.0, "wait_percent": 76.0}, {"cpu_percent": 4.0}])
+@pytest.mark.parametrize("load", [{"cpu_percent": 20.0, "wait_percent": 76.0}, {"cpu_percent": 8.0}])
 @pytest.mark.parametrize("state", ["spawned", "ready", "training"])
 def test_a_rank_that_imports_on_a_busy_machine_is_not_stalled_while_it_gets_on(
     state: str, load: dict[str, float]
@@ -108,9 +108,11 @@ def test_a_rank_that_ends_at_once_while_another_waits_for_it_is_a_finding(ranks:
     run = starting(ranks, "training")
     watched(run, 3, cpu_percent=90.0)
     run.state.apply(RankState(time=run.now, rank=1, state="finished"))
-    (found,) = watched(run, 40)
+    (found,) = watched(run, 40, cpu_percent=3.0)  # torch's store polls
     assert (found.kind, found.rank, found.cause) == ("stalled", 1, "left")
-    assert found.message == "rank 1 has ended before its first step, and the others have done no step for more than 20 s"
+    assert (
+        found.message == "rank 1 has ended before its first step, and the others have done no step for more than 20 s"
+    )
 
 
 def test_a_rank_that_works_on_after_another_has_ended_without_steps_is_no_finding() -> None:

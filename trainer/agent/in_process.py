@@ -114,7 +114,7 @@ class _InProcessAgent:
             local_ranks.pids,
             writer=writer,
             log_of=log_of,
-            record=run_dir.events,
+            record=self._run_dir.events,
         )
         gpus_known = False
         while not self._over.wait(SAMPLE_S):

@@ -127,7 +127,7 @@ class StepMeter:
         self._reported_part: str | None = None
         """Part that was reported as long since then."""
         self.part_after: Callable[[Phase | None], str] = NEXT_PHASE.__getitem__
-        """Return where the training thread is after the last lap of the step, None for no lap, as ``Doing`` names it."""
+        """Return where the training thread is after the last lap of the step, as ``Doing`` names it."""
         self._thread = threading.get_ident()
         """The training thread."""
         writer.before_each_write(self._process_readings)

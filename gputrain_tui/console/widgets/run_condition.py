@@ -16,6 +16,10 @@ URGENCY = {severity: place for place, severity in enumerate(MARKS)}
 CAUSES = {
     "data": "data loading",
     "h2d": "copying batches",
+    "batch": "between batch and forward",
+    "loss": "between batch and backward",
+    "gradients": "between backward and step",
+    "compile": "compiling",
     "garbage_collection": "garbage collection",
     "cpu_steal": "stolen CPU time",
     "core_wait": "no free core",
@@ -35,6 +39,8 @@ WORDS = {
     "loss_spike": "the loss jumped",
     "stalled": "stalled",
     "desync": "parameters differ",
+    "no_process_group": "ranks never meet",
+    "record_incomplete": "the record is incomplete",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
 HOST_KINDS = ("cpu_contention", "host_silent")

@@ -190,7 +190,18 @@ class Doing(Event, kw_only=True, tag="doing"):
     step: StepNumber
     """The step in progress, from 1."""
     part: Literal[
-        "data", "h2d", "batch", "loss", "forward", "backward", "sync", "gradients", "optimizer", "other", "group", "compile"
+        "data",
+        "h2d",
+        "batch",
+        "loss",
+        "forward",
+        "backward",
+        "sync",
+        "gradients",
+        "optimizer",
+        "other",
+        "group",
+        "compile",
     ]
     """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
     outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``

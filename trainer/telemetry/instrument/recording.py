@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +17,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import EventWriter
+from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
+from trainer.telemetry.stack_position import innermost_line, is_compiling
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker, first_tensor
 
 R = TypeVar("R")
 
+LONG_COMPILATION_S = 2.0
+"""Minimum time of a compilation before it is reported, seconds: shorter ones come with each new shape."""
 MAX_LAPS = 100_000
 """Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill memory."""
 
@@ -77,6 +81,9 @@ class Recording:
         self._writer = EventWriter(None)
         self._tracker: StepTracker | None = None
         self._closing = threading.Lock()
+        self._compiling_since: float | None = None
+        """Time since which torch.compile is at work before the first step, monotonic seconds."""
+        self._compilation_reported = False
         self._models: WeakKeyDictionary[DistributedDataParallel, BucketHook | None] = WeakKeyDictionary()
         """Models that are followed, each with the comm hook that it was given."""
         self._newest: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -112,21 +119,79 @@ class Recording:
         """Steps measured."""
         return 0 if self._tracker is None else self._tracker.step
 
-    def close(self, *, handed_over: bool = False) -> None:
-        """Write the last steps and stop measuring; print a line if no step was measured.
+    def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
+        """Write the last steps and stop measuring; record it if no step was measured.
 
         Args:
-            handed_over: Whether ``trainer.watch`` measures from here on, so that no line is printed.
+            handed_over: Whether ``trainer.watch`` measures from here on, so that unmeasured steps are no news.
+            failed: Whether the script has failed, likewise.
+
+        Returns:
+            Why the end of the record is not on disk; empty if it is.
         """
         with self._closing:
-            if self.on and not handed_over and not self.steps:
-                _print_line(f"{self._unmeasured()}, so nothing of this training is measured")
+            if self.on and not handed_over and not failed and not self.steps:
+                self._report_unmeasured()
             self.on = False
-            if self._tracker is None or not self._writer.enabled:
-                return
-            self._tracker.write_checksum()
-            self._tracker.meter.close(other_thread=self.thread != threading.get_ident())
+            tracker, other_thread = self._tracker, self.thread != threading.get_ident()
+            if tracker is not None and self._writer.enabled:
+                if not failed and not other_thread:
+                    tracker.check_last_step()
+                tracker.write_checksum()
+                tracker.meter.close(other_thread=other_thread)
             self._writer.close()
+            return self._writer.write_error
+
+    def _report_unmeasured(self) -> None:
+        message = f"{self._unmeasured()}, so nothing of this training is measured"
+        _print_line(message)
+        self._open_record()
+        self._writer.write(
+            Finding(
+                time=time.time(),
+                kind="not_measured",
+                severity="info",
+                rank=self._rank,
+                cause="no_steps",
+                message=message,
+                advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, "
+                "or call trainer.watch in them",
+            )
+        )
+
+    def _open_record(self) -> None:
+        if not self._writer.enabled:
+            self._writer = EventWriter(self._path, rank=self._rank)
+
+    def await_compiler(self) -> None:
+        """Report a compilation before the first step: a script may train without a call that is seen until then."""
+        if self.on and self._tracker is None:
+            self._open_record()
+            self._writer.before_each_write(self._report_compiling)
+
+    def _report_compiling(self, _last: bool) -> None:
+        """Record once that torch.compile is at work; called by the writer's thread until the first step begins."""
+        if not self.on or not is_compiling():
+            self._compiling_since = None
+            return
+        now = time.monotonic()
+        self._compiling_since = now if self._compiling_since is None else self._compiling_since
+        waited_s = now - self._compiling_since
+        if waited_s < LONG_COMPILATION_S or self._compilation_reported:
+            return
+        self._compilation_reported = True
+        thread = threading.main_thread().ident or 0
+        self._writer.write(
+            Doing(
+                time=time.time(),
+                rank=self._rank,
+                step=1,
+                part="compile",
+                parts_done=0,
+                waited_ms=round(waited_s * 1e3, 1),
+                line=innermost_line(thread),
+            )
+        )
 
     def _unmeasured(self) -> str:
         """Return the reason why no step was measured."""
@@ -174,6 +239,7 @@ class Recording:
         # Without a mark: the loss is computed next, which is the same phase.
         if self._tracker is not None and self._tracker.open_phase == "forward" and _trains(model):
             self._tracker.forward_done = True
+            self._tracker.synchronises |= bool(model.require_backward_grad_sync)
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
@@ -364,7 +430,7 @@ class Recording:
         """Return the tracker; at the first call open the record."""
         if self._tracker is None:
             self.thread = threading.get_ident()
-            self._writer = EventWriter(self._path, rank=self._rank)
+            self._open_record()
             self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             self._tracker.start()
         elif self._tracker.laps > MAX_LAPS:
