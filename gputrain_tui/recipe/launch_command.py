@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from gputrain_tui.recipe.script_group import makes_group, without_group
 from trainer.contract.errors import RequestError, nearest, quoted
 
 UNKNOWN_HOST = "host{}"
@@ -36,6 +37,8 @@ class LaunchCommand:
     """``[cluster]`` without nodes and ``env``."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables that the command sets."""
+    makes_group: bool | None = None
+    """Whether the script makes a process group; None if that is unknown."""
     notes: list[str] = field(default_factory=list)
     """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
 
@@ -119,7 +122,10 @@ def read_launch_command(
             f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
         )
     command.env = env
+    command.makes_group = makes_group(command.script, read_file)
     launcher.read(command, flags, read_file)
+    if command.makes_group is False:
+        command.notes.append(without_group(command.script))
     _choose_devices(command, visible)
     for flag, value in flags.items():
         command.notes.append(f"--{flag}{f' {value}' if value else ''} has no counterpart and is left out")
@@ -331,7 +337,11 @@ def _deepspeed(command: LaunchCommand, flags: dict[str, str], read_file: ReadFil
 
 def _python(command: LaunchCommand, flags: dict[str, str], _: ReadFile) -> None:
     command.nodes = [{"ranks": 1}]
-    command.notes.append("python starts one process: raise ranks for more; each gets RANK, WORLD_SIZE and LOCAL_RANK")
+    if command.makes_group is not False:
+        where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
+        command.notes.append(
+            f"python starts one process: raise ranks for more{where}; each gets RANK, WORLD_SIZE and LOCAL_RANK"
+        )
 
 
 def _devices(text: str, flag: str) -> list[int]:

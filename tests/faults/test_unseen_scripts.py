@@ -144,7 +144,7 @@ if rank == 0:
 
 def test_local_sgd_is_no_desync(bench: Bench) -> None:
     text = f"""{DDP}
-for number in range(40):
+for number in range(120):
     with model.no_sync():
         step()
     if number % 8 == 7:
