@@ -218,11 +218,15 @@ class RunState:
     def slowest(self) -> tuple[int, float] | None:
         """Return the rank that the others wait for most, and its mean lateness in ms.
 
-        Where a straggler is found it is that one: ranks that wait for it in their forward pass are as late.
+        Where a straggler is found it is that one. If the others wait for it in their forward pass, they are as late as
+        it for the synchronisation, and its lateness is the one that was found.
         """
-        late = self.lateness()
+        late = dict(self.lateness())
         if len(late) < 2:
             return None
+        for (kind, rank), finding in self.findings.items():
+            if kind == "straggler" and rank in late and "followers" in finding.evidence:
+                late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
         found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
         rank = max(found or late, key=lambda r: (late[r], -r))
         return rank, late[rank]
