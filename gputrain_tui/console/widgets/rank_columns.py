@@ -20,7 +20,7 @@ SHORTER = {"validating": "validate"}
 PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
     "optimizer": "optimizer", "other": "no phase", "group": "waits", "compile": "compiling",
-    "batch": "before fwd", "loss": "before bwd", "gradients": "before step",
+    "batch": "batch", "loss": "loss", "gradients": "gradients",
 }  # fmt: skip
 """Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
 MOST_HOST_CELLS = 24
