@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.contract.record import EventWriter
+from trainer.contract.record import Doing, EventWriter, decode_events
+from trainer.telemetry.instrument import compilation
 from trainer.telemetry.stack_position import innermost_line, is_compiling
 from trainer.telemetry.step_tracker import StepTracker
 
@@ -102,3 +103,25 @@ def test_a_compilation_is_seen_while_it_lasts_and_not_when_the_compiled_code_run
     torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
     torch.compile(torch.compiler.disable(script), backend=backend)(torch.ones(2))
     assert seen == [True, False]
+
+
+def test_a_compilation_before_the_first_step_is_recorded_once_while_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "LONG_COMPILATION_S", 0.0)
+    writer = EventWriter(tmp_path / "0.ndjson", rank=0)
+    report = compilation.CompilationReport(writer, 0, lambda: True)
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        report.check(False)
+        report.check(False)
+        return graph.forward
+
+    report.check(False)
+    torch.compile(lambda x: x * 3, backend=backend)(torch.ones(3))
+    report.check(False)
+    writer.close()
+    (event,) = decode_events((tmp_path / "0.ndjson").read_bytes())
+    assert isinstance(event, Doing)
+    assert (event.part, event.step) == ("compile", 1)
+    assert "test_stack_position.py" in event.line

@@ -17,17 +17,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import Doing, EventWriter, Finding
+from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
+from trainer.telemetry.instrument.compilation import CompilationReport
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
-from trainer.telemetry.stack_position import innermost_line, is_compiling
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker, first_tensor
 
 R = TypeVar("R")
 
-LONG_COMPILATION_S = 2.0
-"""Minimum time of a compilation before it is reported, seconds: shorter ones come with each new shape."""
 MAX_LAPS = 100_000
 """Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill memory."""
 
@@ -81,9 +79,6 @@ class Recording:
         self._writer = EventWriter(None)
         self._tracker: StepTracker | None = None
         self._closing = threading.Lock()
-        self._compiling_since: float | None = None
-        """Time since which torch.compile is at work before the first step, monotonic seconds."""
-        self._compilation_reported = False
         self._models: WeakKeyDictionary[DistributedDataParallel, BucketHook | None] = WeakKeyDictionary()
         """Models that are followed, each with the comm hook that it was given."""
         self._newest: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -164,34 +159,10 @@ class Recording:
             self._writer = EventWriter(self._path, rank=self._rank)
 
     def await_compiler(self) -> None:
-        """Report a compilation before the first step: a script may train without a call that is seen until then."""
+        """Report a compilation until the first step begins."""
         if self.on and self._tracker is None:
             self._open_record()
-            self._writer.before_each_write(self._report_compiling)
-
-    def _report_compiling(self, _last: bool) -> None:
-        """Record once that torch.compile is at work; called by the writer's thread until the first step begins."""
-        if not self.on or not is_compiling():
-            self._compiling_since = None
-            return
-        now = time.monotonic()
-        self._compiling_since = now if self._compiling_since is None else self._compiling_since
-        waited_s = now - self._compiling_since
-        if waited_s < LONG_COMPILATION_S or self._compilation_reported:
-            return
-        self._compilation_reported = True
-        thread = threading.main_thread().ident or 0
-        self._writer.write(
-            Doing(
-                time=time.time(),
-                rank=self._rank,
-                step=1,
-                part="compile",
-                parts_done=0,
-                waited_ms=round(waited_s * 1e3, 1),
-                line=innermost_line(thread),
-            )
-        )
+            self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
 
     def _unmeasured(self) -> str:
         """Return the reason why no step was measured."""
