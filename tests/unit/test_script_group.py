@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
 from gputrain_tui.recipe.launch_command import read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import from_command
 from gputrain_tui.recipe.script_group import makes_group
@@ -39,9 +42,13 @@ def test_a_process_group_is_looked_for_in_the_script_and_the_modules_beside_it(
     assert makes_group("train.py", lambda name: read_from(files, name)) is expected
 
 
+def not_asked(python: str | None, words: Sequence[str]) -> AccelerateLaunch:
+    raise AssertionError(f"accelerate is asked about {words}")
+
+
 def written(text: str, script: str) -> tuple[str, list[str]]:
     command = read_launch_command(
-        split_command(text), read_file=lambda name: read_from({"train.py": script}, name), is_secret=lambda _: False
+        split_command(text), read_file=lambda name: read_from({"train.py": script}, name), ask_accelerate=not_asked
     )
     return from_command(command, typed=text).text(file="r.toml"), command.notes
 
