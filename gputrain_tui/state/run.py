@@ -181,6 +181,11 @@ class RunState:
         return max(total - self.step, 0) / pace
 
     @property
+    def loss_unit(self) -> str:
+        """Unit of the loss that the task has named, such as ``nats``; empty: none."""
+        return self.plan.loss_unit if self.plan is not None else ""
+
+    @property
     def updates_per_s(self) -> float | None:
         """Optimizer steps per second of wall time, over about the last minute."""
         return self._pace.updates_per_s
@@ -314,10 +319,11 @@ class RunState:
 
     def _rank_state(self, event: RankState) -> None:
         view = self.rank(event.rank)
+        begun = view.state in ("finished", "failed") or (view.pid is not None and view.state not in (None, "spawned"))
+        if event.state == "spawned" and begun and view.pid == event.pid:
+            return  # the node agent's file may be read later than the rank's
         if event.state == "spawned" and view.last is not None:
             self._restart_rank(view)
-        if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
-            return  # the node agent's file may be read later than the rank's
         if event.state in ("spawned", "failed"):
             view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:

@@ -193,7 +193,7 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     code, output = cluster.run("stop", "last")
     assert code == 0, output
     assert "the supervisor of " in output
-    assert "is stopped at update " in output
+    assert "is stopped at step " in output
     last = {check_steps(cluster.record, rank) for rank in range(4)}
     assert len(last) == 1
     cluster.check_record()
@@ -260,7 +260,7 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
     code, output = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
     assert code == 0, output
     assert ("on h0 is gone; taking over" in output) == (supervisor == "is gone")
-    assert "is stopped at update " in output
+    assert "is stopped at step " in output
     assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
@@ -345,7 +345,7 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
             cluster.train()
             code, output = cluster.run("stop", "last")
             assert code == 0, output
-            assert "is stopped at update " in output
+            assert "is stopped at step " in output
             assert len({check_steps(cluster.record, rank) for rank in range(16)}) == 1
             cluster.check_record()
             wait_until(cluster.nothing_is_left, "no process is left on any host")

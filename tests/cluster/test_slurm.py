@@ -198,7 +198,7 @@ def test_a_stop_request_that_reaches_the_nodes_saves_and_is_reported(cluster: Sl
         os.kill(pid, signal.SIGTERM)
     found = cluster.wait(number)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "130:0")
-    assert output(job).count("trainer: stopped at update ") == 2
+    assert output(job).count("trainer: stopped at step ") == 2
     assert len(list((record / "checkpoints").glob("step_*.pt"))) == 1
 
 
@@ -354,12 +354,12 @@ def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_
     assert process.wait(LIMIT_S) == 130
     seen_s = time.time() - cancelled_at
     status = user.status()
-    assert "it was cancelled in Slurm at update " in status["message"]
+    assert "it was cancelled in Slurm at step " in status["message"]
     assert status["status"] == "stopped"
     assert seen_s < 3
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
     assert f"queued as job {user.job()} in main: Resources" in narration.read_text()
-    assert "it was cancelled in Slurm at update " in narration.read_text()
+    assert "it was cancelled in Slurm at step " in narration.read_text()
 
 
 def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_on(user: SlurmUser) -> None:
@@ -369,7 +369,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     number = user.job()
     cluster.run("scontrol", "requeue", str(number))
     wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", "it is in the queue again")
-    assert "Slurm put it back into its queue at update " in user.status()["message"]
+    assert "Slurm put it back into its queue at step " in user.status()["message"]
     (kept,) = (user.record() / "checkpoints").glob("step_*.pt")
     before = len(events(user.record(), 0))
     cluster.run("scontrol", "update", f"JobId={number}", "ExcNodeList=n1")
@@ -387,7 +387,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     )
     assert again[0]["step"] - again[0]["steps"] == int(kept.stem.removeprefix("step_"))
     stopped = user.run("stop", "last", host=cluster.nodes[2])
-    assert re.search(r" is stopped at update \d+, saved \S+; processes left: none$", stopped.stdout.strip())
+    assert re.search(r" is stopped at step \d+, saved \S+; processes left: none$", stopped.stdout.strip())
     cluster.wait(number)
     assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 2
@@ -430,7 +430,7 @@ def test_a_run_whose_time_limit_is_over_has_saved(user: SlurmUser) -> None:
     user.await_steps()
     user.cluster.run("scontrol", "update", f"JobId={user.job()}", "TimeLimit=00:00:01")
     user.cluster.wait(user.job())
-    assert "it reached its time limit in Slurm at update " in user.status()["message"]
+    assert "it reached its time limit in Slurm at step " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
 
 
@@ -442,8 +442,8 @@ def test_a_preempted_run_is_reported_as_such_and_has_saved(user: SlurmUser, mode
     user.await_steps()
     urgent = cluster.submit(user.folder / "urgent.sh", "--partition=urgent", "--nodes=3", "--exclusive")
     wait_until(lambda: cluster.job(urgent)["JobState"] == "RUNNING", "the other job has its nodes")
-    wait_until(lambda: " at update " in user.status().get("message", ""), "the status has its end")
-    assert "Slurm pre-empted it for another job at update " in user.status()["message"]
+    wait_until(lambda: " at step " in user.status().get("message", ""), "the status has its end")
+    assert "Slurm pre-empted it for another job at step " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
     user.run("stop", "last")
     cluster.run("scancel", str(urgent))
@@ -597,7 +597,7 @@ def test_a_run_is_saved_and_a_killed_node_named_where_slurm_signals_only_a_steps
             user.await_steps()
             running.run("scancel", str(user.job()))
             running.wait(user.job())
-            assert "it was cancelled in Slurm at update " in user.status()["message"]
+            assert "it was cancelled in Slurm at step " in user.status()["message"]
             assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
             shutil.rmtree(user.record())
             check_killed_node(user, running.nodes[1], "with rank 2")

@@ -63,7 +63,10 @@ def _entry(option: Option, width: int) -> list[str]:
     if option.kind == "bool" and option.default:
         names = f"--no-{option.flag[2:]}"
     switches = [f"{flag} is {value}" for flag, value in option.switches.items()]
-    text = "; ".join(part for part in (option.help, *switches, _default(option)) if part)
+    help = option.help
+    if option.kind == "bool" and option.default:
+        help = f"turn off, as it is on by default: {help}"
+    text = "; ".join(part for part in (help, *switches, _default(option)) if part)
     indent = " " * COLUMN
     body = textwrap.wrap(text, max(width, COLUMN + 30) - COLUMN, break_on_hyphens=False) or [""]
     head = f"  {names}"
@@ -83,9 +86,7 @@ def _default(option: Option) -> str:
     value: Any = option.default
     if option.required:
         return "required"
-    if option.kind == "bool":
-        return "on unless this is given" if value else ""
-    if value is None or value == "" or "default:" in option.help:
+    if option.kind == "bool" or value is None or value == "" or "default:" in option.help:
         return ""
     if isinstance(value, str) and value != value.strip():
         return f"default: {value!r}"

@@ -605,14 +605,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reset_optimizer: Annotated[
         bool,
         Meta(
-            description="resume: reset the state of the optimizer; updates, schedule and data continue",
+            description="resume: reset the state of the optimizer; steps, schedule and data continue",
             extra={"group": "Checkpoints"},
         ),
     ] = False
     reset_dataloader: Annotated[
         bool,
         Meta(
-            description="resume: start the data at epoch 1 again, such as for new data; updates and schedule continue",
+            description="resume: start the data at epoch 1 again, such as for new data; steps and schedule continue",
             extra={"group": "Checkpoints"},
         ),
     ] = False
