@@ -70,6 +70,8 @@ ADVICE = {
     "whose code takes another branch keeps all the others waiting",
     "stalled_left": "give all ranks the same number of batches (drop_last, a DistributedSampler), or leave the loop "
     "on all of them at the same step",
+    "stalled_left_at_once": "its script ended with exit code 0 before it met the others: look for a branch on "
+    "the rank that leaves it, and have all ranks call init_process_group()",
     "stalled_together": "in the console (gputrain attach), K on a rank's page prints its Python stack; an "
     "unequal number of collectives and a network failure are the usual causes",
 }

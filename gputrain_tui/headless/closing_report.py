@@ -109,14 +109,19 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
 
 
 def status_line(state: RunState) -> list[Piece]:
-    """Return the last line of the report: status, duration, steps and samples."""
+    """Return the last line of the report: status, duration, steps and samples, of the recorded part if some is lost."""
     took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
+    if state.record_gap:
+        steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
+    elif not state.step and (state.unmeasured or status == "finished"):
+        steps = f"; {state.unmeasured or 'no step was measured'}"
     only_evaluated = not state.step and state.validations
-    mark = run_mark(roll_up(state.findings.values(), state.ranks))
+    findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
+    mark = run_mark(roll_up(findings, state.ranks))
     return [
         (status, style),
         (took if only_evaluated else took + steps, ""),

@@ -124,6 +124,8 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
         text = f"starting {count}"
     elif any(view.state == "validating" for view in state.ranks.values()):
         text = f"{count} evaluate"
+    elif any(view.phase == "compile" for view in state.ranks.values()):
+        text = f"{count}, compiling"
     else:
         text = f"{count} started, no step yet"
     return [(text, ""), (waited, "dim")]

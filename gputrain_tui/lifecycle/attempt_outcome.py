@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome, root_cause, signal_name
+from trainer.contract.outcome import LOST_PEER_KINDS, RECORD_END_MISSING, node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
@@ -70,8 +70,8 @@ def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
     outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
     why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
     if disk_is_full(run_dir):
-        return "the disk of the run directory is full: the end of the record is missing"
-    return f"the end of the record is missing: {why}" if why else ""
+        return f"the disk of the run directory is full: {RECORD_END_MISSING}"
+    return f"{RECORD_END_MISSING}: {why}" if why else ""
 
 
 def holds_work(run_dir: RunDir) -> bool:

@@ -457,7 +457,10 @@ class Supervisor:
         if ended.status == "finished":
             self._record_last_findings()
         level = self._stop_request.level
-        code = self._status_writer.close(ended, left=left, state=self._state_at_end())
+        state = self._state_at_end()
+        if state is not None and self._status_writer.remark:
+            state.add_gap(self._now(), self._status_writer.remark)
+        code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, hurried=lambda: self._stop_request.level > level)
         return code

@@ -12,6 +12,10 @@ SEVERITIES = ("critical", "warning", "info")
 CAUSES = {
     "data": "data loading",
     "h2d": "copying batches",
+    "batch": "between batch and forward",
+    "loss": "between batch and backward",
+    "gradients": "between backward and step",
+    "compile": "compiling",
     "garbage_collection": "garbage collection",
     "cpu_steal": "stolen CPU time",
     "core_wait": "no free core",
@@ -32,6 +36,8 @@ WORDS = {
     "outside_torch": "time outside torch",
     "stalled": "stalled",
     "desync": "parameters differ",
+    "no_process_group": "ranks never meet",
+    "record_incomplete": "the record is incomplete",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
 HOST_KINDS = ("cpu_contention", "host_silent")

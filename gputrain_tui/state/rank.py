@@ -106,9 +106,12 @@ class RankView:
 
     @property
     def stage(self) -> str:
-        """Its state; ``first_step`` before its first step, ``group`` while it waits for others outside of steps."""
-        if self.doing is not None and self.doing.part == "group":
-            return "group"
+        """Its state, or ``first_step`` before its first step.
+
+        ``group`` while it waits for others outside of steps, ``compile`` while torch.compile is at work.
+        """
+        if self.doing is not None and self.doing.part in ("group", "compile"):
+            return self.doing.part
         if self.state == "training" and self.last is None:
             return "first_step"
         return self.state or "spawned"

@@ -14,7 +14,7 @@ from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.rank_outcome import rank_outcome
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
-from trainer.contract.outcome import root_cause
+from trainer.contract.outcome import RECORD_END_MISSING, root_cause
 from trainer.contract.record import (
     AnyEvent,
     Checkpoint,
@@ -38,6 +38,9 @@ from trainer.contract.record import (
 )
 from trainer.contract.record.downsampled import DownsampledBlock
 
+RECORD_INCOMPLETE = "record_incomplete"
+"""Kind of the finding that events of the run are not in its record."""
+RECORD_ADVICE = "free space on the disk of the run directory; figures of the run are of the recorded part"
 KEPT = 1000
 """Memory bound of each list: a view shows the newest few."""
 
@@ -86,6 +89,8 @@ class RunState:
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
         """Every finding as it was raised or cleared."""
+        self.unmeasured = ""
+        """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
         """Whether the ranks hold the same model."""
         self.nodes: dict[int, NodeSample] = {}
@@ -119,7 +124,7 @@ class RunState:
             NodeSample: self._node_sample,
             Finding: self._finding,
             Failure: self._failure,
-            Lost: lambda _: None,  # shown when it arrives, and not kept
+            Lost: self._lost,
             RunEnded: self._run_ended,
             Queued: self._queued,
         }
@@ -221,6 +226,12 @@ class RunState:
         return [rank for rank in sorted(self.ranks) if rank not in joined]
 
     @property
+    def record_gap(self) -> str:
+        """Why the record is incomplete, so that its figures are of a part of the run; empty where it is whole."""
+        finding = self.findings.get((RECORD_INCOMPLETE, None))
+        return "" if finding is None else finding.message
+
+    @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
         found = {rank for _, rank in self.findings if rank is not None}
@@ -234,11 +245,19 @@ class RunState:
         return self._late
 
     def slowest(self) -> tuple[int, float] | None:
-        """Return the rank that the others wait for most, and its mean lateness in ms."""
-        late = self.lateness()
+        """Return the rank that the others wait for most, and its mean lateness in ms.
+
+        Where a straggler is found it is that one. If the others wait for it in their forward pass, they are as late as
+        it for the synchronisation, and its lateness is the one that was found.
+        """
+        late = dict(self.lateness())
         if len(late) < 2:
             return None
-        rank = max(late, key=lambda r: (late[r], -r))
+        for (kind, rank), finding in self.findings.items():
+            if kind == "straggler" and rank in late and "followers" in finding.evidence:
+                late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
+        found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
+        rank = max(found or late, key=lambda r: (late[r], -r))
         return rank, late[rank]
 
     @property
@@ -326,10 +345,11 @@ class RunState:
             if view.starts > self._attempt:
                 self._attempt, self._attempt_began = view.starts, event.time
                 self._attribute()
+            begun = view.pid is not None and view.state not in (None, "spawned")
+            if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
+                return  # the node agent's file may be read later than the rank's
             if view.last is not None:
                 self._restart_rank(view)
-        if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
-            return  # the node agent's file may be read later than the rank's
         if event.state in ("spawned", "failed"):
             view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:
@@ -397,6 +417,8 @@ class RunState:
         self.past_findings.append(event)
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
+        if event.kind == "not_measured" and event.cause == "no_steps":
+            self.unmeasured = event.message
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:
@@ -425,8 +447,17 @@ class RunState:
     def _queued(self, event: Queued) -> None:
         self.queued = event
 
+    def _lost(self, event: Lost) -> None:
+        self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
+
+    def add_gap(self, time: float, message: str) -> None:
+        """Add the finding that events are missing in the record, so that every view says so."""
+        self._finding(Finding(time=time, kind=RECORD_INCOMPLETE, message=message, advice=RECORD_ADVICE))
+
     def _run_ended(self, event: RunEnded) -> None:
         self.ended = event
+        if RECORD_END_MISSING in (event.message or ""):
+            self.add_gap(event.time, event.message or "")
         self._update_outcomes()
 
     def _update_outcomes(self) -> None:

@@ -16,6 +16,7 @@ from gputrain_tui.state import RunState
 from trainer.contract.record import (
     Checkpoint,
     Checksum,
+    Doing,
     Failure,
     Finding,
     Joining,
@@ -184,6 +185,34 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -
         "  │ ␛[2Jself",
     ]
     assert paint(status_line(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+
+
+def test_figures_of_an_incomplete_record_are_called_those_of_the_recorded_part() -> None:
+    state = trained()
+    message = "the end of the record is missing: No space left on device"
+    state.apply(RunEnded(time=state.time, status="finished", exit_code=0, message=message))
+    line = paint(status_line(state), colour=False)
+    assert line.endswith(f"; {message}; recorded: 120 steps, 7,680 samples")
+    assert message in plain(finding_lines(state))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["with the reason", "without a reason"])
+def test_a_script_without_measured_steps_is_not_said_to_have_done_none(seen: bool) -> None:
+    state = started()
+    message = "no optimizer's step was seen, so nothing of this training is measured"
+    if seen:
+        finding = Finding(time=2.0, kind="not_measured", severity="info", rank=0, cause="no_steps", message=message)
+        state.apply(finding)
+    state.apply(RunEnded(time=4.0, status="finished", exit_code=0))
+    assert paint(status_line(state), colour=False).endswith(f"; {message if seen else 'no step was measured'}")
+
+
+def test_before_the_first_step_a_compilation_has_its_name() -> None:
+    state = started()
+    for rank in (0, 1):
+        state.apply(RankState(time=1.0, rank=rank, state="training"))
+    state.apply(Doing(time=2.0, rank=1, step=1, part="compile", parts_done=0, waited_ms=2e3))
+    assert "2 ranks, compiling" in plain_line(state, now=40.0)
 
 
 def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agree() -> None:

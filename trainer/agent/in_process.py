@@ -114,7 +114,14 @@ class _InProcessAgent:
         local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
         writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
         log_of = self._run_dir.rank_log
-        sampler = NodeSampler(assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of)
+        sampler = NodeSampler(
+            assignment.node,
+            assignment.host,
+            local_ranks.pids,
+            writer=writer,
+            log_of=log_of,
+            record=self._run_dir.events,
+        )
         gpus_known = False
         while not self._over.wait(SAMPLE_S):
             local_ranks.read()

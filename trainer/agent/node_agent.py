@@ -163,6 +163,7 @@ class _NodeAgent:
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
             log_of=RunDir(first.run_dir).rank_log,
+            record=RunDir(first.run_dir).events,
         )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:

@@ -151,6 +151,25 @@ def child_count(pid: int, *, proc: Path = PROC) -> int | None:
     return sum(len(found.split()) for found in lists)
 
 
+def descendants_of_each(roots: Collection[int], *, proc: Path = PROC) -> dict[int, dict[int, int]]:
+    """Return the clock ticks that each living descendant of each root has used, by root and pid; in one pass."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for each in pids(proc):
+        stat = read_stat(each, proc)
+        if stat is not None and stat.alive:
+            parents[each], ticks[each] = stat.parent_pid, stat.cpu_ticks or 0
+    found: dict[int, dict[int, int]] = {root: {} for root in roots}
+    for pid in parents:
+        above, seen = parents[pid], set[int]()
+        while above in parents and above not in found and above not in seen:
+            seen.add(above)
+            above = parents[above]
+        if above in found:
+            found[above][pid] = ticks[pid]
+    return found
+
+
 def namespace(kind: str) -> int | None:
     """Return the inode number of a namespace (``net``, ``pid``) of this process; None if the kernel has none."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -130,6 +131,7 @@ def step_event(
         tokens=reading.tokens,
         lr=reading.lr,
         loss=loss,
+        non_finite=_non_finite(loss=loss, grad_norm=grad_norm),
         grad_norm=grad_norm,
         local_grad_norm=None if local is None else local / (grad_scale or 1.0),
         gc_ms=rounded(reading.gc_ms),
@@ -152,6 +154,10 @@ def step_event(
         if sync.bucket_ms is not None:
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
     return event
+
+
+def _non_finite(**numbers: float | None) -> list[str]:
+    return [name for name, number in numbers.items() if number is not None and not math.isfinite(number)]
 
 
 def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dict[str, float] | None:
@@ -198,6 +204,7 @@ def merge(steps: Sequence[Step]) -> Step:
         tokens=None if None in (tokens := [step.tokens for step in steps]) else sum(filter(None, tokens)),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         step_ms_each=[step.step_ms for step in steps],
+        non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
         **means,  # type: ignore[arg-type]
     )
     if event.loss is not None:

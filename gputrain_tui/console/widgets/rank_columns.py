@@ -19,7 +19,8 @@ SHORTER = {"validating": "validate"}
 """Shorter words for states that are longer than their column."""
 PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
-    "optimizer": "optimizer", "other": "no phase", "group": "waits",
+    "optimizer": "optimizer", "other": "no phase", "group": "waits", "compile": "compiling",
+    "batch": "batch", "loss": "loss", "gradients": "gradients",
 }  # fmt: skip
 """Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
 MOST_HOST_CELLS = 24

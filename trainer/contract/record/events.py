@@ -136,6 +136,9 @@ class Step(Event, kw_only=True, tag="step"):
     """Samples that this rank read in the covered steps."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
+    non_finite: list[str] = []
+    """Numbers of a covered step that were measured and were NaN or infinite: ``loss``, ``grad_norm``. Their own fields
+    are absent then, as are those of numbers that were not measured."""
     tokens: Count | None = None
     lr: FiniteFloat | None = None
     grad_norm: FiniteFloat | None = None
@@ -192,15 +195,32 @@ class Doing(Event, kw_only=True, tag="doing"):
     rank: Rank
     step: StepNumber
     """The step in progress, from 1."""
-    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
+    part: Literal[
+        "data",
+        "h2d",
+        "batch",
+        "loss",
+        "forward",
+        "backward",
+        "sync",
+        "gradients",
+        "optimizer",
+        "other",
+        "group",
+        "compile",
+    ]
     """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
-    outside of steps."""
+    outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
+    from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
+    to the optimizer's step."""
     parts_done: Count
     """Completed phases of the step, counted in every micro-step."""
     waited_ms: FiniteFloat
     """Time in this phase so far."""
     collectives: str = ""
     """Description of the rank's last collectives; empty if torch has recorded none."""
+    line: str = ""
+    """Innermost line of the user's code that the training thread is in, such as ``train.py:12 in augment``."""
 
 
 class Validation(Event, kw_only=True, tag="validation"):
@@ -259,6 +279,8 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     memory_used_bytes: Count | None = None
     memory_total_bytes: Count | None = None
     """Memory of the machine, or the limit of its container."""
+    record_free_bytes: Count | None = None
+    """Space left on the disk of this node's record."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
@@ -275,6 +297,8 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     busy_threads: FiniteFloat | None = None
     """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
     least a tenth of the time."""
+    children_percent: FiniteFloat | None = None
+    """Likewise of all its descendants together; sampled while the process itself is nearly idle."""
     held: str | None = None
     """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
     children: Count | None = None
