@@ -20,6 +20,7 @@ SAMPLES = 24
 class RegressionOptions(msgspec.Struct, kw_only=True):
     samples: int = SAMPLES
     fault: str = ""
+    first: int = 8
 
 
 class Regression(Task):
@@ -136,18 +137,18 @@ class WrongCount(Regression):
 
 
 class NormStream(Regression):
-    """A batch norm, and a stream whose first part, that of rank 0, ends after one batch of eight."""
+    """A batch norm, and a stream whose first part, that of rank 0, has ``first`` samples."""
 
     def datasets(self) -> Mapping[str, Any]:
         inputs, targets = points(self.options.samples)
-        return {"train": _Parts(inputs, targets), "valid": TensorDataset(inputs[:8], targets[:8])}
+        return {"train": _Parts(inputs, targets, self.options.first), "valid": TensorDataset(inputs[:8], targets[:8])}
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
 
 
 class _Parts(IterableDataset[Any]):
-    def __init__(self, inputs: Tensor, targets: Tensor, first: int = 8) -> None:
+    def __init__(self, inputs: Tensor, targets: Tensor, first: int) -> None:
         self.inputs, self.targets, self.first = inputs, targets, first
 
     def __iter__(self) -> Any:
@@ -156,7 +157,7 @@ class _Parts(IterableDataset[Any]):
     def shard(self, count: int, index: int) -> Any:
         cut = self.first
         part = slice(0, cut) if index == 0 else slice(cut, None)
-        return _Parts(self.inputs[part], self.targets[part])
+        return _Parts(self.inputs[part], self.targets[part], self.first)
 
 
 class SparseWords(Task):

@@ -44,13 +44,12 @@ from trainer.engine.model import (
     share_buffers,
     trainable,
     unwrap,
-    with_sparse_gradient,
     wrap,
 )
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.one_sample import require_batches_for_norms
-from trainer.engine.optimizers import Schedule, build_optimizer, require_plain_step
+from trainer.engine.optimizers import Schedule, training_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, describe_out_of_memory, is_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.stopping import Best, StepTimes, TrainingOutcome, end_reached
@@ -99,10 +98,7 @@ class Loop:
             self.best.require_known(metrics)
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
         self.parameters = trainable(self.raw_model)
-        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(
-            options, self.parameters, sparse=bool(with_sparse_gradient(self.raw_model))
-        )
-        require_plain_step(self.optimizer)
+        self.optimizer = training_optimizer(task, self.raw_model, options)
         self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
         self.schedule = Schedule(options, self.optimizer)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay)

@@ -15,6 +15,37 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
+from trainer.engine.model import trainable, with_sparse_gradient
+from trainer.tasks.task import Task
+
+
+def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optimizer:
+    """Return the task's own optimizer, or else that of the options.
+
+    Raises:
+        RequestError: it takes no sparse gradients, or computes the loss by itself; or see ``build_optimizer``.
+    """
+    own = task.optimizer(model)
+    if own is not None:
+        _require_plain_step(own)
+        return own
+    sparse = bool(with_sparse_gradient(model))
+    if sparse and (options.optimizer not in ("sgd", "adagrad") or options.weight_decay):
+        refused = "--weight-decay" if options.optimizer in ("sgd", "adagrad") else f"--optimizer {options.optimizer}"
+        raise RequestError(
+            f"{refused} takes no sparse gradients, and an embedding of the model has sparse=True: take --optimizer sgd "
+            "or adagrad without weight decay, an optimizer of the task's own such as SparseAdam, or sparse=False"
+        )
+    return build_optimizer(options, trainable(model), sparse=sparse)
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RequestError(
+            f"the task's optimizer is {type(optimizer).__name__}, whose step computes the loss several times (a "
+            "closure); this loop does so once: take another, such as Adam or SGD"
+        )
 
 
 def build_optimizer(
@@ -32,14 +63,8 @@ def build_optimizer(
         sparse: whether a gradient may be sparse, which torch's fused optimizers do not take.
 
     Raises:
-        RequestError: there is nothing to train, or the settings contradict each other or the gradients.
+        RequestError: there is nothing to train, or the settings contradict each other.
     """
-    if sparse and (options.optimizer not in ("sgd", "adagrad") or options.weight_decay):
-        refused = "--weight-decay" if options.optimizer in ("sgd", "adagrad") else f"--optimizer {options.optimizer}"
-        raise RequestError(
-            f"{refused} takes no sparse gradients, and an embedding of the model has sparse=True: take --optimizer sgd "
-            "or adagrad without weight decay, an optimizer of the task's own such as SparseAdam, or sparse=False"
-        )
     trained: list[Any] = list(params)
     if not trained:
         raise RequestError("the model has no parameters to train: all are frozen, or it has none")
@@ -69,21 +94,6 @@ def _fused(params: list[Any], name: str) -> bool:
     devices = ("cpu",) if name == "adagrad" else ("cpu", "cuda")
     tensors = [tensor for group in params for tensor in (group["params"] if isinstance(group, dict) else [group])]
     return all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
-
-
-def require_plain_step(optimizer: Optimizer) -> None:
-    """Require that an optimizer steps without a closure that computes the loss again, as LBFGS needs.
-
-    Raises:
-        RequestError: its step needs a closure.
-    """
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        kind = type(optimizer).__name__
-        raise RequestError(
-            f"the task's optimizer is {kind}, whose step computes the loss several times (a closure); this loop "
-            "does so once: take another, such as Adam or SGD"
-        )
 
 
 def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
