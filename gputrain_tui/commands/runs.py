@@ -16,7 +16,7 @@ from gputrain_tui.history.runs import list_all
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
-from gputrain_tui.output import print_json, print_styled
+from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
@@ -81,7 +81,7 @@ def run(args: Namespace) -> int:
     if args.sort or args.reverse:
         entries = sorted_runs(entries, args.sort or NEWEST_FIRST, reverse=args.reverse)
     if args.json:
-        print_json(json.dumps(entries, ensure_ascii=False))
+        print_json(json.dumps(without_nan(entries), ensure_ascii=False))
     elif entries:
         terminal = sys.stdout.isatty()
         cells = shutil.get_terminal_size().columns if terminal else None

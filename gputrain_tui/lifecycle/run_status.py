@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from math import isfinite
+from typing import Literal
 
 from gputrain_tui.history.record_tail import last_test, newest_loss_of
 from gputrain_tui.history.status_file import Status, read_status, write_status
@@ -90,9 +91,9 @@ class RunStatusWriter:
 
     def validated(self, state: RunState) -> None:
         """Write the newest validation loss into the status, if it has changed."""
-        newest = state.last_validation()
-        if newest is not None and isfinite(newest.loss) and newest.loss != self._status.valid:
-            self._status.valid = newest.loss
+        valid = _valid(state)
+        if valid is not None and valid != self._status.valid:
+            self._status.valid = valid
             self._write_status()
 
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
@@ -126,8 +127,7 @@ class RunStatusWriter:
             status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
             rates = run_throughput(state.ranks.values())
             status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
-            newest = state.last_validation()
-            status.valid = newest.loss if newest is not None and isfinite(newest.loss) else None
+            status.valid = _valid(state)
         self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
         self._write_status()
         if self._events >= 0:
@@ -152,3 +152,9 @@ class RunStatusWriter:
             write_status(self._dir, self._status)
         except OSError as error:
             print(f"cannot write {self._dir.status}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _valid(state: RunState) -> float | Literal["nan"] | None:
+    """Return the newest validation loss as the status has it."""
+    newest = state.last_validation()
+    return None if newest is None else newest.loss if isfinite(newest.loss) else "nan"

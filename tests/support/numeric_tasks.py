@@ -265,7 +265,8 @@ class NanOptions(msgspec.Struct, kw_only=True):
     """Validation with the last one."""
     metric: bool = False
     """Whether the accuracy is not finite, in place of the loss."""
-    value: float = float("nan")
+    infinite: bool = False
+    """Whether it is infinite, in place of NaN."""
     split: str = "valid"
 
 
@@ -295,8 +296,9 @@ class NanValidation(Task):
         if not model.training and bool((marks[0] == 2.0) == (self.options.split == "test")):
             self.validations += 1  # one batch per validation
             if self.options.begin <= self.validations <= self.options.end:
+                factor = float("inf") if self.options.infinite else float("nan")
                 if self.options.metric:
-                    accuracy = accuracy * self.options.value
+                    accuracy = accuracy * factor
                 else:
-                    total = total * self.options.value
+                    total = total * factor
         return total, len(inputs), {"accuracy": accuracy}

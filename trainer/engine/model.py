@@ -261,7 +261,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def with_sparse_gradient(model: nn.Module) -> list[nn.Parameter]:
+def with_sparse_gradient(model: nn.Module) -> list[Tensor]:
     """Return the parameters of embeddings that give a sparse gradient."""
     return [
         module.weight
