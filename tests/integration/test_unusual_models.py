@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from numeric_tasks import points, sentences
 from rank_group import Gang
 from torch import nn
 from torch.utils.data import TensorDataset
+from trained import train_spawned
 
 OPTIONS = {"batch_size": (4,), "optimizer": "sgd", "lr": (0.05,), "shuffle": False, "max_epochs": 2, "save": False}
 
@@ -61,6 +63,18 @@ def test_sparse_gradients_of_an_embedding_train_as_dense_ones_do(
         assert done["error"] == ""
         for key, value in expected.items():
             torch.testing.assert_close(done["model"][key], value, rtol=0, atol=1e-9)
+
+
+def test_sparse_gradients_are_reduced_and_measured_where_a_run_is_recorded(tmp_path: Path) -> None:
+    expected = words_by_hand(partial(torch.optim.SGD, lr=0.05), clip_norm=0.0)
+    task = f"{Path(__file__).parents[1] / 'support/numeric_tasks.py'}:SparseWords"
+    flags = ("--task", task, "--batch-size", 4, "--optimizer", "sgd", "--lr", 0.05, "--max-epochs", 2)
+    done = train_spawned(tmp_path, *flags, "--no-shuffle", "--sync-detail-every", 1, ranks=2)
+    assert done.code == 0, done.output
+    assert [event["message"] for event in done.events_of("finding") if event["kind"] == "not_measured"] == []
+    assert all(event["sync_bytes"] > 0 for event in done.events_of("step") if event["step"] > 1)
+    by_hand = torch.cat([tensor.flatten() for tensor in expected.values()])
+    torch.testing.assert_close(done.parameters, by_hand, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"optimizer": "adadelta"}, {"weight_decay": 0.1}])
