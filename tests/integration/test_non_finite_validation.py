@@ -16,7 +16,7 @@ from waiting import LIMIT_S
 
 from gputrain_tui.headless.progress import event_line
 from gputrain_tui.history.runs import list_runs
-from gputrain_tui.history.summary import summarize_runs
+from gputrain_tui.history.summary import summarize
 from trainer.contract.record import Finding, Validation, decode_events
 from trainer.contract.record.json_lines import encode_event
 
@@ -74,7 +74,7 @@ def test_it_is_shown_is_a_finding_and_does_not_use_up_patience(tmp_path: Path, m
     assert "critical: no validation has had finite results since step 2" in done.stderr
     assert "valid epoch 3  step 3" in done.stderr
     assert ("accuracy nan" if metric == "true" else "loss nan") in done.stderr
-    (entry,) = summarize_runs(list_runs(tmp_path / "home" / "runs"), [], now=0.0)
+    entry = summarize(list_runs(tmp_path / "home" / "runs")[0], now=0.0)
     assert math.isnan(entry["valid"]) == (metric == "false")
     listed = json.loads(run(tmp_path, "runs", "--json").stdout)
     assert (listed[0]["valid"] is None) == (metric == "false")

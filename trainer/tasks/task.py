@@ -36,6 +36,9 @@ class Task:
     """Whether the loss of one sample is computed before the training, alone and twice in a batch, in evaluation mode:
     a mean in place of a sum is refused."""
 
+    loss_unit: str = ""
+    """Unit of the loss: ``nats`` if it is a natural logarithm, such as a cross-entropy; empty: none."""
+
     def __init__(self, options: Any) -> None:
         self.options = options
 
@@ -57,7 +60,7 @@ class Task:
     def loss(
         self, model: nn.Module, batch: Any
     ) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]] | tuple[Tensor, Tensor | int]:
-        """Return the summed loss in nats, the number of items in the sum, and, if there are metrics, their sums.
+        """Return the summed loss, the number of items in the sum, and, if there are metrics, their sums.
 
         A metric is reported as its sum over the same count: the number of correct labels becomes the accuracy.
         """
