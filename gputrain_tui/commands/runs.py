@@ -17,7 +17,7 @@ from gputrain_tui.history.runs import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
-from gputrain_tui.output import print_json, print_styled
+from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
@@ -116,7 +116,7 @@ def _print_json(entries: Iterable[Entry]) -> None:
     """Print one array, each run as soon as it is read."""
     count = 0
     for count, entry in enumerate(entries, start=1):
-        print_json(json.dumps(entry, ensure_ascii=False), before="[" if count == 1 else ", ", end="")
+        print_json(json.dumps(without_nan(entry), ensure_ascii=False), before="[" if count == 1 else ", ", end="")
     print("]" if count else "[]")
 
 

@@ -63,8 +63,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Optimizer steps done when this was written."""
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
-    valid: FiniteFloat | None = None
-    """The newest validation loss, in nats."""
+    valid: FiniteFloat | Literal["nan"] | None = None
+    """The newest validation loss, in nats; ``nan`` if it is not finite, since JSON has no such number."""
     lr: FiniteFloat | None = None
     """Learning rate of the last step; written at the end."""
     tokens: Count | None = None

@@ -53,7 +53,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "world_size": status.world_size,
         "step": step,
         "loss": loss,
-        "valid": status.valid,
+        "valid": None if status.valid is None else float(status.valid),
         "lr": lr,
         "tokens": status.tokens,
         "samples_per_s": status.samples_per_s,

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from math import isfinite
+from typing import Literal
 
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.history.record_tail import last_test, newest_loss_of
@@ -100,9 +101,9 @@ class RunStatusWriter:
 
     def validated(self, state: RunState) -> None:
         """Write the newest validation loss into the status, if it has changed."""
-        newest = state.last_validation()
-        if newest is not None and isfinite(newest.loss) and newest.loss != self._status.valid:
-            self._status.valid = newest.loss
+        valid = _valid(state)
+        if valid is not None and valid != self._status.valid:
+            self._status.valid = valid
             self._write_status()
 
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
@@ -141,8 +142,7 @@ class RunStatusWriter:
             rates = run_throughput(state.ranks.values())
             status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
-            newest = state.last_validation()
-            status.valid = newest.loss if newest is not None and isfinite(newest.loss) else None
+            status.valid = _valid(state)
         self.record(
             RunEnded(
                 time=status.ended,
@@ -176,3 +176,9 @@ class RunStatusWriter:
             write_status(self._dir, self._status)
         except OSError as error:
             print(f"cannot write {self._dir.status}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _valid(state: RunState) -> float | Literal["nan"] | None:
+    """Return the newest validation loss as the status has it."""
+    newest = state.last_validation()
+    return None if newest is None else newest.loss if isfinite(newest.loss) else "nan"

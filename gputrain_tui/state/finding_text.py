@@ -31,6 +31,7 @@ WORDS = {
     "imbalance": "uneven work",
     "memory_creep": "memory grows",
     "non_finite": "NaN or infinite",
+    "non_finite_validation": "validation is NaN",
     "host_silent": "is silent",
     "loss_spike": "the loss jumped",
     "outside_torch": "time outside torch",

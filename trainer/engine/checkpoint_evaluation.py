@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
 
     Raises:
         RequestError: the task lacks the split, or the checkpoint is damaged or of another task or model.
-        TrainingError: the loss is not finite.
+        TrainingError: the loss or a metric is not finite.
     """
     assert options.eval_only is not None
     if options.resume:
@@ -69,9 +68,11 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
         before_wait=ctx.before_wait,
     )
     if result is not None:
-        if not math.isfinite(result.loss):
-            raise TrainingError(f"the loss of {split} is {result.loss} with the weights of step {updates}, {source}")
         reports.report_validation(ctx, split, result, step=updates, epoch=epoch, weights_step=updates)
+        if result.non_finite:
+            raise TrainingError(
+                f"{split} is not finite with the weights of step {updates}, {source}: {result.non_finite}"
+            )
     return TrainingOutcome(
         updates=updates, epoch=epoch, reason="evaluated", best=Best.of(options), stopped=result is None
     )

@@ -5,6 +5,7 @@ A schedule is a pure function of the number of updates done, so that a resumed r
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,37 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
+from trainer.engine.model import trainable, with_sparse_gradient
+from trainer.tasks.task import Task
+
+
+def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optimizer:
+    """Return the task's own optimizer, or else that of the options.
+
+    Raises:
+        RequestError: it takes no sparse gradients, or computes the loss by itself; or see ``build_optimizer``.
+    """
+    own = task.optimizer(model)
+    if own is not None:
+        _require_plain_step(own)
+        return own
+    sparse = bool(with_sparse_gradient(model))
+    if sparse and (options.optimizer not in ("sgd", "adagrad") or options.weight_decay):
+        refused = "--weight-decay" if options.optimizer in ("sgd", "adagrad") else f"--optimizer {options.optimizer}"
+        raise RequestError(
+            f"{refused} takes no sparse gradients, and an embedding of the model has sparse=True: take --optimizer sgd "
+            "or adagrad without weight decay, an optimizer of the task's own such as SparseAdam, or sparse=False"
+        )
+    return build_optimizer(options, trainable(model), sparse=sparse)
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RequestError(
+            f"the task's optimizer is {type(optimizer).__name__}, whose step computes the loss several times (a "
+            "closure); this loop does so once: take another, such as Adam or SGD"
+        )
 
 
 def build_optimizer(

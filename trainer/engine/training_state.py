@@ -164,6 +164,7 @@ class TrainingState:
         same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
+        reports.remark(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
         if altered:
             reports.remark(
                 ctx,
@@ -172,3 +173,18 @@ class TrainingState:
                 severity="warning",
                 advice="to continue that training exactly, stop and restore its data",
             )
+
+
+def inexact_resume(options: Training, world_size: int) -> str:
+    """Describe why the next steps differ from those of an uninterrupted training; empty if they do not."""
+    if world_size > 1 and options.ddp_comm_hook == "powersgd":
+        return (
+            "the next steps differ from those of an uninterrupted training: --ddp-comm-hook powersgd begins anew, "
+            "because the errors of its compression are in no checkpoint"
+        )
+    if world_size > 2 and options.static_graph:
+        return (
+            "the next steps may differ in the last bits from those of an uninterrupted training: with --static-graph "
+            "DDP arranges its buckets after the first step of each process"
+        )
+    return ""

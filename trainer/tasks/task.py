@@ -30,7 +30,11 @@ class Task:
     count_per_sample: int | None = None
     """Items that each sample adds to the count of ``loss``, if equal for all samples (1 for a classifier, the window's
     length for a language model). The global count is then known without a collective; with None it is summed over the
-    ranks at each step."""
+    ranks at each step. Each step compares it with the count of ``loss``."""
+
+    check_loss: bool = True
+    """Whether the loss of one sample is computed before the training, alone and twice in a batch, in evaluation mode:
+    a mean in place of a sum is refused."""
 
     loss_unit: str = ""
     """Unit of the loss: ``nats`` if it is a natural logarithm, such as a cross-entropy; empty: none."""

@@ -6,7 +6,8 @@ bounds, checked on reading: a larger number in a damaged line could exhaust a re
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from math import nan
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,8 +29,14 @@ StepNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
 """Optimizer steps done, from 1."""
 StepsCovered = Annotated[int, Meta(ge=1, le=1 << 24)]
 """Number of steps that one event covers; the widest block of the fastest steps has 8 million."""
-FiniteFloat = Annotated[float, Meta(ge=-1e100, le=1e100)]
+MAX_NUMBER = 1e100
+FiniteFloat = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 """A measured or computed number; bounds far beyond single precision, within which sums stay finite."""
+if TYPE_CHECKING:
+    Result = float
+else:
+    Result = FiniteFloat | None
+"""A result that is always measured, but may be no number: NaN, which is null in JSON."""
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
 """Unix time until the year 5138, which every calendar function accepts."""
 ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
@@ -229,11 +236,17 @@ class Validation(Event, kw_only=True, tag="validation"):
     step: Count
     epoch: Count
     split: Literal["valid", "test"]
-    loss: FiniteFloat
-    """Mean over every example of the split, in nats."""
-    metrics: dict[str, FiniteFloat] = {}
+    loss: Result
+    """Mean over every example of the split, in nats; NaN if it is not finite."""
+    metrics: dict[str, Result] = {}
+    """By name; NaN for one that is not finite."""
     weights_step: Count | None = None
     """Optimizer steps after which the tested weights were saved: fewer than ``step`` for the best ones."""
+
+    def __post_init__(self) -> None:
+        """Turn null into NaN."""
+        self.loss = _or_nan(self.loss)
+        self.metrics = {name: _or_nan(value) for name, value in self.metrics.items()}
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -382,6 +395,11 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     message: str | None = None
     elapsed_ms: FiniteFloat | None = None
     """From the start of the run to its end by a monotonic clock, waits in a queue included."""
+
+
+def _or_nan(value: float | None) -> float:
+    """Return the number; NaN for null, and for a number that readers would refuse."""
+    return value if value is not None and abs(value) <= MAX_NUMBER else nan
 
 
 AnyEvent = (
