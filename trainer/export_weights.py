@@ -37,6 +37,8 @@ class Exported(msgspec.Struct, kw_only=True):
     """Size of the file written."""
     left_out: list[str] = []
     """Entries of the model's state that are not dense tensors, which the format does not support."""
+    without_task_state: str = ""
+    """Why the state of the task is not in the file; empty if it is, and if there is none."""
     passed_over: list[str] = []
     """One line for each newer checkpoint that cannot be used."""
 
@@ -95,14 +97,31 @@ def _export(checkpoint: Path, output: Path) -> Exported:
     step = state.get("updates")
     known = {"task": state.get("task"), "step": step, "run": state.get("run")}
     metadata = {name: str(value) for name, value in known.items() if isinstance(value, str | int)}
+    task_state, why_not = _as_json(state.get("task_state"))
+    if task_state:
+        metadata["task_state"] = task_state
     return Exported(
         checkpoint=str(source),
         step=step if isinstance(step, int) else 0,
         tensors=len(weights),
         bytes=write_safetensors(output, weights, metadata=metadata),
         left_out=left_out,
+        without_task_state=why_not,
         passed_over=passed_over,
     )
+
+
+def _as_json(task_state: object) -> tuple[str, str]:
+    """Return the state of a task as JSON and an empty text, or an empty text and why it has no form in JSON."""
+    if task_state is None:
+        return "", ""
+    try:
+        text = msgspec.json.encode(task_state)
+    except TypeError as error:
+        return "", str(error)
+    if msgspec.json.decode(text) != task_state:
+        return "", "it holds tuples, or keys that are not text"
+    return text.decode(), ""
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ UNKNOWN, PAD = 0, 1
 
 
 class Vocabulary(NamedTuple):
-    """Words and labels of the training file."""
+    """Words and labels that the model knows."""
 
     words: dict[str, int]
     """Lower-cased word to index, in order of appearance; 0 and 1 are unknown words and padding."""
@@ -91,9 +91,25 @@ class DocNNTask(Task):
         super().__init__(options)
         self._splits: dict[str, Sentences] = {}
         self._vocabulary: Vocabulary | None = None
+        self._restored: Vocabulary | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the words in the order of their indices, one a line, and the labels in the order of the classes."""
+        assert self._vocabulary is not None, "datasets() comes before state_dict()"
+        return {"words": "\n".join(self._vocabulary.words), "labels": list(self._vocabulary.labels)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use these words and labels in place of those of the training file."""
+        words = state["words"].split("\n") if state["words"] else []
+        labels = {label: index for index, label in enumerate(state["labels"])}
+        self._restored = Vocabulary({word: index + 2 for index, word in enumerate(words)}, labels)
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Read the files; words and labels are those of the training file."""
+        """Read the files; words and labels are those of the training file, or those that were restored.
+
+        To restored labels the training file may add some: the model then fits the checkpoint no longer by its shape,
+        and only a fine-tuning that leaves out the output layer can use it.
+        """
         paths = {
             "train": self.options.train_path,
             "valid": self.options.eval_path,
@@ -106,6 +122,9 @@ class DocNNTask(Task):
             if path is not None
         }
         vocabulary = read_vocabulary(rows["train"])
+        if self._restored is not None:
+            labels = dict.fromkeys([*self._restored.labels, *vocabulary.labels])
+            vocabulary = Vocabulary(self._restored.words, {label: index for index, label in enumerate(labels)})
         if len(vocabulary.labels) < 2:
             raise RequestError(f"{self.options.train_path}: every row has the label {rows['train'][0].label!r}")
         for split, held_out in rows.items():
