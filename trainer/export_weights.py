@@ -48,6 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m trainer.export_weights", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a file, or a folder, whose newest intact checkpoint is used")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--run", default="", help="only a checkpoint of this run")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args(words)
     output: Path = args.output
@@ -56,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if not _has_safetensors():
             narrate(NOT_INSTALLED, program="trainer")
             return ExitCode.REFUSED
-        exported = _export(args.checkpoint, output)
+        exported = _export(args.checkpoint, output, run=args.run)
     except RequestError as error:
         narrate(str(error), program="trainer")
         return ExitCode.BAD_REQUEST
@@ -77,13 +78,13 @@ def _has_safetensors() -> bool:
         return False
 
 
-def _export(checkpoint: Path, output: Path) -> Exported:
+def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
     from torch import Tensor, strided
 
     from trainer.checkpoint import open_checkpoint, weights_of
     from trainer.checkpoint.safetensors_file import write_safetensors
 
-    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint")
+    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint", run=run)
     entries = weights_of(state, source=str(source))
     weights: dict[str, Tensor] = {}
     left_out: list[str] = []
@@ -113,7 +114,7 @@ def _export(checkpoint: Path, output: Path) -> Exported:
 
 def _as_json(task_state: object) -> tuple[str, str]:
     """Return the state of a task as JSON and an empty text, or an empty text and why it has no form in JSON."""
-    if task_state is None:
+    if not task_state:
         return "", ""
     try:
         text = msgspec.json.encode(task_state)

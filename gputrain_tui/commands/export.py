@@ -64,7 +64,8 @@ class Written(msgspec.Struct, kw_only=True):
 def _safetensors(args: Namespace, output: Path | None) -> int:
     chosen = choose_checkpoint(args.named, args.checkpoint)
     output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
-    words = [*(["--force"] if args.force else []), "--", str(chosen.path), str(output)]
+    flags = [*(["--force"] if args.force else []), *([f"--run={chosen.run_id}"] if chosen.run_id else [])]
+    words = [*flags, "--", str(chosen.path), str(output)]
     # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
         [sys.executable, "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, until
 from checkpoint_log import newest
+from small_disk import small_file_system
 
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import leftovers
@@ -28,13 +28,8 @@ SETTINGS = (f"train.save_every_updates={KEPT}", "train.keep_last=1", "train.test
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with 8 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting needs the superuser")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_file_system(tmp_path / "disk", "8m") as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:

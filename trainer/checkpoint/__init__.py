@@ -7,7 +7,7 @@ weights alone, and ``folder_lock`` keeps a folder to one training.
 
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
 from trainer.checkpoint.file import BEST, has_trailer, step_name, write_file
-from trainer.checkpoint.reader import good_ones, load, open_checkpoint, peek
+from trainer.checkpoint.reader import good_ones, load, open_checkpoint, peek, run_of
 from trainer.checkpoint.state import HostTensors, capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.weights import exported_task_state, fit, load_weights, weights_of
 from trainer.checkpoint.writer import CheckpointWriter, Saved
@@ -33,6 +33,7 @@ __all__ = [
     "open_checkpoint",
     "peek",
     "restore_rng",
+    "run_of",
     "step_name",
     "weights_of",
     "write_file",

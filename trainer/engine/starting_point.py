@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer import distributed
-from trainer.checkpoint import exported_task_state, has_trailer, open_checkpoint, peek
+from trainer.checkpoint import exported_task_state, has_trailer, open_checkpoint, peek, run_of
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import CheckpointError, RequestError
 from trainer.contract.options import Training
+from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.engine import task_state
 from trainer.engine.task_state import TASK_STATE
 from trainer.tasks.task import Task
@@ -25,7 +27,7 @@ class OpenCheckpoint:
     path: Path
     state: dict[str, Any]
     passed_over: list[str]
-    """A line for each newer checkpoint of the folder that cannot be used."""
+    """A line for each newer checkpoint that cannot be used, and about the run if it may be another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +85,28 @@ def _read(options: Training) -> StartingPoint:
     if options.resume or options.eval_only:
         flag, named = ("--resume", options.resume) if options.resume else ("--eval-only", options.eval_only)
         try:
-            path, state, passed_over = open_checkpoint(Path(str(named)), asked=flag)
+            path, state, passed_over = open_checkpoint(Path(str(named)), asked=flag, run=options.checkpoint_run)
         except RequestError as error:
             return StartingPoint(source=str(named), refused=error)
-        opened = OpenCheckpoint(path=path, state=state, passed_over=passed_over)
+        notes = [*passed_over, _whose(Path(str(named)), path, state, options.checkpoint_run)]
+        opened = OpenCheckpoint(path=path, state=state, passed_over=[note for note in notes if note])
         return StartingPoint(source=str(path), opened=opened, **_known(state))
     file = Path(str(options.finetune_from))
     return StartingPoint(source=str(file), **_known(_entries_of(file)))
+
+
+def _whose(named: Path, path: Path, state: dict[str, Any], run: str) -> str:
+    """Return a line about the run of a checkpoint, if that was not asked for or is not known; else an empty text."""
+    own = run_of(path, state)
+    if run:
+        return "" if own else f"{path} does not say whose it is (an earlier version wrote it); taken as one of {run}"
+    others = {owner_of(named / name) for name in checkpoints_in(named)} - {own, ""}
+    if not others:
+        return ""
+    return (
+        f"{named} holds checkpoints of several runs: {path.name}, the newest, is of {own or 'one that is not known'}; "
+        f"--checkpoint-run takes those of {', '.join(sorted(others))}"
+    )
 
 
 def _entries_of(file: Path) -> dict[str, Any]:

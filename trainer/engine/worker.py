@@ -18,6 +18,7 @@ from trainer.agent.exception_failure import failure_of
 from trainer.agent.narration import Narration
 from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
 from trainer.contract.options import Training
 from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
@@ -37,6 +38,7 @@ from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
+from trainer.environments import slurm
 from trainer.host.allocator import keep_freed_memory
 from trainer.host.cores import usable_cores
 from trainer.tasks.registry import load_task
@@ -145,8 +147,8 @@ class _Rank:
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        ctx = self._context(options, device, request, tf32)
         start = open_start(options)
+        ctx = self._context(options, device, request, tf32, start)
         start.restore_into(task, name=options.task)
         if options.eval_only:
             assignment.stoppable()
@@ -174,7 +176,12 @@ class _Rank:
         return kind(own), task_request(options.task, kind, own)
 
     def _context(
-        self, options: Training, device: torch.device, request: Mapping[str, str], tf32: bool | None
+        self,
+        options: Training,
+        device: torch.device,
+        request: Mapping[str, str],
+        tf32: bool | None,
+        start: StartingPoint,
     ) -> WorkerContext:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
@@ -194,6 +201,8 @@ class _Rank:
             stopping=assignment.stopping,
             before_wait=self._report_wait,
             run_id=assignment.run_id,
+            resumed_from=start.opened.path if start.opened is not None else None,
+            is_restart=slurm.is_requeued(os.environ) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             request=request,
             recipe=_recipe_in(self.run_dir),
         )
@@ -255,6 +264,8 @@ class _Rank:
     def _is_own(self, name: str) -> bool:
         """Return whether a checkpoint was written by this very run."""
         source = Path(name)
+        if owner := owner_of(source):
+            return owner == self.assignment.run_id
         return self.run_dir is not None and (
             source.resolve().is_relative_to(self.run_dir.path.resolve())
             or source.absolute() in recorded_checkpoints(self.run_dir)
@@ -344,15 +355,15 @@ def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, A
         opened = start.checkpoint()
         loop.state.require_fit(opened.state, source=start.source)
     except RequestError as error:
-        raise RequestError(f"{error}{_offer(loop, Path(start.source))}") from None
+        raise RequestError(f"{error}{_offer(loop, Path(start.source), loop.options.checkpoint_run)}") from None
     return start.source, opened.state, opened.passed_over
 
 
-def _offer(loop: Loop, source: Path) -> str:
-    """Return a hint at the newest checkpoint that fits, beside one that does not; empty without one."""
+def _offer(loop: Loop, source: Path, run: str) -> str:
+    """Return a hint at the newest checkpoint of the run that fits, beside one that does not; empty without one."""
     if source.is_dir():
         return ""
-    for path, state in good_ones(source.parent, on_skipped=lambda _: None):
+    for path, state in good_ones(source.parent, run=run or owner_of(source), on_skipped=lambda _: None):
         if source.exists() and path.samefile(source):
             continue
         try:
