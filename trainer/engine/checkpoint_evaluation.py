@@ -50,6 +50,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     distributed.from_master(lambda: start.checkpoint() and None)
     seed_all(options.seed)  # as in training, so that a random split is the same one
     splits = task.datasets()
+    reports.remark(ctx, "data_read", task.data_note())
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
         raise RequestError(f"--eval-split {split}: the task has no such split; it has {known}")

@@ -69,6 +69,7 @@ class Loop:
         self.task, self.options, self.ctx = task, options, ctx
         seed_all(options.seed)  # so that a random split is the same on all ranks
         self.splits = task.datasets()
+        reports.remark(ctx, "data_read", task.data_note())
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)

@@ -17,7 +17,7 @@ from trainer.contract.errors import RequestError, nearest
 from trainer.contract.task_options import DocNNOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks.task import Task
-from trainer.tasks.tsv import LabelledSentence, read_tsv
+from trainer.tasks.tsv import LabelledSentence, Table, read_tsv
 
 UNKNOWN, PAD = 0, 1
 """Indices of unknown words and of padding."""
@@ -92,6 +92,11 @@ class DocNNTask(Task):
         self._splits: dict[str, Sentences] = {}
         self._vocabulary: Vocabulary | None = None
         self._restored: Vocabulary | None = None
+        self._taken = ""
+
+    def data_note(self) -> str:
+        """Return which columns of the files were taken, and their first row."""
+        return self._taken
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the words in the order of their indices, one a line, and the labels in the order of the classes."""
@@ -116,11 +121,13 @@ class DocNNTask(Task):
             "test": self.options.test_path,
         }
         options = self.options
-        rows = {
+        tables = {
             split: read_tsv(path, options.format, text_column=options.text_column, label_column=options.label_column)
             for split, path in paths.items()
             if path is not None
         }
+        rows = {split: table.rows for split, table in tables.items()}
+        self._taken = _describe_tables({paths[split] or "": table for split, table in tables.items()})
         vocabulary = read_vocabulary(rows["train"])
         if self._restored is not None:
             labels = dict.fromkeys([*self._restored.labels, *vocabulary.labels])
@@ -172,6 +179,19 @@ def read_vocabulary(rows: Sequence[LabelledSentence]) -> Vocabulary:
             words.setdefault(word, len(words) + 2)
     labels = {label: index for index, label in enumerate(sorted({row.label for row in rows}))}
     return Vocabulary(words, labels)
+
+
+def _describe_tables(tables: Mapping[str, Table]) -> str:
+    """Describe in one line how the files were read, each layout once."""
+    by_layout: dict[str, list[str]] = {}
+    for path, table in tables.items():
+        files = by_layout.setdefault(str(table.columns), [])
+        if path not in files:
+            files.append(path)
+    first = next(iter(tables.values())).rows[0]
+    text = first.text if len(first.text) <= 40 else f"{first.text[:39]}…"
+    layouts = "; ".join(f"{', '.join(files)}: {layout}" for layout, files in by_layout.items())
+    return f"{layouts}; the first row is {text!r} with the label {first.label!r}"
 
 
 def _refuse_unseen_labels(path: str, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:
