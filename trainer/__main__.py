@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and __file__ != f"{sys.path[0]}/trainer/__main__.py":
+    # Typed without -P: from here on, no file of the working folder may be imported in place of one of ours.
+    os.execv(sys.executable, [sys.orig_argv[0], "-P", *sys.orig_argv[1:]])
+
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,8 +77,7 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
     with _refuse_os_errors():
         options, remaining = _read(Distributed, words)
         script = _script(remaining, script_words)
-        if script is None:
-            _check_training(remaining)
+        workers = 0 if script is not None else _check_training(remaining).num_workers
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.agent.launch import launch
@@ -86,6 +90,8 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         _max_local_ranks(options, environ),
         rank_bytes=resource_limits.RANK_BYTES if script is None else resource_limits.SCRIPT_BYTES,
     )
+    if workers:
+        resource_limits.require_shared_memory()
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
     if script is not None:
@@ -127,13 +133,13 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     flags = [option for option in describe(Script) if option.name != "args"]
     values, remaining = read_flags(words, flags)
     if "script" not in values:
-        if "instrument" in values:
-            raise RequestError("--instrument needs --script FILE")
+        if values:
+            raise RequestError(f"{_flag_names(flags)(next(iter(values)))} needs --script FILE")
         if script_words is not None:
             raise RequestError("the arguments after -- are for a script: name it with --script FILE")
         return None
     path = Path(values["script"])
-    if path.is_dir() or not path.exists():
+    if not values.get("module") and (path.is_dir() or not path.exists()):
         reason = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"--script {path} {reason}: name a Python file")
     _, unknown = read_flags(remaining, describe(Training))
@@ -150,8 +156,8 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     return check(Script, values | {"script": str(path), "args": list(script_words or ())}, where=_flag_names(flags))
 
 
-def _check_training(words: Sequence[str]) -> None:
-    """Check the options before any process starts; the ranks, which import a user's own task, check its options.
+def _check_training(words: Sequence[str]) -> Training:
+    """Return the options, checked before any process starts; the ranks, which import a user's own task, check its.
 
     Raises:
         RequestError: an option is wrong, or data of a built-in task is missing.
@@ -164,12 +170,13 @@ def _check_training(words: Sequence[str]) -> None:
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
             raise RequestError(f"unexpected argument {quoted(remaining[0])}")
-        return
+        return training
     values, unknown = read_flags(remaining, describe(schema))
     unknown, _ = settle(unknown)  # rank 0 reports flags without effect, once for all nodes
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
     check_data(check(schema, values, where=_flag_names(describe(schema))))
+    return training
 
 
 def _read(schema: type[S], words: Sequence[str]) -> tuple[S, list[str]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gputrain_tui.history.export.masking import is_secret_variable
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import narrate
+from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch, ask_accelerate
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.launch_command import read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import is_secret_variable, read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import NewRecipe, from_command
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_joined, shell_quoted
@@ -83,9 +84,15 @@ def _write(path: Path, text: str, *, force: bool) -> None:
 
 
 def _from_words(words: list[str]) -> NewRecipe:
-    command = read_launch_command(words, read_file=_read_file, is_secret=is_secret_variable)
+    command = read_launch_command(words, read_file=_read_file, ask_accelerate=_ask_accelerate)
     shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
     return from_command(command, typed=shell_joined(shown))
+
+
+def _ask_accelerate(python: str | None, words: Sequence[str]) -> AccelerateLaunch:
+    """Ask the accelerate that the command names, else the one that ``accelerate`` would start, else that of here."""
+    program = None if python else shutil.which("accelerate")
+    return ask_accelerate(python or (str(Path(program).with_name("python")) if program else sys.executable), words)
 
 
 def _read_file(name: str) -> str:

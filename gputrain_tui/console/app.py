@@ -348,7 +348,7 @@ class GputrainApp(OrderedKeys):
     # Called by screens
 
     def list_runs(self) -> list[Run]:
-        """Return all runs, newest first; if their folder cannot be read, report the error and return none."""
+        """Return the newest runs, newest first; if their folder cannot be read, report the error and return none."""
         try:
             return self._runs()
         except RequestError as error:
@@ -395,7 +395,7 @@ class GputrainApp(OrderedKeys):
         runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
         before = [each for each in runs if each.id < run.id]
         if not runs:
-            self.report(f"there is no other run of {run.status.recipe}; History (4) compares any two")
+            self.report(f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 

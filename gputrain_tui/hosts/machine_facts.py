@@ -16,8 +16,6 @@ from gputrain_tui.hosts.host_names import address_of
 from trainer.contract.home_folder import expand_home
 from trainer.host.ports import is_port_free, port_holder
 
-SHM = Path("/dev/shm")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:

@@ -375,7 +375,7 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
 
 def watch(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
     """Start a process that runs ``follow`` for a submitted run."""
-    words = [sys.executable, "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
+    words = [sys.executable, "-P", "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
     stdin = subprocess.PIPE if leased else subprocess.DEVNULL
     return subprocess.Popen(
         words, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

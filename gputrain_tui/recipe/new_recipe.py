@@ -9,7 +9,7 @@ from typing import Any
 
 import tomlkit
 
-from gputrain_tui.recipe.launch_command import LaunchCommand
+from gputrain_tui.recipe.command_launchers import LaunchCommand
 from trainer.contract.errors import printable
 
 COMMENTS = {
@@ -21,10 +21,15 @@ COMMENTS = {
     "max_restarts": "after a failure, from the last checkpoint",
     "python": "the interpreter of the command",
     "env": "environment variables of all ranks",
+    "module": "script is a module's name, run as with python -m",
+    "local_rank_flag": "the launcher's flag with the local rank; scripts that read LOCAL_RANK need none",
     "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
 """Comments of a new recipe, by key."""
+
+MAX_INLINE_VARIABLES = 2
+"""Environment variables on one line of a recipe; more are a table."""
 
 REPORT = """\
 # [report]                # other places to report the run to
@@ -56,7 +61,11 @@ class NewRecipe:
             head += ["", *(f"- {note}" for note in self.notes)]
         lines = [f"# {line}".rstrip() for line in head]
         lines += [_line("name", self.name), ""]
-        tables = [("[cluster]", self.cluster)] if self.cluster else []
+        cluster, env = dict(self.cluster), self.cluster.get("env", {})
+        if len(env) > MAX_INLINE_VARIABLES:
+            del cluster["env"]
+        tables: list[tuple[str, Mapping[str, Any]]] = [("[cluster]", cluster)] if cluster else []
+        tables += [("[cluster.env]", env)] if len(env) > MAX_INLINE_VARIABLES else []
         tables += [("[[cluster.nodes]]", node) for node in self.nodes]
         tables += [("[train]", self.train)]
         tables += [("[task]", self.task)] if self.task else []
@@ -69,9 +78,15 @@ class NewRecipe:
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
-    train = {"script": command.script, **({"args": command.args} if command.args else {})}
+    train: dict[str, Any] = {"script": command.script}
+    if command.module:
+        train["module"] = True
+    if command.local_rank_flag is not None:
+        train["local_rank_flag"] = command.local_rank_flag
+    if command.args:
+        train["args"] = command.args
     return NewRecipe(
-        name=PurePath(command.script).stem or "recipe",
+        name=(command.script.rpartition(".")[2] if command.module else PurePath(command.script).stem) or "recipe",
         origin=typed,
         nodes=command.nodes,
         train=train,

@@ -21,11 +21,13 @@ import pytest
 from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
+from taken_names import TakenNames
 
 INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
 IN_CGROUPS = {f"p{os.getpid()}n{number}": name for number, name in enumerate(INTERFACES.values(), 1)}
 """Nodes of a cluster whose jobs have cgroups: these bear the node's name, and the machine has them for all clusters."""
 RECORD = ("--run-dir", "record")
+TRAINER = ("python", "-P", "-m", "trainer")
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +92,10 @@ def test_a_batch_script_trains_on_all_nodes_with_their_unequal_ranks(
 
 
 def srun(cluster: Slurm, folder: Path, *words: str, **train: Any) -> subprocess.CompletedProcess[str]:
-    """Type ``srun … python -m trainer …`` on the login host, without ranks or a rendezvous."""
+    """Type ``srun … python -P -m trainer …`` on the login host, without ranks or a rendezvous."""
     given = [word for word in words if word.startswith("--distributed")]
     of_srun = [word for word in words if not word.startswith("--distributed")]
-    return cluster.run(
-        "srun", *of_srun, "python", "-m", "trainer", "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False
-    )
+    return cluster.run("srun", *of_srun, *TRAINER, "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False)
 
 
 def test_one_task_per_node_starts_the_nodes_ranks_and_finds_the_first_node_itself(
@@ -207,7 +207,7 @@ def test_a_node_whose_ranks_cannot_start_ends_the_others_that_wait_for_them(clus
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 1])
     lines = job.read_text().splitlines()
     lines = [
-        re.sub(r"\S*python\S* -m trainer", "python-of-nowhere -m trainer", line) if "=n2" in line else line
+        re.sub(r"\S*python\S* -P -m trainer", "python-of-nowhere -P -m trainer", line) if "=n2" in line else line
         for line in lines
     ]
     job.write_text("\n".join(lines) + "\n")
@@ -292,6 +292,30 @@ def user(cluster: Slurm, tmp_path: Path) -> SlurmUser:
     (tmp_path / "recipe.toml").write_text(recipe([None, None], [2, 1]) + "[slurm]\n")
     (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS | {"stop_time": 60.0}) + "[slurm]\n")
     return SlurmUser(cluster, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["run", "batch script", "srun"])
+def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: str) -> None:
+    user = SlurmUser(cluster, tmp_path / "project")
+    user.folder.mkdir()
+    taken = TakenNames(user.folder, tmp_path / "executed")
+    shutil.copy(__file__, user.folder / "text.txt")
+    task = {"task": "lm", "batch_size": 4, "max_updates": 3, "data": "text.txt", "context": 16, "dim": 8, "heads": 1}
+    train = "".join(f"{name} = {json.dumps(value)}\n" for name, value in task.items())
+    nodes = "[[cluster.nodes]]\ncpu_ranks = 1\n" * 2
+    (user.folder / "r.toml").write_text(
+        f"[train]\n{train.replace('data', '[task]' + chr(10) + 'data')}[slurm]\n{nodes}"
+    )
+    if way == "run":
+        done = user.run("run", "r.toml", check=False)
+    elif way == "srun":
+        words = [word for name, value in task.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *TRAINER, "--cpu", *words, cwd=user.folder)
+    else:
+        job = user.folder / "job.sh"
+        job.write_text(user.run("plan", "r.toml", "--sbatch").stdout)
+        done = cluster.run("sbatch", "--wait", job.name, cwd=user.folder, check=False)
+    assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("way", ["login", "salloc", "sbatch"])

@@ -82,7 +82,7 @@ def run(
                         first_rank=index * ranks_per_node,
                         ranks=list(range(index * ranks_per_node, (index + 1) * ranks_per_node)),
                         devices=["cpu"] * ranks_per_node,
-                        argv=["python", "-m", "trainer"],
+                        argv=["python", "-P", "-m", "trainer"],
                         env={},
                     )
                     for index, host in enumerate(hosts)

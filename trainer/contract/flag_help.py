@@ -19,12 +19,12 @@ Trains a model with distributed data parallelism, on this machine or as one node
 as under torchrun: one process per rank, with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 examples:
-  python -m trainer --task lm --data . --max-updates 100
-  python -m trainer --task lm --data . --max-updates 100 --cpu --distributed-world-size 2
-  python -m trainer --task lm --data . --max-updates 100 --cpu --distributed-init-method tcp://10.0.0.1:29500 \\
+  python -P -m trainer --task lm --data . --max-updates 100
+  python -P -m trainer --task lm --data . --max-updates 100 --cpu --distributed-world-size 2
+  python -P -m trainer --task lm --data . --max-updates 100 --cpu --distributed-init-method tcp://10.0.0.1:29500 \\
       --distributed-world-size 4 --distributed-gpus 2 --distributed-rank 0        # and on the other node: 2
-  torchrun --nproc-per-node 4 -m trainer --task lm --data . --max-updates 100
-  python -m trainer --script train.py --distributed-gpus 4 -- --epochs 3
+  torchrun --nproc-per-node 4 --no-python python -P -m trainer --task lm --data . --max-updates 100
+  python -P -m trainer --script train.py --distributed-gpus 4 -- --epochs 3
 
   --help, -h               this text; with --task TASK also the options of the task
   --describe-task TASK     print the options of a task as JSON

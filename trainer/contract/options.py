@@ -115,6 +115,19 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     script: Annotated[
         str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
     ]
+    module: Annotated[bool, Meta(description="script is the name of a module, which runs as with python -m")] = False
+    local_rank_flag: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                pattern=r"^-{1,2}\w[\w-]*$",
+                description="flag with which the script gets its local rank, such as --local-rank of "
+                "torch.distributed.launch; default: by LOCAL_RANK alone",
+            ),
+        ]
+        | None
+    ) = None
     args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
     instrument: Annotated[
         bool, Meta(description="measure the script's steps, phases and gradient synchronisation; needs a record")

@@ -179,7 +179,7 @@ class ChartScreen(ConsoleScreen):
             self._underlay.close()
         self._underlay = CurveReader(found[index]) if index < len(found) else None
         if not found:
-            app_of(self).report(f"there is no other run of {run.status.recipe}")
+            app_of(self).report(f"no other of the newest runs is one of {run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
