@@ -101,7 +101,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
                 f"--resume {resume}: {run.id} has finished: nothing is left to train; "
                 "to train further, raise the limit that ended it, such as --set train.max_updates=N"
             )
-        settings.append(f"train.resume={found}")
+        settings += [f"train.resume={found}", f"train.checkpoint_run={checkpoints.run_named_by(run.dir, found)}"]
         source = source or recipe_of(run)
         recipe = load_recipe(source, overrides=settings, stdin=stdin)
         # The resets of the run's own recipe are done; only overrides reset again.

@@ -407,13 +407,14 @@ def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
     if scarce:
         what = f"only {size(folder.free_bytes)} free for checkpoints"
         yield CheckResult(status="warning", check=check, what=what, fix="make room, or name another folder", key=key)
-    holds_others = folder.checkpoints and not _resumes_from(recipe.train.resume, folder.path)
+    train = recipe.train
+    saves = train.save and not train.eval_only
+    holds_others = saves and folder.checkpoints and not _resumes_from(train.resume, folder.path)
     if holds_others:
-        # The trainer keeps the newest few checkpoints of a folder, also those of another training.
         files = f"{folder.checkpoints} checkpoint{'s' * (folder.checkpoints != 1)}"
-        what = f"{folder.path} holds {files} of another training; only the newest {recipe.train.keep_last} would stay"
-        fix = "name a new folder, or continue that training with train.resume"
-        yield CheckResult(status="warning", check=check, what=what, fix=fix, key=key)
+        what = f"{folder.path} holds {files} of {folder.owner or 'another run'}, which this run does not continue"
+        fix = f'name another folder, or continue that run with train.resume = "{folder.path}"'
+        yield CheckResult(status="error", check=check, what=what, fix=fix, key=key)
     if not scarce and not holds_others:
         limits = f", {size(folder.free_bytes)} free" if folder.free_bytes is not None else ""
         yield CheckResult(status="ok", check=check, what=f"{folder.path}{limits}", key=key)

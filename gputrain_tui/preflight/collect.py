@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import (
+    Folder,
     Port,
     RendezvousFile,
     folder_facts,
@@ -28,6 +30,7 @@ from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.record.checkpoints import foreign_run
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import usable_cores
@@ -65,7 +68,7 @@ def collect_facts(
         port=port,
         rendezvous=rendezvous,
         home=folder_facts(paths.runs_folder()),
-        save_dir=folder_facts(Path(save_dir), count=True) if save_dir and first else None,
+        save_dir=_save_dir(save_dir, recipe.train.resume) if save_dir and first else None,
         limits=limits,
         shm_free_bytes=resource_limits.free_shm_bytes(),
         memory_total_bytes=memory.total_bytes,
@@ -151,6 +154,19 @@ def _missing_sink(recipe: Recipe) -> MissingInput | None:
             what = f"{name} is not installed for {sys.executable}"
             return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
     return None
+
+
+def _save_dir(name: str, resume: str | None) -> Folder:
+    """Return the facts of the folder for checkpoints, with those that it holds and this run does not continue."""
+    folder = folder_facts(Path(name))
+    path = Path(folder.path)
+    try:
+        if resume is not None and path.resolve() in (Path(resume).resolve(), Path(resume).resolve().parent):
+            return folder
+        owner, names = foreign_run(path, "")
+    except OSError:
+        return folder
+    return replace(folder, checkpoints=len(names), owner=owner)
 
 
 def _resume(recipe: Recipe) -> MissingInput | None:

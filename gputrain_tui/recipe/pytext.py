@@ -223,6 +223,8 @@ def _doc_classification(
         if target == ("train", "optimizer") and isinstance(value, str):
             value = value.lower()
         values[target], origins[target] = value, place
+    if names is not None:
+        values[("task", "format")], origins[("task", "format")] = "no_header", names[1]
     for column, (name, place) in _columns(source, names, mapping).items():
         values[("task", column)], origins[("task", column)] = name, place
 

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, until
 from checkpoint_log import newest
+from small_disk import small_file_system
 
 from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.diagnosis import Diagnosis
@@ -35,13 +35,8 @@ SETTINGS = (f"train.save_every_updates={KEPT}", "train.keep_last=1", "train.test
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with 8 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting needs the superuser")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_file_system(tmp_path / "disk", "8m") as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:

@@ -602,6 +602,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    checkpoint_run: Annotated[
+        str,
+        Meta(
+            description="resume, eval_only: take only checkpoints of the run with this id, where a folder holds those "
+            "of several; default: of any",
+            extra={"group": "Checkpoints", "per_rank": True},
+        ),
+    ] = ""
     reset_optimizer: Annotated[
         bool,
         Meta(

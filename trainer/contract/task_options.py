@@ -90,8 +90,12 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[str, option_meta("Data", "TSV file to test on at the end; default: none", per_rank=True)] | None
     ) = None
     format: Annotated[
-        Literal["auto", "text_label", "label_text", "glue"],
-        option_meta("Data", "columns of the TSV files: glue has a header with sentence and label; auto: detect"),
+        Literal["auto", "text_label", "label_text", "glue", "no_header"],
+        option_meta(
+            "Data",
+            "columns of the TSV files: glue has a header with sentence and label; no_header: line 1 is a row, and the "
+            "columns have numbers, 0 and 1 by default; auto: detect",
+        ),
     ] = "auto"
     text_column: Annotated[str, option_meta("Data", f"column of the sentences: {COLUMN}", or_kind="int")] | None = None
     label_column: Annotated[str, option_meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] | None = None
@@ -104,7 +108,15 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("text_column", "label_column"):
-            if self.format != "auto" and (column := getattr(self, name)) is not None:
+            column = getattr(self, name)
+            if column is None or self.format == "auto":
+                continue
+            if self.format == "no_header" and not column.isdecimal():
+                raise RequestError(
+                    f"{name} is {quoted(column)}, but format is no_header, so that no line names the columns: "
+                    "give the column's number, from 0"
+                )
+            if self.format != "no_header":
                 raise RequestError(
                     f"{name} is {quoted(column)}, but format is {self.format}, which fixes both columns; "
                     "leave out one of them"

@@ -20,13 +20,13 @@ from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
 from trainer.distributed.host_copies import host_copies
-from trainer.engine import reports
+from trainer.engine import reports, task_state
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.batching import batch_sizes, evaluation_batches, training_batches
 from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import data_sample, require_same_data, samples_to_compare
+from trainer.engine.data_sample import data_samples, require_same_data, samples_to_compare
 from trainer.engine.ema import WeightAverage
 from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.item_count import ItemCount
@@ -73,11 +73,12 @@ class Loop:
         self.task, self.options, self.ctx = task, options, ctx
         seed_all(options.seed)  # so that a random split is the same on all ranks
         self.splits = task.datasets()
+        reports.remark(ctx, "data_read", task.data_note())
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)
         self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
-        train_sample = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
+        samples = data_samples(self.splits, task.collate, num_workers=options.num_workers)
         sample_batches = read_sample_batches(task, self.splits, num_workers=options.num_workers)
         seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
         model = task.model()
@@ -85,9 +86,10 @@ class Loop:
         require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
         if options.activation_checkpointing:
             checkpoint_activations(task, model)
-        samples = samples_to_compare(self.splits, task.collate, train=train_sample, world_size=ctx.world_size)
+        compared = samples_to_compare(samples, world_size=ctx.world_size)
+        state = {"state of the task": task_state.digest(task_state.state_of(task))}
         ctx.before_wait()  # until the others have read their data and built their models, which DDP compares
-        require_same_data(samples, ctx.request)
+        require_same_data(compared, {**ctx.request, **state})
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
@@ -149,7 +151,8 @@ class Loop:
             scaler=self.scaler,
             items=self._items,
             train_batches=self.train_batches,
-            data_sample=train_sample,
+            task=task,
+            data_samples=samples,
             best=self.best,
             best_weights=self._best_weights,
             saving=self._saving,

@@ -66,6 +66,20 @@ class Task:
         """
         raise TypeError(f"{type(self).__name__} has no loss()")
 
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what the task has learnt from its data, such as vocabulary and labels; empty without any.
+
+        It is saved in checkpoints: tensors, numbers, strings, and lists, tuples and dicts of them, alike on all ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the training whose weights are used; called before ``datasets``, which then uses it."""
+
+    def data_note(self) -> str:
+        """Return in one line how the data was read, for the user and the record; empty if that is plain."""
+        return ""
+
     def lengths(self, split: str) -> Sequence[int] | None:
         """Return the length of each sample, to batch samples of similar length; None for no grouping."""
         return None

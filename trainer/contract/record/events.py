@@ -258,6 +258,8 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     write_ms: FiniteFloat
     best: bool = False
     """Whether it is the best so far, and was also written as ``best.pt`` of its folder."""
+    run: str = ""
+    """Id of the run that the file belongs to; empty in records of earlier versions."""
 
 
 class Checksum(Event, kw_only=True, tag="checksum"):
