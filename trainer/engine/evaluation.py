@@ -89,7 +89,9 @@ def evaluate(
     if not count:
         raise TrainingError("loss() returned a count of 0 for every batch of the split")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
-    return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
+    # Floats: a task may compute with tensors, which the record does not hold.
+    metrics = {name: float(value) for name, value in task.metrics(summed, count).items()}
+    return Evaluation(loss=totals["loss"] / count, metrics=metrics)
 
 
 def _exact_sum(values: Sequence[float]) -> float:
