@@ -5,7 +5,6 @@ No pickle: decoding bytes of a foreign process builds values and never runs code
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,7 +27,8 @@ ALIGNMENT = 16
 
 _SIZE_BYTES = 8
 """Length of the header, which holds the size of the tree."""
-_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
+_SCALARS: tuple[type, ...] = (float, str, bytes)
+_CONTAINERS: dict[str, type[Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -84,7 +84,7 @@ def _to_tree(data: Any, tensors: list[Tensor], end: list[int]) -> Any:
     """Return the tree of ``data`` and append its tensors' bytes; ``end[0]`` is the offset of the next tensor."""
     if data is None or isinstance(data, bool):
         return data
-    for scalar in (float, str, bytes):
+    for scalar in _SCALARS:
         if isinstance(data, scalar):
             return scalar(data)  # MessagePack takes no derived type, such as a scalar of numpy or torch's version
     if isinstance(data, int):

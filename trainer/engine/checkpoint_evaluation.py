@@ -9,6 +9,7 @@ from typing import Any
 from trainer import distributed
 from trainer.checkpoint import open_checkpoint
 from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
@@ -31,14 +32,13 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
         TrainingError: the loss is not finite.
     """
     assert options.eval_only is not None
-    if options.resume:
-        raise RequestError("--eval-only does not train, and --resume does: leave one of them out")
+    require_consistent(options, task.options)
     split, path = options.eval_split, Path(options.eval_only)
     seed_all(options.seed)  # as in training, so that a random split is the same one
     splits = task.datasets()
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
-        raise RequestError(f"--eval-split {split}: the task has no such split; it has {known}")
+        raise RequestError(f"--eval-split is {split}, but the task has no such split; it has {known}")
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()

@@ -90,8 +90,8 @@ def evaluate(
         raise TrainingError("loss() returned a count of 0 for every batch of the split")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
     # Floats: a task may compute with tensors, which the record does not hold.
-    metrics = {name: float(value) for name, value in task.metrics(summed, count).items()}
-    return Evaluation(loss=totals["loss"] / count, metrics=metrics)
+    numbers = {name: float(value) for name, value in task.metrics(summed, count).items()}
+    return Evaluation(loss=totals["loss"] / count, metrics=numbers)
 
 
 def _exact_sum(values: Sequence[float]) -> float:
