@@ -24,9 +24,17 @@ from trainer.contract.options import Distributed
 
 LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 SLURM = {
-    **{"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "24", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NNODES": "2"},
-    **{"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
-    **{"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS_PER_NODE": "2"},
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "24",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
 }
 
 
@@ -88,6 +96,7 @@ def exchanges(args: Any) -> dict[str, Any]:
     """Make the exchanges of fairseq's trainer, each by the arguments that it gives."""
     group, device = distributed_utils.get_default_group(), torch.device("cpu")
     rank = args.distributed_rank
+    counts = {"nsentences": rank + 1, "loss": 0.25}
     norm = torch.tensor([rank + 1.0])
     distributed_utils.all_reduce(norm, group=group)
     state = {"model": torch.full((3,), 7.0), "step": 9} if distributed_utils.is_master(args) else None
