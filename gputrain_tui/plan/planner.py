@@ -86,6 +86,12 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         machines.append(machine)
         assignments.append(allocator.allocate(machine, shown, node, where=where))
     world_size = sum(len(assigned.devices) for assigned in assignments)
+    if recipe.world_size not in (None, world_size):
+        counts = " + ".join(str(len(assigned.devices)) for assigned in assignments)
+        raise RequestError(
+            f"{recipe.where('distributed_world_size')} is {recipe.world_size}, but cluster.nodes has {counts} = "
+            f"{world_size} ranks: give the nodes {recipe.world_size}, or set it to {world_size}"
+        )
     require_batch_sizes(recipe.train.batch_size, world_size, where=lambda name: recipe.where("train", name))
     init_method = _init_method(recipe, machines, world_size, local)
     backend = _backend(recipe, assignments)

@@ -23,7 +23,7 @@ from gputrain_tui.recipe.model import (
     SlurmOptions,
     train_options,
 )
-from gputrain_tui.recipe.pytext import is_pytext, translate
+from gputrain_tui.recipe.pytext import is_pytext, share_ranks, translate
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
 from gputrain_tui.recipe.values import check_env, parse_gpus
@@ -72,13 +72,17 @@ def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     notes: tuple[str, ...] = ()
+    config: Source | None = None
     if is_pytext(source.data):
         before = [setting for setting in overrides if setting.strip().startswith("config.")]
         data, keys = override(source.data, before)
-        source, notes = translate(replace(source, data=data, overridden=keys))
+        config = replace(source, data=data, overridden=keys)
+        source, notes = translate(config)
         overrides = [setting for setting in overrides if setting not in before]
     data, keys = override(source.data, overrides)
     source = replace(source, data=data, overridden=source.overridden | keys)
+    source, world_size = (source, None) if config is None else share_ranks(config, source)
+    data = dict(source.data)
     for key in data:
         if key not in TOP_LEVEL_KEYS:
             raise RecipeError(f"{source.where((key,))} is not known{_table_hint(key)}")
@@ -101,6 +105,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
         text=source.text,
         notes=notes,
         origin=source,
+        world_size=world_size,
     )
 
 

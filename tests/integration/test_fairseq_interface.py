@@ -111,9 +111,7 @@ def exchanges(args: Any) -> dict[str, Any]:
         "stats": distributed_utils.all_gather_list(rank, group=group, max_size=16384),
         "sum": norm.item(),
         "max": distributed_utils.all_reduce(torch.tensor([rank]), group, op="max").item(),
-        "dict": dict(
-            distributed_utils.all_reduce_dict({"nsentences": rank + 1, "loss": 0.25}, device=device, group=group)
-        ),
+        "dict": dict(distributed_utils.all_reduce_dict(counts, device=device, group=group)),
         "state": distributed_utils.broadcast_object(state, src_rank=0, group=group, dist_device=device),
         "warned": len(warned),
     }
