@@ -68,12 +68,12 @@ def test_ranks_on_cpus_are_shared_as_well() -> None:
         (
             configuration(**node_table(*({"host": host, "gpus": 16} for host in HOSTS[:2]))),
             [],
-            "config.distributed_world_size is 40, but cluster.nodes has 16 + 16 = 32 ranks: give the nodes 40, or set it to 32",
+            "config.distributed_world_size is 40, but cluster.nodes has 16 + 16 = 32 ranks: give the nodes 40",
         ),
         (
             configuration(),
             [setting(*({"host": host, "gpus": 16} for host in HOSTS[:3]))],
-            "config.distributed_world_size is 40, but cluster.nodes has 16 + 16 + 16 = 48 ranks: give the nodes 40, or set it to 48",
+            "config.distributed_world_size is 40, but cluster.nodes has 16 + 16 + 16 = 48 ranks: give",
         ),
         (
             configuration(),
