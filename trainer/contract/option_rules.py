@@ -90,6 +90,14 @@ def ends_without_validation(options: Training) -> bool:
     return bool(limited) or (options.min_lr >= 0 and _last_lr(options) <= options.min_lr)
 
 
+def start_option(options: Training) -> str:
+    """Return the option with the file or folder that a run reads before its first step; empty if it reads none.
+
+    A run that resumes has its own weights, and does not read those of ``finetune_from``.
+    """
+    return next((name for name in ("eval_only", "resume", "finetune_from") if getattr(options, name)), "")
+
+
 def _of_evaluation(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
     if options.resume:
         yield _Conflict("eval_only", f"does not train, and {named('resume')} does: leave one of them out")
