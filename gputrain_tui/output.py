@@ -60,9 +60,9 @@ def print_styled(text: str) -> None:
     print(text, file=getattr(sys.stdout, "unfiltered", sys.stdout))
 
 
-def print_json(text: str) -> None:
-    """Print JSON with control characters as escapes, which decode to the same text."""
-    print(text if text.isprintable() else re.sub(r"[^ -~]", _json_escape, text))
+def print_json(text: str, *, before: str = "", end: str = "\n") -> None:
+    """Print JSON, between other texts, with control characters as escapes, which decode to the same text."""
+    print(before + (text if text.isprintable() else re.sub(r"[^ -~]", _json_escape, text)), end=end)
 
 
 def json_line(line: bytes) -> bytes:

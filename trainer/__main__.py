@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and __file__ != f"{sys.path[0]}/trainer/__main__.py":
+    # Typed without -P: from here on, no file of the working folder may be imported in place of one of ours.
+    os.execv(sys.executable, [sys.orig_argv[0], "-P", *sys.orig_argv[1:]])
+
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +78,7 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         options, remaining = _read(Distributed, words)
         script = _script(remaining, script_words)
         training = _check_training(remaining) if script is None else None
+        workers = 0 if training is None else training.num_workers
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.agent.launch import launch
@@ -86,6 +92,8 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         _max_local_ranks(options, environ),
         rank_bytes=resource_limits.RANK_BYTES if script is None else resource_limits.SCRIPT_BYTES,
     )
+    if workers:
+        resource_limits.require_shared_memory()
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
     if script is not None:
@@ -129,13 +137,13 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     flags = [option for option in describe(Script) if option.name != "args"]
     values, remaining = read_flags(words, flags)
     if "script" not in values:
-        if "instrument" in values:
-            raise RequestError("--instrument needs --script FILE")
+        if values:
+            raise RequestError(f"{_flag_names(flags)(next(iter(values)))} needs --script FILE")
         if script_words is not None:
             raise RequestError("the arguments after -- are for a script: name it with --script FILE")
         return None
     path = Path(values["script"])
-    if path.is_dir() or not path.exists():
+    if not values.get("module") and (path.is_dir() or not path.exists()):
         reason = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"--script {path} {reason}: name a Python file")
     _, unknown = read_flags(remaining, describe(Training))
@@ -153,7 +161,7 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
 
 
 def _check_training(words: Sequence[str]) -> Training:
-    """Check the options before any process starts; the ranks, which import a user's own task, check its options.
+    """Return the options, checked before any process starts; the ranks, which import a user's own task, check its.
 
     Raises:
         RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.

@@ -10,6 +10,7 @@ import importlib
 import os
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import nlargest
 from pathlib import Path
 
 from gputrain_tui import paths
@@ -22,6 +23,8 @@ HELP = "print the script that completes commands, flags and runs in bash, zsh or
 RECIPES = (".toml", ".json")
 CHECKPOINTS = (".pt", ".safetensors")
 ARCHIVES = (".tar.gz", ".tar.zst")
+OFFERED_RUNS = 200
+"""Runs offered at once; a shell shows no more in one screen, and a word that is longer offers others."""
 
 BASH = r"""# Completion of gputrain for bash. In ~/.bashrc:  eval "$(gputrain completion bash)"
 _gputrain() {
@@ -130,7 +133,7 @@ def _values(action: Action, word: str) -> Iterator[tuple[str, str]]:
         yield from _with_prefix(((str(choice), "") for choice in action.choices), word)
     for kind in str(action.metavar or "").split("|"):
         if kind == "RUN":
-            yield from _with_prefix(((name, "") for name in _run_names()), word)
+            yield from _with_prefix(((name, "") for name in _run_names(word)), word)
             yield from (found for found in _files(word, ARCHIVES) if "/" in word or not found[0].endswith("/"))
         elif kind == "KEY=VALUE":
             yield from _with_prefix(_keys(), word)
@@ -140,15 +143,15 @@ def _values(action: Action, word: str) -> Iterator[tuple[str, str]]:
             yield from _with_prefix([(kind, "")], word)
 
 
-def _run_names() -> Iterator[str]:
-    """Yield ``last`` and the names of the run directories, newest first."""
+def _run_names(word: str) -> Iterator[str]:
+    """Yield ``last`` and the names of the newest run directories that begin with a word, newest first."""
     try:
         with os.scandir(paths.runs_folder()) as entries:
             names = [entry.name for entry in entries if entry.name[:8].isdecimal()]
     except (OSError, RequestError):
         return
     yield from (["last"] if names else [])
-    yield from sorted(names, reverse=True)
+    yield from nlargest(OFFERED_RUNS, (name for name in names if name.startswith(word)))
 
 
 def _keys() -> Iterator[tuple[str, str]]:

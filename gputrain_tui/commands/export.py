@@ -65,7 +65,7 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
     words = [*(["--force"] if args.force else []), "--", str(chosen.path), str(output)]
     # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
     )
     if done.returncode != ExitCode.FINISHED:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
@@ -115,18 +115,20 @@ def _archive(args: Namespace, output: Path | None) -> int:
     from gputrain_tui.history.export.archive import Archive
 
     run = _run(args)
-    archive = Archive(run)
+    archive = Archive(run, logs=bool(args.logs))
     output = _place(args, run, output)
     progress = ExportProgress(f"{run.id} to {args.to}")
     progress.total_bytes = archive.total_bytes
     with _file(output) as file, closing(progress):
-        written = archive.write(file, environment=os.environ, advance=progress.advance)
+        written = archive.write(file, environment=os.environ, project=Path.cwd(), advance=progress.advance)
     for line in shortcomings(run):
         narrate(line)
     for line in written.left_out:
         narrate(f"left out: {line}")
-    if written.masked:
-        narrate(f"masked, by their names: {', '.join(written.masked)}")
+    if written.hidden:
+        narrate(f"hidden: {written.hidden:,} values of variables, arguments and settings")
+    if not args.logs:
+        narrate("left out: what ranks printed, and texts of their exceptions; --logs adds them")
     _report(output, f"{written.files:,} files of {run.id}, {size(written.bytes)} unpacked, without checkpoints")
     return ExitCode.FINISHED
 
@@ -184,7 +186,7 @@ FORMATS = {
     "jsonl": ExportFormat(suffix=".jsonl", write=_steps(write_jsonl), takes=("rank",)),
     "tensorboard": ExportFormat(suffix=".tensorboard", write=_tensorboard, takes=("rank",)),
     "chrome-trace": ExportFormat(suffix=".trace.json", write=_steps(write_trace), takes=("rank",)),
-    "archive": ExportFormat(suffix=".tar.gz", write=_archive),
+    "archive": ExportFormat(suffix=".tar.gz", write=_archive, takes=("logs",)),
     "safetensors": ExportFormat(suffix=".safetensors", write=_safetensors, takes=("checkpoint",)),
 }
 """Formats by their names for ``--to``."""
@@ -199,7 +201,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=tuple(FORMATS),
         required=True,
         help="csv, jsonl: a line per rank and step; tensorboard: a folder of event files; chrome-trace: a timeline for "
-        "Perfetto; archive: recipe, plan, record and logs as one file for `gputrain attach`; safetensors: weights",
+        "Perfetto; archive: recipe, plan and record as one file for `gputrain attach`; safetensors: weights",
     )
     parser.add_argument(
         "-o",
@@ -208,13 +210,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         help="default: the run's or the checkpoint's name, in this folder; - writes one file to standard output",
     )
+    parser.add_argument(
+        "--logs",
+        action="store_true",
+        default=None,
+        help="with --to archive: add what the ranks printed, and the texts of their exceptions",
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run(args: Namespace) -> int:
     """Write the file; return the exit code."""
     chosen = FORMATS[args.to]
-    for flag in ("rank", "checkpoint"):
+    for flag in ("rank", "checkpoint", "logs"):
         if getattr(args, flag) is not None and flag not in chosen.takes:
             able = ", ".join(name for name, other in FORMATS.items() if flag in other.takes)
             raise RequestError(f"export: --{flag} is for --to {able}, not for {args.to}")

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gputrain_tui.history.export.masking import is_secret_variable
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import narrate
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.launch_command import read_launch_command, split_command
-from gputrain_tui.recipe.new_recipe import NewRecipe, from_command
+from gputrain_tui.recipe.launch_command import split_command
+from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_words
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
-from gputrain_tui.shell_words import shell_joined, shell_quoted
+from gputrain_tui.shell_words import shell_quoted
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted
 from trainer.contract.schema import describe
@@ -44,10 +43,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write the recipe."""
     if args.words or not sys.stdin.isatty():
-        new = _from_words(args.words or split_command(sys.stdin.read(MAX_RECIPE_BYTES)))
+        words = args.words or split_command(sys.stdin.read(MAX_RECIPE_BYTES))
+        new = from_words(words)
     else:
         new = _from_answers()
-    output = args.output or _file_name(new.name)
+    output = args.output or file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
     build(text, name=output)
     if output == "-":
@@ -63,10 +63,6 @@ def run(args: Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def _file_name(name: str) -> str:
-    return (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "recipe") + ".toml"
-
-
 def _write(path: Path, text: str, *, force: bool) -> None:
     """Write the recipe.
 
@@ -80,17 +76,6 @@ def _write(path: Path, text: str, *, force: bool) -> None:
         raise RequestError(
             f"init: {path} already exists: replace it with --force, or name another file with -o"
         ) from None
-
-
-def _from_words(words: list[str]) -> NewRecipe:
-    command = read_launch_command(words, read_file=_read_file, is_secret=is_secret_variable)
-    shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
-    return from_command(command, typed=shell_joined(shown))
-
-
-def _read_file(name: str) -> str:
-    with Path(name).expanduser().open(encoding="utf-8", errors="replace") as file:
-        return file.read(MAX_RECIPE_BYTES)
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
@@ -137,7 +122,7 @@ def _ask(question: str, parse: Callable[[str], T]) -> T:
 
 
 def _command(text: str) -> NewRecipe | None:
-    return _from_words(split_command(text)) if text else None
+    return from_words(split_command(text)) if text else None
 
 
 def _script_or_task(text: str) -> str:

@@ -59,7 +59,8 @@ def run(args: Namespace) -> int:
     printed = (follow_logs if args.follow else print_logs)(found, only, show)
     if not printed:
         whose = "rank " + " or ".join(map(str, ranks)) if ranks else "any rank"
-        print(f"nothing was printed by {whose} of {found.id}", file=sys.stderr)
+        known = "" if found.status.archived is None else ", or its archive was made without --logs"
+        print(f"nothing was printed by {whose} of {found.id}{known}", file=sys.stderr)
     return ExitCode.FINISHED
 
 

@@ -98,6 +98,7 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
                 out=copied_to,
                 stop_request=stop_request,
                 report=report,
+                is_script=prepared.recipe.script is not None,
             )
 
         with closing(foreground.JsonStream(started, out) if json else RunReader(started.dir)) as reader:

@@ -8,14 +8,15 @@ import shutil
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, run_filter, sorted_runs
-from gputrain_tui.history.runs import list_all
+from gputrain_tui.history.runs import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
-from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize_runs
+from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
 from gputrain_tui.output import print_json, print_styled
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
@@ -71,26 +72,63 @@ def run(args: Namespace) -> int:
     """
     wanted = run_filter(args.filter)
     sorted_runs([], args.sort or NEWEST_FIRST)
-    runs, unreadable = list_all()
-    if any(run.state not in ENDED and read_job(run.dir) is not None for run in runs):
-        from gputrain_tui.lifecycle.slurm_jobs import refresh
+    counted = 0
 
-        runs = [refresh(run) for run in runs]
-    listed = summarize_runs(runs, unreadable, now=time.time())
-    entries: list[Entry] = [entry for entry in listed if wanted.keeps(entry)]
+    def kept() -> Iterator[Entry]:
+        nonlocal counted
+        for counted, entry in enumerate(_entries(), start=1):  # noqa: B007 - the count is read at the end
+            if wanted.keeps(entry):
+                yield entry
+
+    entries = kept()
     if args.sort or args.reverse:
-        entries = sorted_runs(entries, args.sort or NEWEST_FIRST, reverse=args.reverse)
+        entries = iter(sorted_runs(list(entries), args.sort or NEWEST_FIRST, reverse=args.reverse))
     if args.json:
-        print_json(json.dumps(entries, ensure_ascii=False))
-    elif entries:
-        terminal = sys.stdout.isatty()
-        cells = shutil.get_terminal_size().columns if terminal else None
-        print_styled(report(entries, colour=terminal and not os.environ.get("NO_COLOR"), cells=cells))
-    elif listed:
-        print(f"none of {len(listed)} runs matches {wanted.text!r}", file=sys.stderr)
-    else:
-        print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
+        _print_json(entries)
+    elif not _print_pages(entries):
+        if counted:
+            print(f"none of {counted} runs matches {wanted.text!r}", file=sys.stderr)
+        else:
+            print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
     return ExitCode.FINISHED
+
+
+def _entries() -> Iterator[Entry]:
+    """Yield the summaries of all runs, newest first, each read when it is asked for; unreadable ones last."""
+    unreadable: list[Entry] = []
+    now = time.time()
+    for found in newest_runs():
+        if isinstance(found, UnreadableRun):
+            unreadable.append(summarize_unreadable(found))
+            continue
+        run = found
+        if run.state not in ENDED and read_job(run.dir) is not None:
+            from gputrain_tui.lifecycle.slurm_jobs import refresh
+
+            run = refresh(run)
+        yield summarize(run, now=now)
+    yield from unreadable
+
+
+def _print_json(entries: Iterable[Entry]) -> None:
+    """Print one array, each run as soon as it is read."""
+    count = 0
+    for count, entry in enumerate(entries, start=1):
+        print_json(json.dumps(entry, ensure_ascii=False), before="[" if count == 1 else ", ", end="")
+    print("]" if count else "[]")
+
+
+def _print_pages(entries: Iterator[Entry]) -> bool:
+    """Print tables of ``RECENT_RUNS`` runs, so that the newest are shown before all are read; return whether any."""
+    terminal = sys.stdout.isatty()
+    cells = shutil.get_terminal_size().columns if terminal else None
+    titles = ""
+    while page := list(islice(entries, RECENT_RUNS)):
+        text = report(page, colour=terminal and not os.environ.get("NO_COLOR"), cells=cells)
+        first, _, rest = text.partition("\n")
+        print_styled(rest if first == titles else text)
+        titles = first
+    return bool(titles)
 
 
 def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None = None) -> str:

@@ -95,6 +95,8 @@ def _group(
         )  # fmt: skip
 
 
+NEW_RECIPE = "Write a recipe for a script, a task or a torchrun command"
+
 ACTIONS: tuple[Action, ...] = (
     *_group("Screens", (EVERYWHERE,),
         ("go('cluster')", "1", "Cluster", 20, "Show the machines and their GPUs"),
@@ -108,7 +110,8 @@ ACTIONS: tuple[Action, ...] = (
         ("help_quit", "ctrl+c", "Copy", 0, "Copy the selected text; without a selection, show which key quits"),
         ("quit", "q", "Quit", 99, "Leave the console; runs continue")),
     *_group("Start", WELCOME,
-        ("app.demo", "d", "Run the demo", 1, "Train a small model on this machine, about half a minute")),
+        ("app.demo", "d", "Run the demo", 1, "Train a small model on this machine, about half a minute"),
+        ("app.new_recipe", "n", "New recipe", 2, NEW_RECIPE)),
     *_group("Ranks", RUN,
         ("open_rank", "enter", "Rank", 1, "Open the selected rank"),
         ("sort", "s", "Sort", 22, "Sort the ranks by the next column"),
@@ -175,6 +178,7 @@ ACTIONS: tuple[Action, ...] = (
         ("add_node", "a", "Add node", 12, "Add a node to the cluster"),
         ("remove_node", "x", "Remove node", 0, "Remove the node under the cursor")),
     *_group("Recipe", LAUNCH,
+        ("new_recipe", "n", "New recipe", 4, NEW_RECIPE),
         ("save", "s", "Save", 3, "Save the recipe; its comments stay"),
         ("save_as", "A", "Save as", 4, "Save the recipe under another name")),
     *_group("Plan", LAUNCH,

@@ -29,7 +29,7 @@ from textual.widget import AwaitMount
 from textual.widgets import Input
 
 from gputrain_tui.console import settings, stderr_guard, tmux_buffer
-from gputrain_tui.console.actions import EVERYWHERE, available, bindings
+from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bindings
 from gputrain_tui.console.end_notice import EndNotice
 from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
@@ -325,6 +325,8 @@ class GputrainApp(OrderedKeys):
             yield SystemCommand(
                 f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, action.path)
             )
+        if getattr(screen, "PLACE", "") not in ("launch", "welcome"):
+            yield SystemCommand("New recipe", NEW_RECIPE, self.action_new_recipe)
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         on = settings.notifies(os.environ)
         help = f"{'Do not ring or' if on else 'Ring and'} notify the desktop when the run on the screen ends"
@@ -348,7 +350,7 @@ class GputrainApp(OrderedKeys):
     # Called by screens
 
     def list_runs(self) -> list[Run]:
-        """Return all runs, newest first; if their folder cannot be read, report the error and return none."""
+        """Return the newest runs, newest first; if their folder cannot be read, report the error and return none."""
         try:
             return self._runs()
         except RequestError as error:
@@ -390,12 +392,17 @@ class GputrainApp(OrderedKeys):
         else:
             start_demo(self)
 
+    async def action_new_recipe(self) -> None:
+        """Go to the launch screen, which asks what the new recipe is for."""
+        self.session.wants_new = True
+        await self.action_go("launch")
+
     def compare_with_last(self, run: Run) -> None:
         """Open the compare screen on a run and another one of its recipe: the newest before it, or else after it."""
         runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
         before = [each for each in runs if each.id < run.id]
         if not runs:
-            self.report(f"there is no other run of {run.status.recipe}; History (4) compares any two")
+            self.report(f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two")
             return
         from gputrain_tui.console.screens.compare import CompareScreen
 

@@ -23,6 +23,8 @@ class LaunchSession:
     """Drafts of the recipes opened so far, by file."""
     source: str | None = None
     """Recipe file that the launch screen opens when it is shown next."""
+    wants_new: bool = False
+    """Whether the launch screen asks for a new recipe when it is shown next."""
     recipe: Recipe | None = None
     """Recipe in the form; None if it is invalid or none is open."""
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -6,13 +6,17 @@ threshold. It keeps the steps that it has read, so that the cost of an update de
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from traceback import extract_tb
+from typing import TypeVar
 
 from gputrain_tui.diagnosis.bounds import bounds
 from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
 from gputrain_tui.diagnosis.memory import MemoryGrowth
+from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
 from gputrain_tui.diagnosis.straggler import WINDOW_ROWS, stragglers
 from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, host_and_device
@@ -31,6 +35,7 @@ KINDS = frozenset(
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
 
 Key = tuple[str, int | None]
+T = TypeVar("T")
 
 
 class Diagnosis:
@@ -46,6 +51,10 @@ class Diagnosis:
         self._non_finite = NonFinite()
         self._activity = RankActivity()
         self._adopted = False
+        self._failed: dict[str, str] = {}
+        """Checks that have failed by a defect of their own and are not made again, each with a line that says why."""
+        self._reported: set[str] = set()
+        """Failed checks that were reported."""
 
     def update(self, state: RunState, now: float) -> list[Finding]:
         """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""
@@ -57,7 +66,7 @@ class Diagnosis:
             key = (symptom.kind, symptom.rank)
             if key not in present or present[key].value < symptom.value:
                 present[key] = symptom
-        events = self._clear(present, state, now)
+        events = [*self._clear(present, state, now), *self._failures(now)]
         for key, symptom in present.items():
             if symptom.confirmed and symptom.value >= symptom.threshold and self._is_new(key, symptom):
                 finding = _finding(symptom, state, now)
@@ -69,7 +78,33 @@ class Diagnosis:
         return events
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
-        """Return all symptoms that are present now."""
+        """Return all symptoms that are present now; a check that fails does not keep the others from being made."""
+        found: list[Symptom] = []
+        added = self._attempt("the comparison of ranks", lambda: self._new_rows(state))
+        for name, check in self._checks(state, now, added).items():
+            found += self._attempt(name, check) or ()
+        return found
+
+    def _attempt(self, name: str, check: Callable[[], Sequence[T]]) -> Sequence[T] | None:
+        """Return the result of a check; None if it fails, or has failed before."""
+        if name in self._failed:
+            return None
+        try:
+            return check()
+        except Exception as error:  # noqa: BLE001 - a defect of one check must not end the others
+            place = extract_tb(error.__traceback__)[-1]
+            where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+            self._failed[name] = f"{name} is no longer checked: {type(error).__name__}: {error} ({where})"
+            return None
+
+    def _failures(self, now: float) -> list[Finding]:
+        """Return a finding for each check that has failed since the last call."""
+        new = [name for name in self._failed if name not in self._reported]
+        self._reported.update(new)
+        return [Finding(time=now, kind="not_diagnosed", severity="info", message=self._failed[name]) for name in new]
+
+    def _new_rows(self, state: RunState) -> list[StepRow]:
+        """Read the new events; return the rows that they add."""
         timeline = self._timeline
         before = timeline.rows[-1] if timeline.rows else None
         timeline.follow(state)
@@ -77,17 +112,29 @@ class Diagnosis:
         if any(kind == "straggler" for kind, _ in self._raised):
             for row in added:
                 row.straggling = True
-        return [
-            *stragglers(state, timeline, uneven=("imbalance", None) in self._raised),
-            *self._imbalance.symptoms(timeline, added),
-            *bounds(state, timeline),
-            *self._contention.symptoms(state),
-            *self._non_finite.symptoms(state),
-            *loss_spikes(state, timeline),
-            *self._memory.symptoms(state),
-            *([] if self._ranks_reported_desync(state) else desync(state)),
-            *stalls(state, self._activity, now),
-        ]
+        return added
+
+    def _checks(
+        self, state: RunState, now: float, added: Sequence[StepRow] | None
+    ) -> Mapping[str, Callable[[], Sequence[Symptom]]]:
+        """Return the checks by the kind of their findings; ``added``: new rows, None where there are none any more."""
+        checks: dict[str, Callable[[], Sequence[Symptom]]] = {
+            "cpu_contention": lambda: self._contention.symptoms(state),
+            "non_finite": lambda: self._non_finite.symptoms(state),
+            "memory_creep": lambda: self._memory.symptoms(state),
+            "desync": lambda: [] if self._ranks_reported_desync(state) else desync(state),
+            "stalled": lambda: stalls(state, self._activity, now),
+        }
+        if added is None:
+            return checks
+        timeline = self._timeline
+        return {
+            "straggler": lambda: stragglers(state, timeline, uneven=("imbalance", None) in self._raised),
+            "imbalance": lambda: self._imbalance.symptoms(timeline, added),
+            "input_bound": lambda: bounds(state, timeline),
+            "loss_spike": lambda: loss_spikes(state, timeline),
+            **checks,
+        }
 
     def _ranks_reported_desync(self, state: RunState) -> bool:
         """Whether the ranks themselves have raised a desync finding, which has more detail."""

@@ -57,10 +57,10 @@ ADVICE = {
     "imbalance_samples": "give all ranks the same number of samples in each step (a DistributedSampler with "
     "drop_last) or, if their speeds differ, in proportion to speed",
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, unbounded caches",
-    "non_finite": "stop the run: it learns nothing more. Resume from a checkpoint from before step {step}, with a "
-    "lower learning rate or clipped gradients (clip_norm; clipping does not remove a NaN), or with bf16 instead of "
-    "fp16. If it recurs at the same step, look at that batch; torch.autograd.set_detect_anomaly(True) names "
-    "the operation",
+    "non_finite": "a learning rate that is too high is the usual cause. Stop the run, as it learns nothing more, and "
+    "resume from a checkpoint from before step {step} with a lower one, with clipped gradients (clipping does not "
+    "remove a NaN), or with bf16 instead of fp16. If it recurs at the same step, look at that batch; "
+    "torch.autograd.set_detect_anomaly(True) names the operation",
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",

@@ -134,8 +134,9 @@ def loss_spikes(state: RunState, timeline: Timeline) -> list[Symptom]:
             threshold=threshold,
             confirmed=min(newest) - usual >= threshold / 2,
             step=state.step,
-            message=f"the loss jumped from {usual:.4g} to {median(newest):.4g} nats",
-            evidence={"loss_nats": median(newest), "usual_loss_nats": usual, "noise_nats": noise},
+            message=f"the loss jumped from {usual:.4g} to {median(newest):.4g}"
+            + (f" {state.loss_unit}" if state.loss_unit else ""),
+            evidence={"loss": median(newest), "usual_loss": usual, "loss_noise": noise},
             advice=ADVICE["loss_spike"],
         )
     ]

@@ -167,8 +167,10 @@ class Timeline:
             self.losses.append(sum(known) / len(known))
         measured = [phases for phases in map(_mean_phases, parts) if phases is not None]
         if last > self._last_warm_up and len(measured) == len(parts):
-            singles = zip(*(_waits(each, first, last) for each in parts), strict=True)
-            waits = [cast(tuple[float, ...], each) for each in singles if None not in each]
+            each_rank = [_waits(each, first, last) for each in parts]
+            if any(len(waits) != last - first + 1 for waits in each_rank):
+                return  # a rank's record has a gap within these steps
+            waits = [cast(tuple[float, ...], each) for each in zip(*each_rank, strict=True) if None not in each]
             self.rows.append(StepRow(last, measured, waits, last - first + 1))
 
 

@@ -9,6 +9,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import event_line
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.tables import TableColumn, duration, table, width as cells
 from trainer.contract.record import Failure
@@ -127,9 +128,8 @@ def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[
     subject = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
     when = f" at step {failure.step}" if failure.step is not None else ""
-    kind = failure.kind.replace("_", " ")
     lines: list[list[Piece]] = [
-        [(f"{subject} failed{where}{when}: {kind}", "alarm")],
+        [(f"{subject} failed{where}{when}: {failure_words(failure)}", "alarm")],
         [("  " + failure.message, "bold")],
     ]
     if log:

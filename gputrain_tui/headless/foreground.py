@@ -38,6 +38,9 @@ from trainer.host.stop_request import StopRequest
 LEASE_END_TIMEOUT_S = 30.0
 """Time for a supervisor to kill all processes of the run after its lease ended, before it is killed."""
 STOPPING = "stopping every process of the run, once it has saved; Ctrl-C again to stop without saving"
+SCRIPT_STOPPING = (
+    "stopping every process of the run; a script saves its own checkpoints, on SIGTERM; Ctrl-C again to stop at once"
+)
 NOT_WAITING = "not waiting for a checkpoint"
 
 
@@ -83,6 +86,7 @@ def follow(
     out: SafeStream | None,
     stop_request: StopRequest,
     report: Callable[[str], None],
+    is_script: bool,
 ) -> int:
     """Show a run until its supervisor has ended; return the supervisor's exit code.
 
@@ -96,6 +100,7 @@ def follow(
         out: stream to which the reader copies the events; None if it does not.
         stop_request: request of this process, forwarded to the supervisor.
         report: writes a line for people.
+        is_script: whether the ranks run a script, of whose checkpoints nothing is known.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
@@ -116,7 +121,8 @@ def follow(
                 if view is not None:
                     view.update(events)
                 if level := stop_request.risen():
-                    report(STOPPING if level == StopLevel.SAVE else NOT_WAITING)
+                    saving = SCRIPT_STOPPING if is_script else STOPPING
+                    report(saving if level == StopLevel.SAVE else NOT_WAITING)
                     asked_at = min(asked_at, time.monotonic())
                 if not over and time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
                     supervisor.kill()  # the caller starts another one, which ends the run

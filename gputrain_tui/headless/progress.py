@@ -107,7 +107,7 @@ def _measures(
 
 
 def _start_pieces(state: RunState, now: float) -> list[Piece]:
-    """Return the progress before the first step: queued, starting, joined ranks, or ready."""
+    """Return the progress before the first step: queued, starting, joined ranks, or none missing."""
     waited = f"  {duration(now - state.started)}" if state.started is not None else ""
     joined, missing = state.joined, state.missing
     count = f"{state.world_size} rank{'s' * (state.world_size != 1)}"
@@ -120,7 +120,7 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     elif any(view.state == "validating" for view in state.ranks.values()):
         text = f"{count} evaluate"
     else:
-        text = f"{count} ready"
+        text = f"{count} started, no step yet"
     return [(text, ""), (waited, "dim")]
 
 

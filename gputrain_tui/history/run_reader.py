@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from operator import attrgetter
+from itertools import accumulate
 
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.plan_file import planned_world_size
@@ -14,8 +14,8 @@ from trainer.contract.record import AnyEvent, RunDir, RunEnded, decode_events
 class RunReader:
     """Follows the events of a run, of all ranks and nodes.
 
-    The events of one poll are sorted by time. ``run_ended`` comes last of all: it is held back while other files have a
-    backlog.
+    The events of one poll are merged by time, those of one file in the order of its lines, also where its clock was set
+    back. ``run_ended`` comes last of all: it is held back while other files have a backlog.
     """
 
     budget_bytes = 8 << 20
@@ -36,13 +36,16 @@ class RunReader:
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Return the events appended since the last poll."""
         events: list[AnyEvent] = []
+        times: list[float] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
             found = decode_events(lines, self._world_size)
             if name == "run" and found and isinstance(last := found[-1], RunEnded):
                 self._ended = last
                 found.pop()
             events += found
-        events.sort(key=attrgetter("time"))
+            times += accumulate((event.time for event in found), max)
+        order = sorted(range(len(events)), key=times.__getitem__)
+        events = [events[index] for index in order]
         if self._ended is not None and not self._follower.backlog_bytes:
             events.append(self._ended)
             self._ended = None

@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,12 @@ ARCHIVES = (".tar.gz", ".tgz")
 """Suffixes of archives."""
 
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
+SECOND_CHARS = len("20261121-010203")
+"""Leading characters of a run id: the second in which it started."""
+RECENT_RUNS = 200
+"""Runs that are read where a command or screen needs the newest ones; a list of all reads these first."""
+SHOWN_MATCHES = 4
+"""Runs that a message names at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +104,14 @@ def create(
             while True:
                 name = base if number == 1 else f"{base}-{number}"
                 final = RunDir(folder / name)
-                status = Status(run=name, recipe=recipe, world_size=world_size, supervisor=identify(), started=started)
+                status = Status(
+                    run=name,
+                    recipe=recipe,
+                    world_size=world_size,
+                    supervisor=identify(),
+                    started=started,
+                    inode=draft.path.stat().st_ino,
+                )
                 draft.plan.write_bytes(plan(final))
                 write_status(draft, status)
                 try:
@@ -142,11 +156,20 @@ def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, ru
         write_atomically(run.plan, msgspec.json.encode(plan))
         status = Status(run=run.path.name, recipe=recipe, world_size=plan.world_size, by_hand=True, started=now)
         write_status(run, status)
-        if run.path.parent != runs and not any(path.resolve() == run.path.resolve() for path in runs.glob("2*")):
+        if run.path.parent != runs and not _is_linked(runs, run.path):
             runs.mkdir(mode=0o700, parents=True, exist_ok=True)
             (runs / run_id(recipe, now)).symlink_to(run.path.resolve())
     except OSError as error:
         raise RequestError(f"--run-dir {run.path} cannot be written: {error.strerror}") from None
+
+
+def _is_linked(runs: Path, path: Path) -> bool:
+    """Whether the folder of the runs has a link to a directory."""
+    try:
+        with os.scandir(runs) as entries:
+            return any(Path(entry.path).resolve() == path.resolve() for entry in entries if entry.is_symlink())
+    except FileNotFoundError:
+        return False
 
 
 def run_id(recipe: str, started: float) -> str:
@@ -182,28 +205,57 @@ def open_directory(path: Path) -> Run:
     return Run(dir=directory, status=status, state=status.status)
 
 
-def list_runs(root: Path | None = None) -> list[Run]:
-    """Return all readable runs, newest first."""
-    return list_all(root)[0]
+def list_runs(root: Path | None = None, *, limit: int = RECENT_RUNS) -> list[Run]:
+    """Return the newest readable runs, newest first."""
+    return list(islice((run for run in newest_runs(root) if isinstance(run, Run)), limit))
 
 
-def list_all(root: Path | None = None) -> tuple[list[Run], list[UnreadableRun]]:
-    """Return all readable runs, newest first, and the unreadable folders that are named like runs."""
+def newest_runs(root: Path | None = None) -> Iterator[Run | UnreadableRun]:
+    """Return all runs, newest first, each read when it is asked for; unreadable ones have their place by their id.
+
+    Raises:
+        RequestError: the folder of the runs cannot be read.
+    """
     folder = paths.runs_folder() if root is None else root
-    runs, unreadable = [], []
-    for name in _folder_names(folder):
-        directory = RunDir(folder / name)
-        try:
-            status = require_status(directory)
-        except RecordError as error:
-            if RUN_ID.match(name):
-                problem = str(error).replace(str(directory.status), "status.json", 1)
-                unreadable.append(UnreadableRun(dir=directory, problem=problem))
-        else:
-            runs.append(Run(dir=directory, status=status, state=state_of(status)))
-    runs.sort(key=lambda run: (run.status.started, run.id), reverse=True)
-    unreadable.sort(key=lambda run: run.id, reverse=True)
-    return runs, unreadable
+    return (run for names in names_by_second(folder) for run in _read_group(folder, names))
+
+
+def names_by_second(folder: Path) -> list[list[str]]:
+    """Return the names of the folders that may be runs, those of one second together, latest second first.
+
+    Raises:
+        RequestError: the folder cannot be read.
+    """
+    return _by_second(folder, _folder_names(folder))
+
+
+def _by_second(folder: Path, names: Iterable[str]) -> list[list[str]]:
+
+    def second(name: str) -> str:
+        if RUN_ID.match(name):
+            return name[:SECOND_CHARS]
+        run = open_run(folder / name)  # a copied or renamed folder
+        return "" if run is None else run_id("", run.status.started)[:SECOND_CHARS]
+
+    seconds = sorted(((second(name), name) for name in names), reverse=True)
+    return [[name for _, name in group] for _, group in groupby(seconds, key=lambda pair: pair[0])]
+
+
+def _read_group(folder: Path, names: Sequence[str]) -> list[Run | UnreadableRun]:
+    found = [run for name in names if (run := read_run(folder / name)) is not None]
+    return sorted(found, key=lambda run: (run.status.started if isinstance(run, Run) else 0.0, run.id), reverse=True)
+
+
+def read_run(path: Path) -> Run | UnreadableRun | None:
+    """Return the run of a folder; None where it has no readable status and is not named like a run."""
+    directory = RunDir(path)
+    try:
+        status = require_status(directory)
+    except RecordError as error:
+        if not RUN_ID.match(path.name):
+            return None
+        return UnreadableRun(dir=directory, problem=str(error).replace(str(directory.status), "status.json", 1))
+    return Run(dir=directory, status=status, state=state_of(status))
 
 
 def _folder_names(folder: Path) -> list[str]:
@@ -229,19 +281,37 @@ def find(wanted: str, root: Path | None = None) -> Run:
 
         return open_directory(unpack(Path(wanted)))
     folder = paths.runs_folder() if root is None else root
-    runs, unreadable = list_all(folder)
-    if wanted == "last" and runs:
-        return runs[0]
-    fitting = [run for run in runs if run.id == wanted] or [run for run in runs if wanted and run.id.startswith(wanted)]
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
-        names = ", ".join(run.id for run in fitting[:4]) + (", …" if len(fitting) > 4 else "")
-        raise RequestError(f"{quoted(wanted)} matches {len(fitting)} runs: {names}")
-    for broken in unreadable:
-        if wanted == "last" or (wanted and broken.id.startswith(wanted)):
-            raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
-    if not runs:
+    if wanted == "last":
+        fitting = newest_runs(folder)
+    else:
+        names = _folder_names(folder)
+        chosen = [wanted] if wanted in names else [name for name in names if wanted and name.startswith(wanted)]
+        fitting = (run for each in _by_second(folder, chosen) for run in _read_group(folder, each))
+    broken: UnreadableRun | None = None
+    found: list[Run] = []
+    for run in fitting:
+        if isinstance(run, UnreadableRun):
+            broken = broken or run
+        elif wanted == "last":
+            return run
+        else:
+            found.append(run)
+        if len(found) > SHOWN_MATCHES:
+            break
+    if len(found) == 1:
+        return found[0]
+    if found:
+        shown = ", ".join(run.id for run in found[:SHOWN_MATCHES])
+        count = (
+            f"{len(found)} runs: {shown}"
+            if len(found) <= SHOWN_MATCHES
+            else f"more than {SHOWN_MATCHES} runs: {shown}, …"
+        )
+        raise RequestError(f"{quoted(wanted)} matches {count}")
+    if broken is not None:
+        raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
+    recent = [run.id for run in list_runs(folder)]
+    if not recent:
         raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
-    guess = nearest(wanted, [run.id for run in runs]) or f"; the last one is {runs[0].id!r}"
+    guess = nearest(wanted, recent) or f"; the last one is {recent[0]!r}"
     raise RequestError(f"no run is called {quoted(wanted)}{guess}")

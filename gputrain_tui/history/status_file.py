@@ -42,6 +42,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether its commands were typed by a user: without a supervisor its end is read from its record."""
     supervisor: ProcessIdentity | None = None
     """Process responsible for the run: its creator until the supervisor has taken over."""
+    inode: Count | None = None
+    """Inode of the run directory; a copy of it has another one."""
     started: UnixSeconds = 0.0
     """Unix seconds."""
     ended: UnixSeconds | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -23,11 +22,6 @@ SUMMARY_KEYS = (
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 UNREADABLE = "unreadable"
 """State of a run whose directory cannot be read."""
-
-
-def summarize_runs(runs: Sequence[Run], unreadable: Sequence[UnreadableRun], *, now: float) -> list[dict[str, Any]]:
-    """Return the summaries of all runs, unreadable ones last."""
-    return [*(summarize(run, now=now) for run in runs), *map(summarize_unreadable, unreadable)]
 
 
 def summarize_unreadable(run: UnreadableRun) -> dict[str, Any]:

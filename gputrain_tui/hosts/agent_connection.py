@@ -25,6 +25,7 @@ MODULES = (
     "trainer.host.boot",
     "trainer.host.processes",
     "trainer.host.descendants",
+    "trainer.host.import_path",
     "trainer.host.prctl",
     "trainer.host.proc_environ",
     "trainer.host.stop_request",
@@ -69,7 +70,7 @@ class Connection:
             self._unsent = json.dumps({"ask": "serve", "request": request}).encode() + b"\n"
             return
         self._mark = f"gputrain-{secrets.token_hex(8)}:".encode()
-        words = ssh.command_line(host, "python3", "-c", READER, self._mark.decode(), own=True)
+        words = ssh.command_line(host, "python3", "-I", "-c", READER, self._mark.decode(), own=True)
         try:
             self._pipes = HostPipes.started(words)
         except OSError as error:

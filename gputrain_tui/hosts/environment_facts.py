@@ -169,7 +169,8 @@ def _own_file(task: str, script: str) -> Path | None:
         return None
     first, *rest = module.split(".")
     with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(first)  # find_spec of a dotted name would import the parent package
+        # The working folder is not in ``sys.path``; find_spec of a dotted name would import the parent package.
+        spec = importlib.machinery.PathFinder.find_spec(first, [str(Path.cwd())]) or importlib.util.find_spec(first)
         if spec is not None and not rest and spec.origin is not None:
             return Path(spec.origin)
         for folder in (spec and spec.submodule_search_locations) or ():

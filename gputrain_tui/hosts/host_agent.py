@@ -27,6 +27,7 @@ from trainer.contract.home_folder import expand_home
 from trainer.contract.stop_level import StopLevel
 from trainer.host.boot import boot_id
 from trainer.host.descendants import kill_descendants
+from trainer.host.import_path import node_environment
 from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
 from trainer.host.proc_environ import RUN
 from trainer.host.processes import environ_value, read_stat
@@ -298,7 +299,7 @@ def node_launch(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], d
     ]
     argv[0] = str(expand_home(argv[0]))
     workdir = expand_home(request["workdir"])
-    env = {**os.environ, **request["env"], RUN: str(run_dir), LEASE: "stdin"}
+    env = node_environment(os.environ, request["env"] | {RUN: str(run_dir), LEASE: "stdin"}, str(workdir))
     if not workdir.is_dir():
         raise NodeRefusedError(f"there is no folder {workdir}")
     if not request["setup"] and shutil.which(argv[0], path=env.get("PATH")) is None:

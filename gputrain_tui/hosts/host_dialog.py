@@ -24,6 +24,7 @@ MODULES = (
     "trainer.contract.stop_level",
     *INVENTORY_MODULES[:-1],
     "trainer.host.descendants",
+    "trainer.host.import_path",
     "trainer.host.prctl",
     "trainer.host.proc_environ",
     "trainer.host.stop_request",
@@ -73,7 +74,7 @@ class HostDialog:
         program = packed_program(MODULES)
         reader = f"import sys;exec(sys.stdin.buffer.read({len(program)}))"
         try:
-            self._pipes = HostPipes.started(words(["-c", reader, self._mark.decode()]))
+            self._pipes = HostPipes.started(words(["-I", "-c", reader, self._mark.decode()]))
         except OSError as error:
             raise HostError(f"{error.filename} cannot be run: {error.strerror}") from None
         self._unsent = program

@@ -18,7 +18,6 @@ from trainer.host.ports import is_port_free, port_holder
 
 CHECKPOINTS = "step_*.pt"
 """Names of the files of ``trainer.checkpoint``."""
-SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,11 @@ from typing import Any
 
 from gputrain_tui.hosts.host_agent import HOME, node_command, serve_session
 from gputrain_tui.hosts.inventory import take_inventory
-from gputrain_tui.hosts.machine_facts import SHM, folder_facts, free_bytes, port_facts, rendezvous_file
+from gputrain_tui.hosts.machine_facts import folder_facts, port_facts, rendezvous_file
 from trainer.contract.home_folder import expand_home
 from trainer.host.addresses import source_towards
 from trainer.host.boot import boot_id
+from trainer.host.import_path import node_environment
 from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
     find_route,
@@ -34,12 +35,19 @@ from trainer.host.reachability import (
     resolve,
     unreachable,
 )
-from trainer.host.resource_limits import read_limits
+from trainer.host.resource_limits import free_shm_bytes, read_limits
 
 LIFE_S = 120
 """Lifetime of this program: it ends by itself on a host whose connection is cut."""
 ENVIRONMENT_TIMEOUT_S = 20.0
 """Time limit of a node's line of setup and its interpreter; modules on a network file system load in seconds."""
+RUN_PROGRAM = """\
+import sys
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+exec(compile(sys.argv.pop(1), "environment_facts.py", "exec"))
+"""
+"""Runs the source in its first argument without the working folder in ``sys.path``; Python 3.10 has no ``-P``."""
 MAX_LINE_CHARS = 300
 """Limit of a quoted line."""
 SETUP_FAILED = "setup ended with exit code"
@@ -56,13 +64,13 @@ def read_environment(request: Mapping[str, Any], mark: str) -> tuple[Mapping[str
     python = str(expand_home(request["python"]))
     if not workdir.is_dir():
         return None, f"there is no folder {workdir}", "workdir"
-    env = {**os.environ, **request["env"]}
+    env = node_environment(os.environ, request["env"], str(workdir))
     if not setup and shutil.which(python, path=env.get("PATH")) is None:
         return None, f"there is no interpreter {python}", "python"
     setup_done = f"{mark}reached "
     # A line of setup may exit by itself: the printed mark proves that the interpreter was started.
     words = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', setup_done]
-    words += [python, "-c", request["program"], mark, json.dumps(request["environment"])]
+    words += [python, "-c", RUN_PROGRAM, request["program"], mark, json.dumps(request["environment"])]
     try:
         done = subprocess.run(
             node_command(words, setup),
@@ -98,7 +106,7 @@ def read_facts(request: Mapping[str, Any], mark: str, probe_port: int) -> dict[s
         "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
-        "shm_free_bytes": free_bytes(SHM) if SHM.is_dir() else None,
+        "shm_free_bytes": free_shm_bytes(),
         "folders": [asdict(folder_facts(Path(place))) for place in dict.fromkeys(written_folders)],
         "port": None if port is None else asdict(port_facts(port["number"], port["host"])),
         "rendezvous": None if rendezvous is None else asdict(rendezvous_file(Path(rendezvous))),

@@ -37,16 +37,17 @@ def prepare(request: Mapping[str, Any]) -> dict[str, Any]:
     python, packages = request["python"], request["packages"]
     if not packages:
         return {"problem": ""}
-    commands = [[python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages]]
+    pip = [python, "-I", "-m", "pip"]
+    commands = [[*pip, "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages]]
     if not Path(python).exists():
-        commands.insert(0, [sys.executable, "-m", "venv", request["prefix"]])
+        commands.insert(0, [sys.executable, "-I", "-m", "venv", request["prefix"]])
     for command in commands:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()
-            return {"problem": f"{' '.join(command[:4])}: {lines[-1] if lines else f'exit code {done.returncode}'}"}
+            return {"problem": f"{' '.join(command[:5])}: {lines[-1] if lines else f'exit code {done.returncode}'}"}
     purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    site = subprocess.run([python, "-c", purelib], capture_output=True, text=True, check=True).stdout.strip()
+    site = subprocess.run([python, "-I", "-c", purelib], capture_output=True, text=True, check=True).stdout.strip()
     (Path(site) / "gputrain-pushed.pth").write_text("".join(f"{folder}\n" for folder in request["imports"]))
     return {"problem": ""}
 

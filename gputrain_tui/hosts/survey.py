@@ -49,7 +49,7 @@ def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> Hos
     mark = f"gputrain-{secrets.token_hex(8)}:"
     try:
         result = ssh.run(
-            host, "python3", "-", mark, stdin=inventory_program(), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES
+            host, "python3", "-I", "-", mark, stdin=inventory_program(), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES
         )
     except RequestError as error:
         return HostReport(host=host, problem=str(error))

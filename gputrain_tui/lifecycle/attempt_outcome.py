@@ -185,7 +185,7 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
             (path_with_host(run_dir, outcome.node, outcome.saved) for outcome in outcomes if outcome.saved), None
         )
         kept = f", saved {saved}" if saved else "" if not_kept else ", without a checkpoint"
-        parts.append(f"at update {max(stopped)}{kept}" + (f", but {not_kept}" if not_kept else ""))
+        parts.append(f"at step {max(stopped)}{kept}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
     if silent:
         parts.append(f"without saving, because {rank_names(silent)} did not answer")

@@ -318,7 +318,7 @@ def _call(ssh: Ssh, host: str, action: str, request: Mapping[str, Any], timeout_
         PushError: the host does not answer, its answer is unreadable or reports a problem, or its shell prints.
     """
     mark = f"gputrain-{secrets.token_hex(8)}:"
-    words = ("python3", "-", mark, action, json.dumps(request).encode().hex())
+    words = ("python3", "-I", "-", mark, action, json.dumps(request).encode().hex())
     done = ssh.run(host, *words, stdin=packed_program(MODULES), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
     noise, answered, rest = done.stdout.partition(mark.encode())
     answer = rest.partition(b"\n")[0] if answered else b""

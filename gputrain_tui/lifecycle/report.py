@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui import paths
+from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.lifecycle.on_end import run_on_end
@@ -48,7 +49,7 @@ class LiveSink:
         output = open_to_append(self._log)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
+                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
                 env={**os.environ, leftovers.MARK: str(run_dir.path)},
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -137,11 +138,11 @@ class RunReport:
 def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
     """Return the report of a run by its recipe; None without ``[report]`` or a readable recipe.
 
-    An adopted run must be in the runs folder of this user: stopping a run directory that was copied or made by someone
-    else must not run its commands.
+    An adopted run must be the one that was started in this user's runs folder: stopping a run directory that was copied
+    or made by someone else must not run its commands.
     """
     try:
-        if adopted and not run_dir.path.parent.samefile(paths.runs_folder()):
+        if adopted and not _was_started_here(run_dir):
             return None
         text = read_whole(run_dir.recipe, MAX_RECIPE_BYTES)
         if b"report" not in text:
@@ -150,6 +151,17 @@ def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
         return RunReport(run_dir, check(ReportOptions, table, where=str)) if isinstance(table, dict) else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _was_started_here(run_dir: RunDir) -> bool:
+    """Whether a run directory is in the runs folder and no copy.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    status = read_status(run_dir)
+    known = None if status is None else status.inode
+    return run_dir.path.parent.samefile(paths.runs_folder()) and known == run_dir.path.stat().st_ino
 
 
 def report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:

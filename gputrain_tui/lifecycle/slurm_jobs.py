@@ -71,7 +71,7 @@ CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "
 """Kinds of failures that may be consequences of Slurm's actions; other kinds are causes themselves."""
 KILLED_WORKER = "killed by signal"
 """Part of the error of torch's DataLoader if one of its worker processes was killed."""
-USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "from another host")
+USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "on another host", "`gputrain stop`")
 """Ends of the reasons of stops that were requested by a person, not by Slurm."""
 FIX = "`sinfo` lists the partitions and nodes of the cluster"
 KEY_OF_WORD = {
@@ -375,7 +375,7 @@ def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
 
 def watch(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
     """Start a process that runs ``follow`` for a submitted run."""
-    words = [sys.executable, "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
+    words = [sys.executable, "-P", "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
     stdin = subprocess.PIPE if leased else subprocess.DEVNULL
     return subprocess.Popen(
         words, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -358,7 +358,7 @@ def start_supervisor(
     try:
         with _supervisor_log(run_dir) as log:
             supervisor = subprocess.Popen(
-                [sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", *words],
+                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *words],
                 env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,

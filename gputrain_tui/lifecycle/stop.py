@@ -25,10 +25,9 @@ from trainer.contract.options import Distributed
 from trainer.contract.outcome import SAVE_TIMEOUT_S
 from trainer.contract.record import RunDir
 from trainer.contract.record.events import MAX_RANKS
-from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S, is_alive
 from trainer.host.processes import is_held
-from trainer.host.stop_request import signal_of
+from trainer.host.stop_request import STOP_COMMAND_SIGNAL
 
 SUPERVISOR_EXIT_S = 5.0
 """Time for the supervisor beyond the time limits of the ranks, and time to end after SIGKILL."""
@@ -202,7 +201,7 @@ def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):
-        for number in (signal_of(StopLevel.SAVE), signal.SIGCONT):  # a stopped process runs no handler
+        for number in (STOP_COMMAND_SIGNAL, signal.SIGCONT):  # a stopped process runs no handler
             signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return

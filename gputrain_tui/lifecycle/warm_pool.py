@@ -63,7 +63,7 @@ class WarmPool:
         elif now >= self._started + RESTART_INTERVAL_S:
             self._started = self._wanted = now
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gputrain_tui.lifecycle.supervisor", "--warm", str(self._idle_s)],
+                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", "--warm", str(self._idle_s)],
                 env={**os.environ, SUPERVISOR: ROOM},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -46,7 +46,7 @@ class WarmAgent:
     def __init__(self) -> None:
         """Start the agent; once ready, it prints ``ready`` on this process's standard output."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.warm_agent"],
+            [sys.executable, "-P", "-m", "trainer.warm_agent"],
             env={**os.environ, RUN: ROOM},
             stdin=subprocess.PIPE,
             pipesize=PIPE_BYTES,
@@ -59,7 +59,7 @@ class WarmAgent:
         words = node.argv
         # A script's ranks load torch themselves; a single rank runs in the node agent, without a fork server.
         return (
-            words[:3] == [sys.executable, "-m", "trainer"]
+            words[:4] == [sys.executable, "-P", "-m", "trainer"]
             and len(node.ranks) > 1
             and not node.workdir
             and not node.setup
@@ -76,7 +76,7 @@ class WarmAgent:
         """
         environment = node_environment(node, env, leased=leased)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-        request = WarmRequest(words=node.argv[3:], environment=environment, log=str(run_dir.node_log(node.node)))
+        request = WarmRequest(words=node.argv[4:], environment=environment, log=str(run_dir.node_log(node.node)))
         pipe = self._process.stdin
         assert pipe is not None
         pipe.write(msgspec.json.encode(request) + b"\n")

@@ -78,7 +78,7 @@ def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
         f'  echo "gputrain: $(hostname) does not see the run directory" {folder} >&2',
         f"  exit {ExitCode.REFUSED}",
         "fi",
-        f"exec {shell_joined([python, '-m', 'gputrain_tui.lifecycle.supervisor', run_dir])}",
+        f"exec {shell_joined([python, '-P', '-m', 'gputrain_tui.lifecycle.supervisor', run_dir])}",
     ]
     return "\n".join(lines) + "\n"
 

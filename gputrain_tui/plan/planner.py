@@ -109,7 +109,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                 first_rank=first_rank,
                 ranks=ranks,
                 devices=list(assigned.devices),
-                argv=[node.python or local.python, "-m", "trainer", *flags, *common_flags],
+                argv=[node.python or local.python, "-P", "-m", "trainer", *flags, *common_flags],
                 env={**node.env, **_environment(recipe, assigned, init_method, machines, local)},
                 workdir=node.workdir or "",
                 setup=node.setup or "",
@@ -173,8 +173,7 @@ def _training_flags(recipe: Recipe) -> list[str]:
     if recipe.script is None:
         return [*to_flags(recipe.train), *task_flags(recipe.task_options)]
     arguments = recipe.script.args
-    switch = [] if recipe.script.instrument else ["--no-instrument"]
-    return ["--script", recipe.script.script, *switch, *(["--", *arguments] if arguments else [])]
+    return [*to_flags(msgspec.structs.replace(recipe.script, args=())), *(["--", *arguments] if arguments else [])]
 
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:

@@ -20,8 +20,9 @@ from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.option_rules import start_option
+from trainer.contract.options import Script
 from trainer.contract.rendezvous_url import scheme_of
-from trainer.host.resource_limits import RANK_BYTES, SCRIPT_BYTES
+from trainer.host.resource_limits import MIN_SHM_BYTES, RANK_BYTES, SCRIPT_BYTES
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Gpu, Inventory
@@ -105,13 +106,17 @@ def with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
 # --- task, data and live sinks ---------------------------------------------------------------------------------------
 
 
+def _script_text(script: Script) -> str:
+    return f"{script.script} is run as a module" if script.module else f"{script.script} exists and is valid Python"
+
+
 def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
     if not nodes:
         return
     task = recipe.train.task
     if recipe.script is not None:
         yield _missing_result("script", facts.script) or CheckResult(
-            status="ok", check="script", what=f"{recipe.script.script} exists and is valid Python", key="train.script"
+            status="ok", check="script", what=_script_text(recipe.script), key="train.script"
         )
     elif task in BUILT_IN:
         yield CheckResult(status="ok", check="task", what=f"{task} is built in", key="train.task")
@@ -276,6 +281,10 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
     """Check resource limits for all ranks of a machine, memory and cores for those on the CPU."""
     all_ranks = sum(len(node.ranks) for node in nodes)
     rank_bytes = RANK_BYTES if recipe.script is None else SCRIPT_BYTES
+    if facts.limits is not None and facts.limits.missing:
+        what, _, fix = facts.limits.missing.partition(": ")
+        yield CheckResult(status="error", check="kernel", what=what, fix=fix)
+        return
     if facts.limits is not None and (refusal := facts.limits.refusal(all_ranks, rank_bytes=rank_bytes)):
         key = ranks_key(recipe, max(nodes, key=lambda node: len(node.ranks)))
         yield CheckResult(status="error", check="limits", what=refusal, fix="ask for fewer ranks", key=key)
@@ -312,6 +321,16 @@ def _shared_memory(
 ) -> Iterator[CheckResult]:
     free, ranks = facts.shm_free_bytes, sum(len(node.ranks) for node in nodes)
     workers = ranks * recipe.train.num_workers
+    if free is not None and free < MIN_SHM_BYTES and (workers or recipe.script is not None):
+        yield CheckResult(
+            status="error" if workers else "warning",
+            check="/dev/shm",
+            what=f"/dev/shm is full: {size(free)} free, and data loading processes share batches there",
+            fix="remove files from it, or start the container with --shm-size=2g"
+            + (", or set train.num_workers = 0" if workers else ""),
+            key="train.num_workers" if workers else "",
+        )
+        return
     on_gpus = ranks if plan.backend == "nccl" and ranks > 1 else 0
     need = max(workers * SHM_PER_WORKER_BYTES, on_gpus * SHM_PER_GPU_BYTES)
     if free is None or not need:

@@ -17,11 +17,9 @@ from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import (
-    SHM,
     Port,
     RendezvousFile,
     folder_facts,
-    free_bytes,
     port_facts,
     rendezvous_file,
 )
@@ -70,7 +68,7 @@ def collect_facts(
         home=folder_facts(paths.runs_folder()),
         save_dir=folder_facts(Path(save_dir), count=True) if save_dir and first else None,
         limits=limits,
-        shm_free_bytes=free_bytes(SHM) if SHM.is_dir() else None,
+        shm_free_bytes=resource_limits.free_shm_bytes(),
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
         cores=usable_cores(),
@@ -122,6 +120,11 @@ def _script(recipe: Recipe) -> MissingInput | None:
     if recipe.script is None:
         return None
     path = Path(recipe.script.script)
+    if recipe.script.module:
+        within = Path(*recipe.script.script.split("."))
+        path = next((file for file in (within.with_suffix(".py"), within / "__main__.py") if file.is_file()), path)
+        if path.name == recipe.script.script:
+            return None  # not below this folder: it may be installed
     try:
         if not path.is_file():
             what = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"

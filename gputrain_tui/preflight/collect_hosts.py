@@ -221,7 +221,7 @@ class _Collection:
             if on_this_machine:
                 return [sys.executable, *command]
             # One word to every shell: in single quotes, and without a character that a shell changes there.
-            program = (command[0], f"'{command[1]}'", *command[2:])
+            program = (*command[:2], f"'{command[2]}'", *command[3:])
             return self._ssh.command_line(node.host, "python3", *program, own=True)
 
         dialog = HostDialog(node.host, words)

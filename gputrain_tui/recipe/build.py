@@ -26,7 +26,7 @@ from gputrain_tui.recipe.model import (
 from gputrain_tui.recipe.pytext import is_pytext, share_ranks, translate
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
-from gputrain_tui.recipe.values import check_env, parse_gpus
+from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value_text
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Distributed, Script, Training
@@ -120,7 +120,7 @@ def _table_hint(key: str) -> str:
 
 def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
     """Raise for values that no option takes or no command line can carry: infinities, NUL and surrogate characters."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value) and key != ("name",):
         raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
     if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
         raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be UTF-8 text without NUL characters")
@@ -132,6 +132,10 @@ def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
 
 def _name(source: Source) -> str:
     name = source.data.get("name", source.default_name[:MAX_NAME_CHARS])
+    if isinstance(name, bool | int | float):
+        text = inline_toml(value_text(name))
+        hint = f"--set 'name={text}'" if ("name",) in source.overridden else f"name = {text}"
+        raise RecipeError(f"{source.where(('name',))} is {value_text(name)}, but name is text: write {hint}")
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
     if len(name) > MAX_NAME_CHARS:

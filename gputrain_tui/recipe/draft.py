@@ -6,9 +6,11 @@ a user's own task is passed in, because getting it takes a process.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
 from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, SlurmOptions
@@ -39,32 +41,67 @@ class Draft:
         Raises:
             RecipeError: the text is neither TOML nor JSON.
         """
-        self.text = text
+        self._text = text
         self.name = name
         self.changes: dict[str, Any] = {}
         """Unsaved values by key."""
         self._source = parse(text, name=name)
+        self._saved_kind = _kind(self._source.data)
+        """Task, and whether there is a script, in the file."""
         self._schemas: dict[str, type[Any]] = {}
         """Schemas of users' own tasks, by name."""
         self._undo: list[tuple[str, dict[str, Any], str]] = []
         """For each edit its key, and changes and text before it."""
 
     @property
+    def text(self) -> str:
+        """The recipe's text without the keys that are set aside."""
+        return _without_keys(self._text, self._source.format, tuple(self.set_aside))
+
+    @property
     def settings(self) -> list[str]:
-        """The changes as arguments of ``--set``."""
-        return [f"{key}={inline_toml(value)}" for key, value in self.changes.items()]
+        """The changes as arguments of ``--set``, without keys that are set aside."""
+        aside = self.set_aside
+        return _settings({key: value for key, value in self.changes.items() if key not in aside})
 
     @property
     def data(self) -> dict[str, Any]:
-        """The recipe's values with the changes, not validated."""
-        return override(self._source.data, self.settings)[0]
+        """The recipe's values with the changes, not validated, without keys that are set aside."""
+        data = self._all_data
+        for key in self.set_aside:
+            table, name = key.split(".", 1)
+            del data[table][name]
+        return data
+
+    @property
+    def _all_data(self) -> dict[str, Any]:
+        return override(self._source.data, _settings(self.changes))[0]
 
     @property
     def task(self) -> str:
         """The task's name; empty if there is none."""
-        train = self.data.get("train")
-        task = train.get("task", "") if isinstance(train, dict) else ""
-        return task if isinstance(task, str) else ""
+        return _task_of(self._all_data)
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Keys that the task or script lacks, if another one was chosen; they come back with the former choice."""
+        data = self._all_data
+        # Without another choice an unknown key is the file's own error.
+        return [] if _kind(data) == self._saved_kind else self._unknown_keys(data)
+
+    def _unknown_keys(self, data: Mapping[str, Any]) -> list[str]:
+        """Return the keys that the recipe has and its task or script does not take."""
+        if _has_script(data):
+            loop = {option.name for option in describe(Training)}
+            found = [f"train.{name}" for name in _table(data, "train") if name in loop]
+            return [*found, *(f"task.{name}" for name in _table(data, "task"))]
+        script = {option.name for option in describe(Script)}
+        found = [f"train.{name}" for name in _table(data, "train") if name in script]
+        schema: Any = self._task_schema(_task_of(data))
+        if schema is None:
+            return found
+        options = {option.name for option in describe(schema)}
+        return [*found, *(f"task.{name}" for name in _table(data, "task") if name not in options)]
 
     def add_task_schema(self, task: str, schema: type[Any]) -> None:
         """Add the options of a user's own task."""
@@ -83,9 +120,11 @@ class Draft:
         launch = {option.name: option for option in describe(Distributed)}
         found += [self._field(data, f"train.{name}", "Cluster", launch[name]) for name in LAUNCH_OPTIONS]
         found += [self._field(data, f"slurm.{option.name}", "Slurm", option) for option in describe(SlurmOptions)]
+        unknown = self._unknown_keys(data)
         for option in describe(Training):
-            if option.name != "task":
-                found.append(self._field(data, f"train.{option.name}", option.group, option))
+            key = f"train.{option.name}"
+            if option.name != "task" and (not _has_script(data) or key in unknown):
+                found.append(self._field(data, key, option.group, option))
         found += [
             self._field(data, f"report.{option.name}", option.group, option) for option in describe(ReportOptions)
         ]
@@ -107,17 +146,22 @@ class Draft:
 
     def _task_fields(self, data: Any) -> list[Field]:
         task = next(option for option in describe(Training) if option.name == "task")
-        found = [self._field(data, "train.task", "Task", task)]
-        train = data.get("train")
-        if isinstance(train, dict) and "script" in train:
-            return [self._field(data, f"train.{option.name}", "Script", option) for option in describe(Script)]
-        schema: Any = self._task_schema()
-        if schema is not None:
-            found += [self._field(data, f"task.{option.name}", "Task", option) for option in describe(schema)]
+        if _has_script(data):
+            found = [self._field(data, f"train.{option.name}", "Script", option) for option in describe(Script)]
+        else:
+            found = [self._field(data, "train.task", "Task", task)]
+            schema: Any = self._task_schema(self.task)
+            if schema is not None:
+                found += [self._field(data, f"task.{option.name}", "Task", option) for option in describe(schema)]
+        for key in self._unknown_keys(data):
+            table, name = key.split(".", 1)
+            if table == "task":
+                option = Option(name=name, kind="str", help="not an option of this recipe; Reset removes it")
+                found.append(self._field(data, key, "Task", option))
         return found
 
-    def _task_schema(self) -> type[Any] | None:
-        return task_schema(self.task) if self.task in BUILT_IN else self._schemas.get(self.task)
+    def _task_schema(self, task: str) -> type[Any] | None:
+        return task_schema(task) if task in BUILT_IN else self._schemas.get(task)
 
     def _node_fields(self, data: Any) -> list[Field]:
         options = {option.name: option for option in (*describe(NodeOptions), ENV)}
@@ -158,15 +202,15 @@ class Draft:
         if not self._undo:
             return None
         key, self.changes, text = self._undo.pop()
-        if text != self.text:
-            self.text, self._source = text, parse(text, name=self.name)
+        if text != self._text:
+            self._text, self._source = text, parse(text, name=self.name)
         return key
 
     def _edit(self, key: str, change: Callable[[], R]) -> R:
         """Run a function that changes the recipe, and record the edit for ``undo``."""
-        before = dict(self.changes), self.text
+        before = dict(self.changes), self._text
         result = change()
-        if (self.changes, self.text) != before:
+        if (self.changes, self._text) != before:
             self._undo.append((key, *before))
         return result
 
@@ -231,22 +275,10 @@ class Draft:
             self._put_nodes(nodes)
         elif key in self.changes:
             del self.changes[key]
-        elif self._source.format == "toml":
-            self._remove(key.split("."))
-
-    def _remove(self, path: Sequence[str]) -> None:
-        import tomlkit  # slow to import, and only needed here
-
-        document = tomlkit.parse(self.text)
-        table: Any = document
-        for part in path[:-1]:
-            table = table.get(part, {})
-        if path[-1] in table:
-            del table[path[-1]]
-            if path[0] == "slurm" and not table:
-                del document["slurm"]  # an empty table would still submit the run to Slurm
-            self.text = tomlkit.dumps(document)
-            self._source = parse(self.text, name=self.name)
+        else:
+            text = _without_keys(self._text, self._source.format, (key,))
+            if text != self._text:
+                self._text, self._source = text, parse(text, name=self.name)
 
     def add_node(self) -> int:
         """Add a node like the last one; return its index."""
@@ -280,8 +312,9 @@ class Draft:
 
     def mark_saved(self, text: str, *, name: str) -> None:
         """Continue from a saved text, without changes and edits to undo."""
-        self.text, self.name = text, name
+        self._text, self.name = text, name
         self._source = parse(text, name=name)
+        self._saved_kind = _kind(self._source.data)
         self.changes.clear()
         self._undo.clear()
 
@@ -319,7 +352,7 @@ class Draft:
         if table == "report":
             return ReportOptions
         if table == "task":
-            return self._task_schema() or Script
+            return self._task_schema(self.task) or Script
         if field.name in LAUNCH_OPTIONS:
             return Distributed
         if field.group == "Script":
@@ -332,3 +365,51 @@ class _NameOption:
     """Schema of the only option at the top level of a recipe."""
 
     name: str = ""
+
+
+def _settings(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes as arguments of ``--set``."""
+    return [f"{key}={inline_toml(value)}" for key, value in changes.items()]
+
+
+def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table of a recipe; an empty one for another value."""
+    table = data.get(name)
+    return table if isinstance(table, Mapping) else {}
+
+
+def _task_of(data: Mapping[str, Any]) -> str:
+    task = _table(data, "train").get("task", "")
+    return task if isinstance(task, str) else ""
+
+
+def _has_script(data: Mapping[str, Any]) -> bool:
+    return "script" in _table(data, "train")
+
+
+def _kind(data: Mapping[str, Any]) -> tuple[str, bool]:
+    return _task_of(data), _has_script(data)
+
+
+@lru_cache(maxsize=8)
+def _without_keys(text: str, format: Literal["toml", "json"], keys: tuple[str, ...]) -> str:
+    """Return a recipe's text without some keys; the rest keeps its comments."""
+    if not keys:
+        return text
+    import tomlkit  # slow to import, and only needed here
+
+    document: Any = tomlkit.parse(text) if format == "toml" else json.loads(text)
+    removed = False
+    for key in keys:
+        table, dot, name = key.partition(".")
+        table, name = (table, name) if dot else ("", table)
+        holder = document.get(table, {}) if table else document
+        if name not in holder:
+            continue
+        del holder[name]
+        removed = True
+        if table == "slurm" and not holder:
+            del document["slurm"]  # an empty table would still submit the run to Slurm
+    if not removed:
+        return text
+    return tomlkit.dumps(document) if format == "toml" else json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomlkit
 
-from gputrain_tui.recipe.launch_command import LaunchCommand
-from trainer.contract.errors import printable
+from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch, ask_accelerate
+from gputrain_tui.recipe.command_launchers import LaunchCommand
+from gputrain_tui.recipe.launch_command import is_secret_variable, read_launch_command, split_command
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from gputrain_tui.shell_words import shell_joined
+from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.errors import RequestError, nearest, printable, quoted
 
 COMMENTS = {
     "host": "name for ssh; without it: this machine",
@@ -21,10 +29,15 @@ COMMENTS = {
     "max_restarts": "after a failure, from the last checkpoint",
     "python": "the interpreter of the command",
     "env": "environment variables of all ranks",
+    "module": "script is a module's name, run as with python -m",
+    "local_rank_flag": "the launcher's flag with the local rank; scripts that read LOCAL_RANK need none",
     "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
 """Comments of a new recipe, by key."""
+
+MAX_INLINE_VARIABLES = 2
+"""Environment variables on one line of a recipe; more are a table."""
 
 REPORT = """\
 # [report]                # other places to report the run to
@@ -56,7 +69,11 @@ class NewRecipe:
             head += ["", *(f"- {note}" for note in self.notes)]
         lines = [f"# {line}".rstrip() for line in head]
         lines += [_line("name", self.name), ""]
-        tables = [("[cluster]", self.cluster)] if self.cluster else []
+        cluster, env = dict(self.cluster), self.cluster.get("env", {})
+        if len(env) > MAX_INLINE_VARIABLES:
+            del cluster["env"]
+        tables: list[tuple[str, Mapping[str, Any]]] = [("[cluster]", cluster)] if cluster else []
+        tables += [("[cluster.env]", env)] if len(env) > MAX_INLINE_VARIABLES else []
         tables += [("[[cluster.nodes]]", node) for node in self.nodes]
         tables += [("[train]", self.train)]
         tables += [("[task]", self.task)] if self.task else []
@@ -69,15 +86,68 @@ class NewRecipe:
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
-    train = {"script": command.script, **({"args": command.args} if command.args else {})}
+    train: dict[str, Any] = {"script": command.script}
+    if command.module:
+        train["module"] = True
+    if command.local_rank_flag is not None:
+        train["local_rank_flag"] = command.local_rank_flag
+    if command.args:
+        train["args"] = command.args
     return NewRecipe(
-        name=PurePath(command.script).stem or "recipe",
+        name=(command.script.rpartition(".")[2] if command.module else PurePath(command.script).stem) or "recipe",
         origin=typed,
         nodes=command.nodes,
         train=train,
         cluster=cluster,
         notes=tuple(map(printable, command.notes)),
     )
+
+
+def from_words(words: Sequence[str]) -> NewRecipe:
+    """Return the recipe of a launch command.
+
+    Raises:
+        RequestError: the command cannot be translated.
+    """
+    command = read_launch_command(words, read_file=_read_file, ask_accelerate=_ask_accelerate)
+    shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
+    return from_command(command, typed=shell_joined(shown))
+
+
+def from_text(text: str) -> NewRecipe:
+    """Return the recipe of a task's name, of a script with its arguments, or of a launch command.
+
+    Required options of a task are left to be set: its recipe is incomplete without them.
+
+    Raises:
+        RequestError: the text is none of these.
+    """
+    words = split_command(text)
+    first = words[0]
+    if first.endswith(".py"):
+        return from_words(["python", *words])
+    if len(words) > 1:
+        return from_words(words)
+    if first not in BUILT_IN and ":" not in first:
+        raise RequestError(f"{quoted(first)} is neither a Python file nor a task{nearest(first, BUILT_IN)}")
+    name = Path(first.partition(":")[0]).stem
+    return NewRecipe(name=name, origin="", nodes=[{"ranks": 1}], train={"task": first, "max_epochs": 1})
+
+
+def file_name(name: str) -> str:
+    """Return the file name of a recipe with this name."""
+    return (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "recipe") + ".toml"
+
+
+def _ask_accelerate(python: str | None, words: Sequence[str]) -> AccelerateLaunch:
+    """Ask the accelerate that the command names, else the one that ``accelerate`` would start, else that of here."""
+    program = None if python else shutil.which("accelerate")
+    return ask_accelerate(python or (str(Path(program).with_name("python")) if program else sys.executable), words)
+
+
+def _read_file(name: str) -> str:
+    with Path(name).expanduser().open(encoding="utf-8", errors="replace") as file:
+        return file.read(MAX_RECIPE_BYTES)
 
 
 def _line(key: str, value: Any, commented: set[str] | None = None) -> str:

@@ -150,7 +150,7 @@ def task_file(task: str) -> Path | None:
 
 def _describe_in_subprocess(task: str) -> list[Option]:
     """Return the options that ``python -m trainer --describe-task`` prints after importing the task."""
-    words = [sys.executable, "-m", "trainer", "--describe-task", task]
+    words = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
     try:
         answer = subprocess.run(words, capture_output=True, timeout=DESCRIBE_TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

@@ -12,6 +12,7 @@ from tomlkit import items
 
 from gputrain_tui.recipe.model import CLUSTER_KEYS, LAUNCH_OPTIONS, Recipe
 from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.schema import describe
 
 
 def dump_toml(recipe: Recipe) -> str:
@@ -37,14 +38,18 @@ def _explicit_values(recipe: Recipe) -> dict[str, Any]:
     cluster = {key: value for key, value in cluster.items() if value != getattr(default, key)}
     if recipe.cluster.nodes != default.nodes:
         cluster["nodes"] = _node_tables(recipe)
-    script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
-    if script.get("instrument"):
-        del script["instrument"]
+    script = {} if recipe.script is None else _script_values(recipe.script)
     task = {key: value for key, value in recipe.task_options.items() if value is not None}
     slurm = {} if recipe.slurm is None else _set_values(recipe.slurm)
     report = _set_values(recipe.report)
     tables = {"cluster": cluster, "slurm": slurm, "train": train | launch | script, "task": task, "report": report}
     return {"name": recipe.name, **{key: table for key, table in tables.items() if table}}
+
+
+def _script_values(script: Script) -> dict[str, Any]:
+    values: dict[str, Any] = msgspec.to_builtins(script)
+    defaults = {option.name: option.default for option in describe(Script)}
+    return {name: value for name, value in values.items() if name in ("script", "args") or value != defaults[name]}
 
 
 def _node_tables(recipe: Recipe) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ def value_text(value: Any) -> str:
         return " ".join(f"{name}={shlex.quote(str(item))}" for name, item in value.items())
     if isinstance(value, list | tuple):
         if any(isinstance(item, str) and set(item) & set(', []"') for item in value):
-            return json.dumps(list(value))
+            return json.dumps(list(value), ensure_ascii=False)
         return ", ".join(map(value_text, value))
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
@@ -135,7 +135,7 @@ def inline_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=True)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML refuses DEL, which JSON allows
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(inline_toml, value)) + "]"
     if isinstance(value, dict):

@@ -176,6 +176,11 @@ class RunState:
         return max(total - self.step, 0) / pace
 
     @property
+    def loss_unit(self) -> str:
+        """Unit of the loss that the task has named, such as ``nats``; empty: none."""
+        return self.plan.loss_unit if self.plan is not None else ""
+
+    @property
     def updates_per_s(self) -> float | None:
         """Optimizer steps per second of wall time, over about the last minute."""
         return self._pace.updates_per_s

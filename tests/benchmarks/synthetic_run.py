@@ -177,7 +177,8 @@ class SyntheticRun:
             ranks = list(range(first, min(first + PER_NODE, self.ranks)))
             nodes.append(
                 PlannedNode(node=index, host=host, first_rank=first, ranks=ranks,
-                            devices=[str(rank - first) for rank in ranks], argv=["python", "-m", "trainer"], env={})
+                            devices=[str(rank - first) for rank in ranks],
+                            argv=["python", "-P", "-m", "trainer"], env={})
             )  # fmt: skip
         return msgspec.json.encode(
             Plan(world_size=self.ranks, init_method="tcp://10.0.0.1:29600", backend="nccl", launcher="ssh", nodes=nodes)

@@ -19,6 +19,7 @@ import pytest
 from host_recipe import ENDLESS, check_rank, events, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
+from taken_names import TakenNames
 
 INTERFACES = {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "enp1s0f1"}
 NAMES = ["h1", "h2", "h3"]
@@ -122,6 +123,7 @@ class SshCluster:
 
 GONE_S = 5.0
 GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
+GPUTRAIN_SCRIPT = (str(Path(sys.executable).with_name("gputrain")),)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     code, output = cluster.run("stop", "last")
     assert code == 0, output
     assert "the supervisor of " in output
-    assert "is stopped at update " in output
+    assert "is stopped at step " in output
     last = {check_steps(cluster.record, rank) for rank in range(4)}
     assert len(last) == 1
     cluster.check_record()
@@ -257,7 +259,7 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
     code, output = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
     assert code == 0, output
     assert ("on h0 is gone; taking over" in output) == (supervisor == "is gone")
-    assert "is stopped at update " in output
+    assert "is stopped at step " in output
     assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
@@ -342,8 +344,32 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
             cluster.train()
             code, output = cluster.run("stop", "last")
             assert code == 0, output
-            assert "is stopped at update " in output
+            assert "is stopped at step " in output
             assert len({check_steps(cluster.record, rank) for rank in range(16)}) == 1
             cluster.check_record()
             wait_until(cluster.nothing_is_left, "no process is left on any host")
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "start_up", ["cd {folder}", "export PYTHONPATH={folder}:$PYTHONPATH"], ids=["cd", "PYTHONPATH"]
+)
+def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tmp_path: Path, start_up: str) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    taken = TakenNames(folder, tmp_path / "executed")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    places = "".join(f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 1\n' for name in ("h1", "h3"))
+    task = '[train]\ntask = "lm"\nbatch_size = 4\nmax_updates = 3\n[task]\ndata = "text.txt"\n'
+    (folder / "r.toml").write_text(f"{task}context = 16\ndim = 8\nlayers = 1\nheads = 1\n{places}")
+    for host in (cluster.h1, cluster.h3):
+        (cluster.lab.folder / f"start_up.{host.name}").write_text(start_up.format(folder=folder) + "\n")
+    try:
+        environ = {name: value for name, value in cluster.lab.environ.items() if name != "PYTHONPATH"}
+        environ["GPUTRAIN_SSH"] += " -o ControlPath=none"  # no connection outlives its command
+        for words in (("gpus", "--hosts", "h1,h3"), ("check", "r.toml"), ("run", "r.toml")):
+            done = cluster.typed_on.run(*GPUTRAIN_SCRIPT, *words, cwd=folder, env=environ, check=False)
+            assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
+    finally:
+        for host in (cluster.h1, cluster.h3):
+            (cluster.lab.folder / f"start_up.{host.name}").write_text("")

@@ -21,11 +21,13 @@ import pytest
 from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
+from taken_names import TakenNames
 
 INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
 IN_CGROUPS = {f"p{os.getpid()}n{number}": name for number, name in enumerate(INTERFACES.values(), 1)}
 """Nodes of a cluster whose jobs have cgroups: these bear the node's name, and the machine has them for all clusters."""
 RECORD = ("--run-dir", "record")
+TRAINER = ("python", "-P", "-m", "trainer")
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +92,10 @@ def test_a_batch_script_trains_on_all_nodes_with_their_unequal_ranks(
 
 
 def srun(cluster: Slurm, folder: Path, *words: str, **train: Any) -> subprocess.CompletedProcess[str]:
-    """Type ``srun … python -m trainer …`` on the login host, without ranks or a rendezvous."""
+    """Type ``srun … python -P -m trainer …`` on the login host, without ranks or a rendezvous."""
     given = [word for word in words if word.startswith("--distributed")]
     of_srun = [word for word in words if not word.startswith("--distributed")]
-    return cluster.run(
-        "srun", *of_srun, "python", "-m", "trainer", "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False
-    )
+    return cluster.run("srun", *of_srun, *TRAINER, "--cpu", *flags(**train), *RECORD, *given, cwd=folder, check=False)
 
 
 def test_one_task_per_node_starts_the_nodes_ranks_and_finds_the_first_node_itself(
@@ -198,7 +198,7 @@ def test_a_stop_request_that_reaches_the_nodes_saves_and_is_reported(cluster: Sl
         os.kill(pid, signal.SIGTERM)
     found = cluster.wait(number)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "130:0")
-    assert output(job).count("trainer: stopped at update ") == 2
+    assert output(job).count("trainer: stopped at step ") == 2
     assert len(list((record / "checkpoints").glob("step_*.pt"))) == 1
 
 
@@ -207,7 +207,7 @@ def test_a_node_whose_ranks_cannot_start_ends_the_others_that_wait_for_them(clus
     job = plan(cluster, tmp_path, ["n1", "n2"], [1, 1])
     lines = job.read_text().splitlines()
     lines = [
-        re.sub(r"\S*python\S* -m trainer", "python-of-nowhere -m trainer", line) if "=n2" in line else line
+        re.sub(r"\S*python\S* -P -m trainer", "python-of-nowhere -P -m trainer", line) if "=n2" in line else line
         for line in lines
     ]
     job.write_text("\n".join(lines) + "\n")
@@ -294,6 +294,30 @@ def user(cluster: Slurm, tmp_path: Path) -> SlurmUser:
     return SlurmUser(cluster, tmp_path)
 
 
+@pytest.mark.parametrize("way", ["run", "batch script", "srun"])
+def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: str) -> None:
+    user = SlurmUser(cluster, tmp_path / "project")
+    user.folder.mkdir()
+    taken = TakenNames(user.folder, tmp_path / "executed")
+    shutil.copy(__file__, user.folder / "text.txt")
+    task = {"task": "lm", "batch_size": 4, "max_updates": 3, "data": "text.txt", "context": 16, "dim": 8, "heads": 1}
+    train = "".join(f"{name} = {json.dumps(value)}\n" for name, value in task.items())
+    nodes = "[[cluster.nodes]]\ncpu_ranks = 1\n" * 2
+    (user.folder / "r.toml").write_text(
+        f"[train]\n{train.replace('data', '[task]' + chr(10) + 'data')}[slurm]\n{nodes}"
+    )
+    if way == "run":
+        done = user.run("run", "r.toml", check=False)
+    elif way == "srun":
+        words = [word for name, value in task.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *TRAINER, "--cpu", *words, cwd=user.folder)
+    else:
+        job = user.folder / "job.sh"
+        job.write_text(user.run("plan", "r.toml", "--sbatch").stdout)
+        done = cluster.run("sbatch", "--wait", job.name, cwd=user.folder, check=False)
+    assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("way", ["login", "salloc", "sbatch"])
 def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: SlurmUser, way: str) -> None:
     cluster, folder, words = user.cluster, user.folder, user.words("run", "recipe.toml")
@@ -330,12 +354,12 @@ def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_
     assert process.wait(LIMIT_S) == 130
     seen_s = time.time() - cancelled_at
     status = user.status()
-    assert "it was cancelled in Slurm at update " in status["message"]
+    assert "it was cancelled in Slurm at step " in status["message"]
     assert status["status"] == "stopped"
     assert seen_s < 3
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
     assert f"queued as job {user.job()} in main: Resources" in narration.read_text()
-    assert "it was cancelled in Slurm at update " in narration.read_text()
+    assert "it was cancelled in Slurm at step " in narration.read_text()
 
 
 def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_on(user: SlurmUser) -> None:
@@ -345,7 +369,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     number = user.job()
     cluster.run("scontrol", "requeue", str(number))
     wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", "it is in the queue again")
-    assert "Slurm put it back into its queue at update " in user.status()["message"]
+    assert "Slurm put it back into its queue at step " in user.status()["message"]
     (kept,) = (user.record() / "checkpoints").glob("step_*.pt")
     before = len(events(user.record(), 0))
     cluster.run("scontrol", "update", f"JobId={number}", "ExcNodeList=n1")
@@ -363,7 +387,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     )
     assert again[0]["step"] - again[0]["steps"] == int(kept.stem.removeprefix("step_"))
     stopped = user.run("stop", "last", host=cluster.nodes[2])
-    assert re.search(r" is stopped at update \d+, saved \S+; processes left: none$", stopped.stdout.strip())
+    assert re.search(r" is stopped at step \d+, saved \S+; processes left: none$", stopped.stdout.strip())
     cluster.wait(number)
     assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 2
@@ -406,7 +430,7 @@ def test_a_run_whose_time_limit_is_over_has_saved(user: SlurmUser) -> None:
     user.await_steps()
     user.cluster.run("scontrol", "update", f"JobId={user.job()}", "TimeLimit=00:00:01")
     user.cluster.wait(user.job())
-    assert "it reached its time limit in Slurm at update " in user.status()["message"]
+    assert "it reached its time limit in Slurm at step " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
 
 
@@ -418,8 +442,8 @@ def test_a_preempted_run_is_reported_as_such_and_has_saved(user: SlurmUser, mode
     user.await_steps()
     urgent = cluster.submit(user.folder / "urgent.sh", "--partition=urgent", "--nodes=3", "--exclusive")
     wait_until(lambda: cluster.job(urgent)["JobState"] == "RUNNING", "the other job has its nodes")
-    wait_until(lambda: " at update " in user.status().get("message", ""), "the status has its end")
-    assert "Slurm pre-empted it for another job at update " in user.status()["message"]
+    wait_until(lambda: " at step " in user.status().get("message", ""), "the status has its end")
+    assert "Slurm pre-empted it for another job at step " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
     user.run("stop", "last")
     cluster.run("scancel", str(urgent))
@@ -573,7 +597,7 @@ def test_a_run_is_saved_and_a_killed_node_named_where_slurm_signals_only_a_steps
             user.await_steps()
             running.run("scancel", str(user.job()))
             running.wait(user.job())
-            assert "it was cancelled in Slurm at update " in user.status()["message"]
+            assert "it was cancelled in Slurm at step " in user.status()["message"]
             assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
             shutil.rmtree(user.record())
             check_killed_node(user, running.nodes[1], "with rank 2")

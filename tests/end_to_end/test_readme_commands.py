@@ -36,18 +36,21 @@ def test_every_command_runs(shell: Path) -> None:
         "GPUTRAIN_HOME": str(home),
     }
 
-    def run(block: str) -> None:
+    def run(block: str) -> str:
         words = ["bash", "-euo", "pipefail", "-c", block]
         done = subprocess.run(words, cwd=shell, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
+        return done.stdout
 
     def await_checkpoint() -> None:
-        """Wait until the run that was detached has saved, which it does every ten updates."""
+        """Wait until the run that was detached has saved, which it does every ten steps."""
         until(lambda: any(list_runs(home / "runs")[0].dir.checkpoints.glob("step_*0.pt")))
 
     for block in blocks("sh")[2:]:
-        run(block)
+        printed = run(block)
+        if "--filter" in block:
+            assert "baseline" in printed.splitlines()[-1], "the filter finds the run that was tagged"
         if "--detach" in block:
             await_checkpoint()
         if "--resume" in block:

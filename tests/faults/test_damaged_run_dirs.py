@@ -37,9 +37,9 @@ from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import columns_for, draw_run
 from gputrain_tui.history import replay
 from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.run_listing import RunListing
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import find, list_all, list_runs
-from gputrain_tui.history.summary import summarize_runs
+from gputrain_tui.history.runs import Run, UnreadableRun, find, list_runs, newest_runs
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import Step
@@ -239,7 +239,8 @@ def test_a_run_with_an_impossible_number_is_one_dim_line_among_the_others(
 
 def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
     with damaged(template, Damage("status.json", "fifo")) as (home, run):
-        entries = summarize_runs(*list_all(home / "runs"), now=synthetic.BEGIN)
+        *_, listed = RunListing(home / "runs").read(now=synthetic.BEGIN)
+        entries = listed.entries
         text = "unreadable: status.json cannot be read: it is not a regular file"
         title, whole, line = report(entries, colour=True).splitlines()
         assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
@@ -253,9 +254,9 @@ def test_a_folder_without_a_status_is_a_run_only_where_it_is_named_like_one(tmp_
     whole = synthetic.run(tmp_path, steps=0)
     for name in ("20261121-120000-gone", "notes"):
         (tmp_path / name).mkdir()
-    found, unreadable = list_all(tmp_path)
-    assert [run.id for run in found] == [whole.id]
-    assert [(run.id, run.problem) for run in unreadable] == [
+    found = list(newest_runs(tmp_path))
+    assert [run.id for run in found if isinstance(run, Run)] == [whole.id]
+    assert [(run.id, run.problem) for run in found if isinstance(run, UnreadableRun)] == [
         ("20261121-120000-gone", "status.json cannot be read: No such file or directory")
     ]
     with pytest.raises(RequestError, match=r"run 20261121-120000-gone cannot be read: status.json cannot be read"):

@@ -128,7 +128,7 @@ def test_a_run_stopped_on_a_full_disk_reports_the_checkpoint_that_was_not_saved(
     change_while_stopped(run, lambda: fill(small_disk))
     done = bench.call("stop", "last")
     narration = re.search(
-        r"is stopped at update (\d+), but the last checkpoint is step (\d+); that of step (\d+) was not kept: "
+        r"is stopped at step (\d+), but the last checkpoint is step (\d+); that of step (\d+) was not kept: "
         r"No space left on device",
         done.stdout,
     )

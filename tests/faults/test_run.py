@@ -212,12 +212,12 @@ def test_a_detached_run_goes_on_until_it_is_stopped(bench: Bench) -> None:
     assert done.stdout == f"{run.id}\n"
     assert run.state == "running"
     stopped = bench.call("stop", "last")
-    kept = re.fullmatch(rf"{run.id} is stopped at update (\d+), saved (\S+); processes left: none\n", stopped.stdout)
+    kept = re.fullmatch(rf"{run.id} is stopped at step (\d+), saved (\S+); processes left: none\n", stopped.stdout)
     assert stopped.returncode == 0
     assert kept is not None
     assert Path(kept[2]) == run.dir.checkpoints / f"step_{int(kept[1]):08}.pt"
     assert Path(kept[2]).exists()
-    assert bench.runs()[0].status.message == f"stopped by SIGTERM at update {kept[1]}, saved {kept[2]}"
+    assert bench.runs()[0].status.message == f"stopped by `gputrain stop` at step {kept[1]}, saved {kept[2]}"
     done = bench.call("run", "--resume", "last", "--set", f"train.max_updates={int(kept[1]) + 2}")
     assert done.returncode == 0, done.stderr
     assert first_updates(bench.runs()[0]) == [int(kept[1])]

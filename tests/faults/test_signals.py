@@ -62,7 +62,7 @@ def test_a_signal_to_any_process_saves_the_run_and_names_the_signal(
     assert (ended.state, ended.status.exit_code) == ("stopped", 130)
     step = saved_step(run)
     path = run.dir.checkpoints / f"step_{step:08}.pt"
-    assert ended.status.message == f"{cause} at update {step}, saved {path}"
+    assert ended.status.message == f"{cause} at step {step}, saved {path}"
     assert ended.status.message in err
     assert_nothing_is_left(run)
 
@@ -115,7 +115,7 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs
         until(lambda: bench.runs()[0].state != "running")
     assert process.wait(LIMIT_S) == 130
     assert bench.runs()[0].status.message == (
-        f"stopped by SIGHUP at update {saved_step(run)}, saved {run.dir.checkpoints}/step_{saved_step(run):08}.pt"
+        f"stopped by SIGHUP at step {saved_step(run)}, saved {run.dir.checkpoints}/step_{saved_step(run):08}.pt"
     )
     assert_nothing_is_left(run)
 
@@ -160,7 +160,7 @@ def test_the_trainer_alone_saves_when_its_terminal_is_closed(bench: Bench, ranks
     assert process.returncode == 130
     found = newest(folder / "checkpoints")
     assert found is not None
-    assert f"stopped at update {found[1]['updates']}, saved {found[0]}" in err
+    assert f"stopped at step {found[1]['updates']}, saved {found[0]}" in err
 
 
 def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(bench: Bench) -> None:

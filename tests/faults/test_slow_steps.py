@@ -48,4 +48,4 @@ def test_a_stop_waits_for_steps_that_are_longer_than_the_grace(tmp_path: Path, h
     assert process.returncode == 130, output
     saved = sorted((tmp_path / "kept").glob("step_*.pt"))
     assert saved, output
-    assert f"stopped at update {int(saved[-1].stem.removeprefix('step_'))}, saved " in output
+    assert f"stopped at step {int(saved[-1].stem.removeprefix('step_'))}, saved " in output

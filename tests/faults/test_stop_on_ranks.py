@@ -71,7 +71,7 @@ def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, numb
     assert reported.stopped_at is not None
     path = tmp_path / "first" / "checkpoints" / f"step_{reported.stopped_at:08}.pt"
     assert (code, reported.exit_code, reported.failure, reported.saved) == (130, 130, None, str(path))
-    assert f"trainer: stopped at update {reported.stopped_at}, saved {path}" in stderr
+    assert f"trainer: stopped at step {reported.stopped_at}, saved {path}" in stderr
     assert load(path)["updates"] == reported.stopped_at
     flags = ["--task", TASK, *FLAGS, "--max-updates", reported.stopped_at + 9]
     assert train(tmp_path / "second", *flags, "--resume", path, ranks=ranks).code == 0
@@ -105,7 +105,7 @@ def test_a_signal_to_every_process_of_a_job_loses_nothing(tmp_path: Path, number
     assert reported.stopped_at is not None
     path = tmp_path / "checkpoints" / f"step_{reported.stopped_at:08}.pt"
     assert (code, reported.exit_code, reported.failure, reported.saved) == (130, 130, None, str(path))
-    assert f"trainer: stopped at update {reported.stopped_at}, saved {path}" in stderr
+    assert f"trainer: stopped at step {reported.stopped_at}, saved {path}" in stderr
     assert load(path)["updates"] == reported.stopped_at
 
 

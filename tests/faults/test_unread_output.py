@@ -44,7 +44,7 @@ def assert_stopped_in_order(bench: Bench, process: subprocess.Popen[str], number
     assert run.state == "stopped"
     found = newest(run.dir.checkpoints)
     assert found is not None
-    assert (run.status.message or "").startswith(f"stopped by {number.name} at update {found[1]['updates']}")
+    assert (run.status.message or "").startswith(f"stopped by {number.name} at step {found[1]['updates']}")
     assert leftovers.processes_of(run.dir.path) == []
 
 

@@ -231,7 +231,7 @@ async def test_a_run_that_ended_is_compared_edited_and_resumed_from_its_own_scre
         await app.open_run(alone)
         await settle(pilot)
         await press(pilot, "C")
-        assert any("no other run of other" in toast for toast in toasts(app))
+        assert any("no other of the newest runs is one of other" in toast for toast in toasts(app))
 
 
 @played

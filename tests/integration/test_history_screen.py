@@ -124,14 +124,14 @@ async def test_marking_two_runs_compares_their_curves_and_recipes(three_runs: li
         await settle(pilot)
         text = screen_text(app)
         assert isinstance(app.screen, CompareScreen)
-        assert "nats over steps" in text
+        assert "loss  mean of the ranks over steps" in text
         assert "step 80" in text
         assert "differ in 3 keys" in text
         assert next(row for row in text.splitlines() if "train.lr" in row).split() == ["train.lr", "0.2", "0.01"]
         assert any("valid  1.5000" in row for row in text.splitlines())
         await pilot.press("t")
         await settle(pilot)
-        assert "nats over time since the start" in screen_text(app)
+        assert "loss  mean of the ranks over time since the start" in screen_text(app)
         await pilot.press("y", "m")
         await settle(pilot)
         assert "smooth over 10 steps" in screen_text(app)

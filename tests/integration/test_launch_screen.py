@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_long_command_is_wrapped_with_continuation_lines() -> None:
-    argv = ["/usr/bin/python", "-m", "trainer", "--lr", "0.1", "--cpu", "--prompt", "def x", "--data", "a b/c"]
+    argv = ["/usr/bin/python", "-P", "-m", "trainer", "--lr", "0.1", "--cpu", "--prompt", "def x", "--data", "a b/c"]
     node = PlannedNode(node=0, host="n", first_rank=0, ranks=[0], devices=[0], argv=argv, env={"A": "x y"})
     lines = wrap_command(node, 30)
     assert all(len(line) <= 32 for line in lines)
@@ -42,7 +42,7 @@ def test_a_long_command_is_wrapped_with_continuation_lines() -> None:
 
 
 def test_in_a_wide_terminal_commands_stand_beside_the_nodes() -> None:
-    argv = ["/bin/python3", "-m", "trainer", "--cpu"]
+    argv = ["/bin/python3", "-P", "-m", "trainer", "--cpu"]
     nodes = [
         PlannedNode(node=index, host=f"n{index}", first_rank=index, ranks=[index], devices=["cpu"], argv=argv, env={})
         for index in range(3)
@@ -55,10 +55,10 @@ def test_in_a_wide_terminal_commands_stand_beside_the_nodes() -> None:
 
 
 def test_a_long_path_of_the_interpreter_leaves_room_for_the_command() -> None:
-    argv = [f"/home/ada/{'deep/' * 20}bin/python3", "-m", "trainer", "--cpu"]
+    argv = [f"/home/ada/{'deep/' * 20}bin/python3", "-P", "-m", "trainer", "--cpu"]
     node = PlannedNode(node=0, host="n", first_rank=0, ranks=[0], devices=["cpu"], argv=argv, env={})
     plan = Plan(world_size=1, init_method=None, backend="gloo", launcher="local", nodes=[node])
-    assert row_text(draw_plan(plan, 60)[-1]).strip() == "…/python3 -m trainer --cpu"
+    assert row_text(draw_plan(plan, 60)[-1]).strip() == "…/python3 -P -m trainer --cpu"
     assert row_text(draw_plan(plan, 800)[-1]).strip().endswith(" ".join(argv))
 
 

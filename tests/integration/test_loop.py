@@ -168,8 +168,8 @@ def test_training_ends_for_the_configured_reason(ended: Begun, reason: str) -> N
 @pytest.mark.parametrize(
     ("poison", "where", "remedy"),
     [
-        ("loss", "output of 4 (_Poison)", "look for a non-finite or very large number in this batch"),
-        ("gradient", "gradient of 3.bias", "look for a square root or logarithm of 0"),
+        ("loss", "output of 4 (_Poison)", "otherwise look for a non-finite or very large number in this batch"),
+        ("gradient", "gradient of 3.bias", "otherwise look for a square root or logarithm of 0"),
     ],
 )
 def test_a_non_finite_number_is_named_with_step_and_module_and_what_to_try(
@@ -189,7 +189,7 @@ def test_an_overflow_of_half_precision_is_located_in_half_precision(tmp_path: Pa
     assert done.code == 1
     (failure,) = done.events_of("failure")
     assert failure["message"].startswith("non-finite loss at step 4: first in output of 4 (_Poison); ")
-    assert failure["message"].endswith("or take bf16 instead of fp16")
+    assert "or take bf16 instead of fp16" in failure["message"]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_training_that_lacks_only_its_last_validation_gets_it_without_an_updat
     write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
     done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
     assert done.code == 0, done.output
-    line = "no updates are left, max_updates 3 reached: running its last validation now"
+    line = "no steps are left, max_updates 3 reached: running its last validation now"
     assert line in (tmp_path / "second" / "logs" / "0.log").read_text().splitlines()
     assert [event["message"] for event in done.events_of("finding")] == [line], "who looks at the run sees it too"
     assert [event["step"] for event in done.events_of("validation")] == [3]

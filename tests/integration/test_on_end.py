@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -123,3 +124,13 @@ def test_on_end_of_a_run_without_supervisor_runs_once_and_only_among_the_own_run
         assert settle(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1
     assert run.dir.on_end_log.exists() == (folder == "runs")
     assert folder != "runs" or run.dir.on_end_log.read_text() == "failed\n"
+
+
+def test_on_end_of_a_copied_run_is_not_run(tmp_path: Path) -> None:
+    run = stand_in_run(tmp_path / "runs", "gated", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
+    killed_supervisor(run)
+    copy = RunDir(shutil.copytree(run.dir.path, tmp_path / "runs" / f"{run.id}-2"))
+    assert settle(copy, read_plan(copy), -signal.SIGKILL, give_up=bool) == 1
+    assert not copy.on_end_log.exists()
+    assert settle(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1
+    assert run.dir.on_end_log.read_text() == "failed\n"

@@ -82,7 +82,7 @@ def run(
                         first_rank=index * ranks_per_node,
                         ranks=list(range(index * ranks_per_node, (index + 1) * ranks_per_node)),
                         devices=["cpu"] * ranks_per_node,
-                        argv=["python", "-m", "trainer"],
+                        argv=["python", "-P", "-m", "trainer"],
                         env={},
                     )
                     for index, host in enumerate(hosts)
@@ -154,7 +154,8 @@ def _ranks(
             events.append(RankState(time=BEGIN + 3, rank=rank, state="ready"))
         if rank == 0 and steps:
             events.append(TrainingPlan(time=BEGIN + 3.5, world_size=world_size, updates_per_epoch=200,
-                                       samples_per_epoch=200 * 16 * world_size, max_updates=total))  # fmt: skip
+                                       samples_per_epoch=200 * 16 * world_size, max_updates=total,
+                                       loss_unit="nats"))  # fmt: skip
         elif rank == 0 and joined is not None:
             events.append(Joining(time=BEGIN + 3, joined=list(range(present)), missing=list(range(present, world_size)),
                                   waited_ms=1500))  # fmt: skip

@@ -127,8 +127,20 @@ def test_a_finding_has_rank_lateness_cause_and_advice(extra: dict[str, float], c
 
 def units(finding: Finding) -> list[str]:
     """Return the names of the evidence that have no unit."""
-    known = ("_ms", "_s", "_bytes", "_share", "_percent", "_mhz", "_celsius", "_watts", "_nats", "_per_s", "_per_hour")
-    counts = ("followers", "steps", "first_step", "last_step", "ranks", "cores", "busy_threads", "threads_to_set")
+    known = ("_ms", "_s", "_bytes", "_share", "_percent", "_mhz", "_celsius", "_watts", "_per_s", "_per_hour")
+    counts = (
+        "loss",
+        "usual_loss",
+        "loss_noise",
+        "followers",
+        "steps",
+        "first_step",
+        "last_step",
+        "ranks",
+        "cores",
+        "busy_threads",
+        "threads_to_set",
+    )
     counts += tuple(f"{end}_{what}" for end in ("least", "most") for what in ("samples", "tokens"))
     return [name for name in finding.evidence if not name.endswith(known) and name not in counts]
 

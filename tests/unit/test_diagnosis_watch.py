@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
 
+from gputrain_tui.diagnosis import HISTORY, Diagnosis
+from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.diagnosis_watch import DUTY, INTERVAL_S, LiveDiagnosis
-from trainer.contract.record import RunDir, Step, encode_event
+from gputrain_tui.state import RunState
+from trainer.contract.record import Finding, RankState, RunDir, Step, encode_event
 
 
 def record(run_dir: RunDir, first: int, last: int, *, late_ms: float = 0.0) -> None:
@@ -111,3 +115,89 @@ def test_the_step_time_is_that_of_the_slowest_rank(run_dir: RunDir) -> None:
     watch.check()
     assert watch.step_s == 0.05
     watch.close()
+
+
+# --- clocks and defects ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_clock_that_jumps_and_records_with_gaps_do_not_end_the_diagnosis(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    run_dir = RunDir(tmp_path)
+    run_dir.events.mkdir()
+    clock = ManualClock()
+    watch = LiveDiagnosis(run_dir, now=clock, clock=clock, cost=ManualClock())
+    reported = [0, 0]
+    jump_s = [0.0, 0.0]
+    found: list[Finding] = []
+    for _ in range(40):
+        for rank in (0, 1):
+            if draw.random() < 0.15:
+                jump_s[rank] = draw.choice((-3600.0, -5.0, 0.0, 5.0, 3600.0))
+            if draw.random() < 0.1:
+                reported[rank] += draw.randint(1, 3)  # lost events
+            with run_dir.rank_events(rank).open("ab") as file:
+                for _ in range(draw.randint(1, 4)):
+                    steps = draw.choice((1, 1, 5, 17))
+                    reported[rank] += steps
+                    late_ms = 30.0 * rank
+                    file.write(
+                        encode_event(
+                            Step(
+                                time=1000.0 + reported[rank] * 0.05 + jump_s[rank],
+                                rank=rank,
+                                step=reported[rank],
+                                epoch=1,
+                                steps=steps,
+                                samples=8 * steps,
+                                loss=2.0,
+                                step_ms=80.0,
+                                data_ms=1.0,
+                                forward_ms=15.0 + late_ms,
+                                backward_ms=30.0,
+                                optimizer_ms=2.0,
+                                sync_exposed_ms=32.0 - late_ms,
+                                sync_exposed_ms_each=[32.0 - late_ms] * steps if steps > 1 else None,
+                            )
+                        )
+                    )
+        lead = max(reported)
+        reported = [lead, lead]
+        clock.seconds += INTERVAL_S
+        found += watch.check()
+    watch.close()
+    assert [finding.message for finding in found if finding.kind == "not_diagnosed"] == []
+
+
+def test_the_events_of_one_file_keep_their_order_where_a_clock_is_set_back(run_dir: RunDir) -> None:
+    run_dir.events.mkdir()
+    times = {0: [10.0, 11.0, 5.0, 6.0, 12.0], 1: [10.5, 10.6, 11.5, 11.6, 11.7]}
+    for rank, each in times.items():
+        lines = [encode_event(RankState(time=moment, rank=rank, state="training")) for moment in each]
+        run_dir.rank_events(rank).write_bytes(b"".join(lines))
+    reader = RunReader(run_dir)
+    events = reader.poll()
+    reader.close()
+    for rank, each in times.items():
+        assert [event.time for event in events if isinstance(event, RankState) and event.rank == rank] == each
+    assert [event.time for event in events][:3] == [10.0, 10.5, 10.6]
+
+
+def test_a_check_with_a_defect_is_reported_once_and_the_others_go_on() -> None:
+    """A step whose phases are text, which no record can hold, fails in the comparison of ranks."""
+    state = RunState(world_size=2, history=HISTORY)
+    diagnosis = Diagnosis()
+    found: list[Finding] = []
+    for number in range(1, 31):
+        for rank in (0, 1):
+            loss = float("nan") if number > 20 and rank == 1 else 2.0
+            state.apply(
+                Step(time=1000.0 + number, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=loss, step_ms=50.0)
+            )
+        for view in state.ranks.values():
+            view.steps[-1].forward_ms = "fast"  # type: ignore[assignment]
+        found += diagnosis.update(state, 1000.0 + number)
+    failed = [finding for finding in found if finding.kind == "not_diagnosed"]
+    assert len(failed) == 1
+    assert "is no longer checked: TypeError: " in failed[0].message
+    assert any(finding.kind == "non_finite" for finding in found)

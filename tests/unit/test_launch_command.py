@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from gputrain_tui.history.export.masking import is_secret_variable
+from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.launch_command import LaunchCommand, read_launch_command, split_command
+from gputrain_tui.recipe.command_launchers import LaunchCommand
+from gputrain_tui.recipe.launch_command import read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import from_command
 from trainer.contract.errors import RequestError
 
@@ -16,6 +18,10 @@ FILES = {
     "hosts": "gpu1 slots=4\n# a comment\ngpu2 slots=2\n",
     "default.yaml": "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\nmixed_precision: 'bf16'\n"
     "gpu_ids: all\nuse_cpu: false\nmain_process_ip: null\n",
+    "one.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nfsdp_config: {}\n",
+    "fsdp.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nnum_processes: 2\n",
+    "fp8.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: TE\nnum_processes: 2\n",
+    "unknown.yaml": "distributed_type: MULTI_GPU\nsetting_of_2030: 7\nnum_processes: 2\n",
 }
 
 
@@ -25,8 +31,18 @@ def read_file(name: str) -> str:
     return FILES[name]
 
 
+ASKED: list[list[str]] = []
+
+
+def ask_accelerate(python: str | None, words: Sequence[str]) -> AccelerateLaunch:
+    """Answer as accelerate does for two processes with FSDP."""
+    ASKED.append(list(words))
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "2,5"}
+    return AccelerateLaunch(env=env, torchrun={"nproc_per_node": "2", "tee": "3", "master_port": "29500"})
+
+
 def read(text: str) -> LaunchCommand:
-    command = read_launch_command(split_command(text), read_file=read_file, is_secret=is_secret_variable)
+    command = read_launch_command(split_command(text), read_file=read_file, ask_accelerate=ask_accelerate)
     recipe = from_command(command, typed=text.replace("\n", " "))
     assert build(recipe.text(file="r.toml"), name="r.toml").script is not None, "the recipe loads"
     return command
@@ -38,6 +54,11 @@ def read(text: str) -> LaunchCommand:
         ("torchrun train.py", [{"ranks": 1}], {}),
         ("torchrun --nproc-per-node 4 train.py", [{"ranks": 4}], {}),
         ("torchrun --nproc_per_node=gpu --standalone train.py", [{"gpus": "all"}], {}),
+        ("torchrun --nproc 4 train.py", [{"ranks": 4}], {}),
+        ("PET_NPROC_PER_NODE=4 torchrun train.py", [{"ranks": 4}], {}),
+        ("PET_NPROC_PER_NODE=4 torchrun --nproc-per-node 2 train.py", [{"ranks": 2}], {}),
+        ("accelerate launch --config_file one.yaml train.py", [{"ranks": 1}], {}),
+        ("accelerate launch --config_file one.yaml --multi_gpu --num_processes 3 train.py", [{"ranks": 3}], {}),
         ("python -m torch.distributed.run --nproc-per-node=2 train.py", [{"ranks": 2}], {}),
         ("python3.11 -u -m torch.distributed.launch --use_env --nproc_per_node 8 train.py", [{"ranks": 8}], {}),
         ("CUDA_VISIBLE_DEVICES=1,3,5 torchrun --nproc-per-node 2 train.py", [{"gpus": [1, 3]}], {}),
@@ -86,7 +107,10 @@ def test_hosts_and_ranks_become_nodes(text: str, nodes: list[dict[str, Any]], cl
     [
         ("torchrun train.py --lr 0.1 -- -x", "train.py", ["--lr", "0.1", "--", "-x"], {}),
         ("torchrun --standalone 'my train.py' \"a 'b'\" ''", "my train.py", ["a 'b'", ""], {}),
-        ("torchrun -m pkg.train --lr 1", "pkg/train.py", ["--lr", "1"], {}),
+        ("torchrun -m pkg.train --lr 1", "pkg.train", ["--lr", "1"], {}),
+        ("torchrun --nproc-per-node 8 -m pkg.train -- --depth=24 -- x", "pkg.train", ["--depth=24", "--", "x"], {}),
+        ("accelerate launch --num_processes 2 train.py -- --a", "train.py", ["--a"], {}),
+        ("python train.py -- --a", "train.py", ["--", "--a"], {}),
         ("env NCCL_DEBUG=INFO A='b c' torchrun train.py", "train.py", [], {"NCCL_DEBUG": "INFO", "A": "b c"}),
         ("MASTER_PORT=1 torchrun train.py", "train.py", [], {}),
         ("WANDB_API_KEY=hidden torchrun train.py", "train.py", [], {}),
@@ -116,12 +140,15 @@ def test_the_script_its_arguments_and_the_environment_are_kept(
             "does not name 3 of its 3 hosts: put their names in place of host0, host1, ho",
         ),
         ("torchrun --nnodes 1:2 train.py", "--nnodes 1:2 is elastic; the recipe always has 2 nodes"),
-        ("torchrun -m pkg.train", "-m pkg.train is written as the file pkg/train.py"),
+        ("torchrun --node-rank 1 --rdzv-id 7 train.py", "--rdzv-id, --node-rank: not needed, as one recipe starts"),
+        ("python -O train.py", "--O has no counterpart and is left out"),
         ("MASTER_PORT=1 torchrun train.py", "MASTER_PORT=1 is left out: gputrain computes it"),
         ("WANDB_API_KEY=hidden torchrun train.py", "WANDB_API_KEY is left out"),
         ("accelerate launch train.py", "the file saved by `accelerate config` is not read"),
-        ("accelerate launch --use_fsdp train.py", "--use_fsdp has no counterpart and is left out"),
-        ("deepspeed train.py", "deepspeed passes --local_rank to the script"),
+        ("accelerate launch --use_fsdp train.py", "are those that accelerate sets for these flags"),
+        ("accelerate launch --use_fsdp train.py", "--tee 3 has no counterpart and is left out"),
+        ("accelerate launch --num_processes 2 --machine_rank 1 train.py", "--machine-rank: not needed"),
+        ("deepspeed --launcher slurm train.py", "--launcher: not needed"),
         ("python train.py", "python starts one process: raise ranks for more"),
     ],
 )
@@ -154,3 +181,62 @@ def test_a_command_that_makes_no_recipe_is_refused_in_one_line(text: str, messag
     with pytest.raises(RequestError, match=message) as refused:
         read(text)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accelerate launch --use_fsdp --fsdp_version 2 train.py --lr 1",
+        "accelerate launch --config_file fsdp.yaml train.py --lr 1",
+        "accelerate launch --config_file fp8.yaml train.py --lr 1",
+        "accelerate launch --config_file unknown.yaml train.py --lr 1",
+        "accelerate launch --flag_of_2030 7 train.py --lr 1",
+    ],
+)
+def test_what_only_accelerate_can_translate_it_is_asked(text: str) -> None:
+    ASKED.clear()
+    command = read(text)
+    assert [split_command(text)[2:]] == ASKED
+    assert command.env == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    assert command.nodes == [{"gpus": [2, 5]}]
+    assert (command.script, command.args) == ("train.py", ["--lr", "1"])
+
+
+@pytest.mark.parametrize("name", ["default.yaml", "one.yaml"])
+def test_a_plain_configuration_is_translated_without_accelerate(name: str) -> None:
+    ASKED.clear()
+    read(f"accelerate launch --config_file {name} train.py")
+    assert ASKED == []
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("python -m torch.distributed.launch --nproc_per_node 2 train.py", "--local-rank"),
+        ("python -m torch.distributed.launch --use_env --nproc_per_node 2 train.py", None),
+        ("python -m torch.distributed.run --nproc_per_node 2 train.py", None),
+        ("deepspeed train.py", "--local_rank"),
+        ("deepspeed --no_local_rank train.py", None),
+    ],
+)
+def test_a_launcher_that_passes_the_local_rank_makes_a_recipe_that_does(text: str, flag: str | None) -> None:
+    assert read(text).local_rank_flag == flag
+
+
+@pytest.mark.parametrize(
+    ("text", "module"), [("torchrun -m pkg.train", True), ("python -m pkg.train", True), ("python pkg/train.py", False)]
+)
+def test_a_module_stays_a_module(text: str, module: bool) -> None:
+    assert read(text).module == module
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("deepspeed --exclude gpu1:0 train.py", "--exclude cannot be translated: name the GPUs with --include"),
+        ("torchrun --virtual-local-rank train.py", "--virtual-local-rank gives each process LOCAL_RANK 0"),
+    ],
+)
+def test_a_flag_that_would_change_the_training_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        read(text)

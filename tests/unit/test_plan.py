@@ -65,7 +65,7 @@ def refusal(*nodes: str, has: Mapping[str, Inventory] | None = None, local: Loca
 
 def distributed(words: list[str]) -> str:
     """The flags between ``-m trainer`` and ``--task``."""
-    return " ".join(words[3 : words.index("--task")])
+    return " ".join(words[words.index("trainer") + 1 : words.index("--task")])
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_four_nodes_have_the_flags_of_hetseqs_documentation(node: int, first_ran
         "--distributed-init-method tcp://10.0.123.1:11111 --distributed-world-size 16 "
         f"--distributed-gpus 4 --distributed-rank {first_rank}"
     )
-    assert found.argv[:3] == ["/venv/python", "-m", "trainer"]
+    assert found.argv[:4] == ["/venv/python", "-P", "-m", "trainer"]
     assert found.argv[found.argv.index("--task") :] == ["--task", "mnist", "--data", "/d"]
     assert found.env == {}
 
@@ -177,7 +177,7 @@ def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: 
         return
     found = plan_for(*nodes, cluster='init_method = "env://"' if scheme == "env" else "")
     for node in found.nodes:
-        values, _ = read_flags(node.argv[3:], describe(Distributed))
+        values, _ = read_flags(node.argv[4:], describe(Distributed))
         options = check(Distributed, values, where=str)
         gpus = 0 if "cpu" in node.devices else len(node.devices)
         decision = decide(options, node.env, gpus)
@@ -211,7 +211,7 @@ def test_the_trainer_starts_exactly_the_planned_ranks(nodes: list[str], scheme: 
 def test_ranks_join_at_an_address_that_all_can_reach(nodes: list[str], cluster: str, init_method: str) -> None:
     found = plan_for(*nodes, cluster=cluster)
     assert found.init_method == init_method
-    assert all(node.argv[4] == init_method for node in found.nodes)
+    assert all(node.argv[5] == init_method for node in found.nodes)
 
 
 def test_env_gives_the_master_address_in_the_environment() -> None:

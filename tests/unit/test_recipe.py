@@ -175,7 +175,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ("port = 1\n" + BASE, "r.toml:1: port is not known; it belongs in [cluster]"),
         ("[trian]\n" + BASE, "r.toml:1: trian is not known; did you mean 'train'?"),
         ("train = 5\n[task]\n", "r.toml:1: train is 5, but must be a table"),
-        ("name = 3\n" + BASE, "r.toml:1: name is 3, but must be one line of text"),
+        ("name = 3\n" + BASE, 'r.toml:1: name is 3, but name is text: write name = "3"'),
         (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 are allowed"),
         (BASE.replace("[task]", 'data = "d"\n[task]'), "r.toml:3: train.data is not known; it belongs in [task]"),
         (BASE.replace("[task]", "cpu = true\n[task]"), "r.toml:3: train.cpu is computed; set cpu_ranks of a node"),
@@ -525,7 +525,7 @@ def test_a_recipe_sets_the_live_sinks(keys: str, report: ReportOptions) -> None:
         ("tensorbord = true", "r.toml:4: report.tensorbord is not known; did you mean 'tensorboard'?"),
         ("tensorboard = 3", "r.toml:4: report.tensorboard is 3, but must be text or true or false"),
         ('wandb = ""', "r.toml:4: report.wandb is '', but must be text"),
-        ("on_end = 1", "r.toml:4: report.on_end is 1, but must be text"),
+        ("on_end = 1", 'r.toml:4: report.on_end is 1, but must be text: write "1" with its quotes'),
     ],
 )
 def test_an_invalid_report_key_is_one_line(keys: str, message: str) -> None:

@@ -185,7 +185,7 @@ def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, v
         (Training, "seed", "", "--seed is '', but must be an integer >= 0 and <= 4294967295"),
         (Training, "shuffle", "maybe", "--shuffle is 'maybe', but must be true or false"),
         (Training, "shuffle", 1, "--shuffle is 1, but must be true or false"),
-        (Training, "task", 3, "--task is 3, but must be text"),
+        (Training, "task", 3, '--task is 3, but must be text: write "3" with its quotes'),
         (
             Training,
             "optimizer",

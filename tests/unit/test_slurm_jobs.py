@@ -187,5 +187,5 @@ def test_slurm_output_of_an_earlier_attempt_explains_nothing(tmp_path: Path) -> 
 
 def test_a_path_is_a_word_of_the_jobs_script_whatever_it_holds() -> None:
     text = supervisor_script("/runs/a $(id)", python="/venv/python", setup="module load cuda")
-    assert text.splitlines()[-1] == "exec /venv/python -m gputrain_tui.lifecycle.supervisor '/runs/a $(id)'"
+    assert text.splitlines()[-1] == "exec /venv/python -P -m gputrain_tui.lifecycle.supervisor '/runs/a $(id)'"
     assert "module load cuda" in text.splitlines()

@@ -66,8 +66,6 @@ def launch(
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
         decision = apply_counts(decision, counts)
-    if script is not None:
-        words = (script.script, *script.args)
     # By default CUDA numbers the fastest GPU as 0; NVML and nvidia-smi have PCI order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     claimed = [devices[index].uuid for index in decision.device_ids if index is not None]
@@ -88,7 +86,7 @@ def launch(
             # must report.
             address = master_address(init_method, environ, free_port=free_port() if init_method is None else 0)
             outcome = run_node(
-                [_for_script(assignment, address, environ) for assignment in assignments],
+                [_for_script(assignment, script, address, environ) for assignment in assignments],
                 start_method=options.start_method,
                 environ=environ,
                 target=MEASURED_SCRIPT_TARGET if script.instrument and run_dir is not None else SCRIPT_TARGET,
@@ -141,9 +139,14 @@ def assign(
     ]
 
 
-def _for_script(assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]) -> RankAssignment:
+def _for_script(
+    assignment: RankAssignment, script: Script, address: tuple[str, int], environ: Mapping[str, str]
+) -> RankAssignment:
     environment = launcher_environment(assignment, address, environ)
-    return dataclasses.replace(assignment, is_script=True, environment=environment)
+    words = [*(["-m"] if script.module else []), script.script]
+    if script.local_rank_flag is not None:
+        words.append(f"{script.local_rank_flag}={assignment.local_rank}")
+    return dataclasses.replace(assignment, is_script=True, environment=environment, words=(*words, *script.args))
 
 
 def _ignore_report(_: RankReport) -> None:

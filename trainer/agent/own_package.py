@@ -1,51 +1,75 @@
-"""Hiding of this package from a script whose folder has a module of the same name, ``trainer``."""
+"""Import path of a script's rank: as in a new interpreter for the script, and these packages' own path for their code.
+
+A script may have modules with names of loaded ones, such as ``trainer`` or ``queue``. The loaded ones are hidden from
+the script, and these packages' code imports in ``own_package``.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
-from pathlib import Path
+from importlib.machinery import BuiltinImporter, FrozenImporter
 from types import ModuleType
 
-PACKAGE = __name__.partition(".")[0]
+from trainer.host.import_path import origin_in
 
+SHARED = ("__main__", "__mp_main__", "encodings", "sitecustomize", "usercustomize", "torch")
+"""Modules that are never hidden: those that a new interpreter has loaded before it runs a script, besides the built-in
+and frozen ones; and torch, as the script's own is the one to be measured."""
+
+_folders: list[str] = []
+"""Folders of the script at the front of its path; empty while these packages' own path is in force for good."""
+_own_path: list[str] = []
 _hidden: dict[str, ModuleType] = {}
-"""The modules of this package while they are hidden; else empty."""
+"""Modules hidden from the script."""
 
 
-def hide_from_script(folder: Path) -> None:
-    """Remove this package from ``sys.modules`` if the folder has another module of its name."""
-    spec = PathFinder.find_spec(PACKAGE, [str(folder)])
-    own_spec = sys.modules[PACKAGE].__spec__
-    if spec is not None and spec.origin is not None and own_spec is not None and spec.origin != own_spec.origin:
-        _hidden.update(_pop_modules())
+def hide_from_script(folders: Sequence[str]) -> None:
+    """Put a script's folders at the front of the path, and hide the loaded modules of which they have others."""
+    _folders[:] = folders
+    _own_path[:] = sys.path
+    sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in folders)]
+    _hidden.update(_pop_modules())
 
 
 @contextmanager
 def own_package() -> Iterator[None]:
-    """Make imports in the body find this package, even if it is hidden from the script."""
-    if not _hidden:
+    """Make imports in the body find what they find without the script's folders."""
+    if not _folders:
         yield
         return
-    script_modules = _pop_modules()
+    script_path, script_modules = list(sys.path), _pop_modules()
+    sys.path[:] = _own_path
     sys.modules.update(_hidden)
     try:
         yield
     finally:
         _hidden.update(_pop_modules())
+        sys.path[:] = script_path
         sys.modules.update(script_modules)
 
 
 def restore() -> None:
-    """Make imports find this package again, for good."""
-    if _hidden:
+    """Make imports ignore the script's folders for good."""
+    if _folders:
         _pop_modules()
+        sys.path[:] = _own_path
         sys.modules.update(_hidden)
         _hidden.clear()
+        _folders.clear()
 
 
 def _pop_modules() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name == PACKAGE or name.startswith(PACKAGE + ".")]
-    return {name: sys.modules.pop(name) for name in names}
+    """Remove and return the loaded modules, with their submodules, of whose names the script has others."""
+    tops = {name.partition(".")[0] for name in sys.modules}
+    others = {name for name in tops if _has_another(name)}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in others}
+
+
+def _has_another(name: str) -> bool:
+    """Whether the script's import of a top-level module finds another file than an import by these packages."""
+    theirs = origin_in(_folders, name)
+    if theirs is None or name in SHARED or BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
+        return False
+    return theirs != origin_in(_own_path, name)

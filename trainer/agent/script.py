@@ -1,5 +1,7 @@
 """A user's script run as a rank, like ``python -u script.py args`` under torchrun, with its end in the record.
 
+A module is run like ``python -u -m package.module args``.
+
 The script runs in a process that forks from a small server without torch, so variables that it sets before it imports
 torch have an effect, as in a new interpreter. Its end is reported before the interpreter is finalized, during which
 torch's gloo may abort a successful process (pytorch issue 190489); the process then exits by ``os._exit``.
@@ -12,10 +14,11 @@ import io
 import multiprocessing
 import multiprocessing.process
 import os
+import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -29,6 +32,10 @@ from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import is_lost_peer
 from trainer.contract.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
+from trainer.host.import_path import python_path
+
+MODULE = "-m"
+"""First word of a rank whose script is a module."""
 
 
 def run_script(
@@ -41,13 +48,12 @@ def run_script(
         at_end: called when the script's code has ended, before its end is recorded.
         hidden: folder whose frames are removed from the script's tracebacks.
     """
-    script, *arguments = assignment.words
     pid = os.getpid()
     # With this pid in the environment, trainer.watch leaves the rank's states to this module.
     os.environ[RANK_PID] = str(os.getpid())
     _write(assignment, _state(assignment, "training"))
-    _imitate_new_interpreter(script, arguments)
-    code, failure = _run(script, assignment, hidden)
+    _imitate_new_interpreter(assignment.words)
+    code, failure = _run(assignment, hidden)
     if os.getpid() != pid:
         return code  # a process that the script has forked: its end is not the rank's
     own_package.restore()
@@ -64,12 +70,13 @@ def run_script(
     return ExitCode.FINISHED
 
 
-def _imitate_new_interpreter(script: str, arguments: list[str]) -> None:
-    """Set arguments, import path, streams and multiprocessing as in a new interpreter that runs the script."""
-    sys.argv = [script, *arguments]
-    folder = Path(script).resolve().parent
-    sys.path.insert(0, str(folder))
-    own_package.hide_from_script(folder)
+def _imitate_new_interpreter(words: Sequence[str]) -> None:
+    """Set arguments, import path, streams and multiprocessing as in a new interpreter that is given these words."""
+    is_module = words[0] == MODULE
+    sys.argv = list(words[1:] if is_module else words)
+    own_folder = Path.cwd() if is_module else Path(words[0]).resolve().parent
+    own_folders = [] if os.environ.get("PYTHONSAFEPATH") else [str(own_folder)]
+    own_package.hide_from_script([*own_folders, *python_path(os.environ)])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
@@ -80,22 +87,26 @@ def _imitate_new_interpreter(script: str, arguments: list[str]) -> None:
     multiprocessing.current_process().name = "MainProcess"
 
 
-def _run(script: str, assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None]:
+def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None]:
     """Run the script as ``__main__``; return its exit code and its failure, None for a success."""
     log_start = _log_size(assignment)
     try:
-        exec(_compiled(script), _main_module(script).__dict__)
+        first, *rest = assignment.words
+        code, main = _module(rest[0]) if first == MODULE else (_compiled(first), _main_module(first))
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
         _run_exit_functions()
     except SystemExit as error:
         if error.code is None or error.code == 0:
             _run_exit_functions()
             return ExitCode.FINISHED, None
-        code = error.code if isinstance(error.code, int) else 1
+        exit_code = error.code if isinstance(error.code, int) else 1
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-            return code, _exit_failure(assignment, f"the script exited with: {error.code}".splitlines()[0])
+            return exit_code, _exit_failure(assignment, f"the script exited with: {error.code}".splitlines()[0])
         line = last_error(_log(assignment), since=log_start, any_line=True)
-        return code, _exit_failure(assignment, f"the script called sys.exit({code})" + (line and f": {line}"))
+        text = f"the script called sys.exit({exit_code})" + (line and f": {line}")
+        return exit_code, _exit_failure(assignment, text)
     except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if hidden is not None:
@@ -118,8 +129,31 @@ def _main_module(script: str) -> ModuleType:
     module.__file__ = path
     module.__loader__ = SourceFileLoader("__main__", path)
     module.__dict__.update(__builtins__=__builtins__, __cached__=None, __annotations__={})
-    sys.modules["__main__"] = module
     return module
+
+
+def _module(name: str) -> tuple[CodeType, ModuleType]:
+    """Return the code of a module and a new ``__main__`` module for it, as ``python -m`` makes them.
+
+    Raises:
+        SystemExit: there is no such module, or it cannot be run.
+    """
+    details: Any = runpy
+    try:
+        _, spec, code = details._get_module_details(name)  # as pdb and cProfile of the standard library find it
+    except ImportError as error:
+        raise SystemExit(f"python -m {name}: {error}") from None
+    sys.argv[0] = spec.origin
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __builtins__=__builtins__,
+        __cached__=spec.cached,
+        __file__=spec.origin,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+    return code, main
 
 
 def _run_exit_functions() -> None:

@@ -8,6 +8,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of
 from trainer.host.addresses import is_loopback
+from trainer.host.import_path import ASIDE
 
 RUN_DIR = "GPUTRAIN_RUN_DIR"
 """Environment variable with the run directory, where ``trainer.watch`` in a script finds the record."""
@@ -86,6 +87,8 @@ def launcher_environment(
         "PYTORCH_NVML_BASED_CUDA_CHECK": environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
         RUN_DIR: assignment.run_dir,
     }
+    if ASIDE in environ:
+        settings |= {"PYTHONPATH": environ[ASIDE], ASIDE: None}
     if assignment.device_id is None:
         # For CPU ranks: a script would use a GPU that it sees.
         settings["CUDA_VISIBLE_DEVICES"] = ""

@@ -19,12 +19,12 @@ Trains a model with distributed data parallelism, on this machine or as one node
 as under torchrun: one process per rank, with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 examples:
-  python -m trainer --task lm --data . --max-updates 100
-  python -m trainer --task lm --data . --max-updates 100 --cpu --distributed-world-size 2
-  python -m trainer --task lm --data . --max-updates 100 --cpu --distributed-init-method tcp://10.0.0.1:29500 \\
+  python -P -m trainer --task lm --data . --max-updates 100
+  python -P -m trainer --task lm --data . --max-updates 100 --cpu --distributed-world-size 2
+  python -P -m trainer --task lm --data . --max-updates 100 --cpu --distributed-init-method tcp://10.0.0.1:29500 \\
       --distributed-world-size 4 --distributed-gpus 2 --distributed-rank 0        # and on the other node: 2
-  torchrun --nproc-per-node 4 -m trainer --task lm --data . --max-updates 100
-  python -m trainer --script train.py --distributed-gpus 4 -- --epochs 3
+  torchrun --nproc-per-node 4 --no-python python -P -m trainer --task lm --data . --max-updates 100
+  python -P -m trainer --script train.py --distributed-gpus 4 -- --epochs 3
 
   --help, -h               this text; with --task TASK also the options of the task
   --describe-task TASK     print the options of a task as JSON
@@ -63,7 +63,10 @@ def _entry(option: Option, width: int) -> list[str]:
     if option.kind == "bool" and option.default:
         names = f"--no-{option.flag[2:]}"
     switches = [f"{flag} is {value}" for flag, value in option.switches.items()]
-    text = "; ".join(part for part in (option.help, *switches, _default(option)) if part)
+    help = option.help
+    if option.kind == "bool" and option.default:
+        help = f"turn off, as it is on by default: {help}"
+    text = "; ".join(part for part in (help, *switches, _default(option)) if part)
     indent = " " * COLUMN
     body = textwrap.wrap(text, max(width, COLUMN + 30) - COLUMN, break_on_hyphens=False) or [""]
     head = f"  {names}"
@@ -83,9 +86,7 @@ def _default(option: Option) -> str:
     value: Any = option.default
     if option.required:
         return "required"
-    if option.kind == "bool":
-        return "on unless this is given" if value else ""
-    if value is None or value == "" or "default:" in option.help:
+    if option.kind == "bool" or value is None or value == "" or "default:" in option.help:
         return ""
     if isinstance(value, str) and value != value.strip():
         return f"default: {value!r}"

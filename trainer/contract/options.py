@@ -113,6 +113,19 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     script: Annotated[
         str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
     ]
+    module: Annotated[bool, Meta(description="script is the name of a module, which runs as with python -m")] = False
+    local_rank_flag: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                pattern=r"^-{1,2}\w[\w-]*$",
+                description="flag with which the script gets its local rank, such as --local-rank of "
+                "torch.distributed.launch; default: by LOCAL_RANK alone",
+            ),
+        ]
+        | None
+    ) = None
     args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
     instrument: Annotated[
         bool, Meta(description="measure the script's steps, phases and gradient synchronisation; needs a record")
@@ -590,14 +603,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reset_optimizer: Annotated[
         bool,
         Meta(
-            description="resume: reset the state of the optimizer; updates, schedule and data continue",
+            description="resume: reset the state of the optimizer; steps, schedule and data continue",
             extra={"group": "Checkpoints"},
         ),
     ] = False
     reset_dataloader: Annotated[
         bool,
         Meta(
-            description="resume: start the data at epoch 1 again, such as for new data; updates and schedule continue",
+            description="resume: start the data at epoch 1 again, such as for new data; steps and schedule continue",
             extra={"group": "Checkpoints"},
         ),
     ] = False

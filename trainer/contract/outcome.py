@@ -181,8 +181,8 @@ def answer_s(stop_grace_s: float, step_s: float) -> float:
 
 
 def describe_stop(update: int | None, saved: str | None, not_kept: str = "") -> str:
-    """Return a message with the update at which a training stopped, its checkpoint and its unsaved work."""
-    where = "" if update is None else f" at update {update}"
+    """Return a message with the step at which a training stopped, its checkpoint and its unsaved work."""
+    where = "" if update is None else f" at step {update}"
     return f"stopped{where}" + (f", saved {saved}" if saved else "") + (f", but {not_kept}" if not_kept else "")
 
 

@@ -224,6 +224,8 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
 
 def _refused(option: Option, value: Any, where: str) -> RequestError:
     guess = nearest(value, map(str, option.choices)) if isinstance(value, str) else ""
+    if option.kind == "str" and not (option.choices or option.or_kind) and isinstance(value, bool | int | float):
+        guess = f': write "{text_of(value).lower()}" with its quotes'
     return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
 
 

@@ -77,7 +77,7 @@ REFUSED: dict[str, str] = {
     "--distributed-num-procs": "--distributed-gpus N",
     "--nprocs-per-node": "--distributed-gpus N",
     "--all-gather-list-size": "data that ranks exchange may have any size",
-    "--reset-lr-scheduler": f"the schedule follows the number of updates; {_FRESH_WEIGHTS}",
+    "--reset-lr-scheduler": f"the schedule follows the number of steps; {_FRESH_WEIGHTS}",
     "--optimizer-overrides": "a resumed run uses its own flags, such as a new --weight-decay",
     "--continue-once": "--resume PATH; a run that is started again with --finetune-from as well resumes",
     "--keep-interval-updates": _KEEP,

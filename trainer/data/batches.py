@@ -247,7 +247,7 @@ class EpochBatches:
         for group in GroupedIterator(steps.starts, update_freq):
             end = steps.end(group[-1])
             yield Update(len(group), end - group[0], end, self._micro_batches(read, len(group), Position(epoch, end)))
-            assert self._position == Position(epoch, end), "the previous update was not read to its end"
+            assert self._position == Position(epoch, end), "the previous step was not read to its end"
 
     def _micro_batches(self, read: Iterator[MicroBatch], count: int, after: Position) -> Iterator[MicroBatch]:
         for index in range(count):

@@ -180,7 +180,7 @@ class StreamBatches:
                 self._end = after
                 self._compare_length(after.consumed)
             yield update
-            assert self._position == after, "the previous update was not read to its end"
+            assert self._position == after, "the previous step was not read to its end"
         self._end = self._position
 
     def _next(self, read: Iterator[StreamBlock], update_freq: int, before: Position) -> tuple[Update, Position] | None:
@@ -233,7 +233,7 @@ class StreamBatches:
             if each != totals[0]:
                 raise TrainingError(
                     f"the ranks read different streams in epoch {before.epoch}, after sample {before.consumed}: rank 0 "
-                    f"has {sum(totals[0])} more samples in this update, rank {rank} {sum(each)}"
+                    f"has {sum(totals[0])} more samples in this step, rank {rank} {sum(each)}"
                 )
 
     def _micro_batches(self, blocks: list[StreamBlock], after: Position) -> Iterator[MicroBatch]:

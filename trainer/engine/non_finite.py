@@ -279,12 +279,13 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
 
 
 REMEDIES = {
-    "parameter": "an earlier update caused it: lower --lr, or set --clip-norm",
-    "output": "look for a non-finite or very large number in this batch; if there is none, lower --lr, set "
-    "--clip-norm, or take bf16 instead of fp16",
-    "the loss": "look for the logarithm of 0, or a division by 0, where the task computes its loss",
-    "gradient": "look for a square root or logarithm of 0, or a division by 0, there or in what comes after it; if "
-    "there is none, lower --lr",
+    "parameter": "most likely the learning rate is too high for the steps before: lower --lr, or set --clip-norm",
+    "output": "most likely the learning rate is too high: lower --lr, set --clip-norm, or take bf16 instead of fp16; "
+    "otherwise look for a non-finite or very large number in this batch",
+    "the loss": "most likely the learning rate is too high: lower --lr; otherwise look for the logarithm of 0, or a "
+    "division by 0, where the task computes its loss",
+    "gradient": "most likely the learning rate is too high: lower --lr; otherwise look for a square root or logarithm "
+    "of 0, or a division by 0, there or in what comes after it",
 }
 """Advice by the beginning of a place that ``locate`` returns."""
 

@@ -45,6 +45,7 @@ def announce(
             max_epochs=options.max_epochs,
             first_update=first_update,
             parameters=parameters,
+            loss_unit=ctx.loss_unit,
             tf32=ctx.tf32,
         )
     )
@@ -78,7 +79,8 @@ def report_validation(
     )
     metrics = "".join(f", {name} {value:.4f}" for name, value in result.metrics.items())
     which = f"at step {step}" if weights_step is None else f"(weights of step {weights_step})"
-    ctx.print_line(f"{split} {which}: loss {result.loss:.4f} nats{metrics}")
+    unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
+    ctx.print_line(f"{split} {which}: loss {result.loss:.4f}{unit}{metrics}")
 
 
 def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
@@ -146,23 +148,24 @@ class Progress:
     """Progress line with epoch, step, loss and learning rate, printed at intervals."""
 
     def __init__(self, ctx: WorkerContext, *, every: int = 0) -> None:
-        """Print a line every so many updates; with 0, every ``REPORT_EVERY_S``."""
+        """Print a line every so many steps; with 0, every ``REPORT_EVERY_S``."""
         self._ctx = ctx
+        self._unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
         self._every = every
         self._last = 0.0
         self._pending: tuple[str, str, HostCopy | CpuNumbers] | None = None
         """Text before the loss and after it, and the loss on its way to the host."""
 
     def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:
-        """Print a line if one is due, as soon as its loss [], in nats, is on the host; rank 0 only."""
+        """Print a line if one is due, as soon as its loss [] is on the host; rank 0 only."""
         now, ctx = time.monotonic(), self._ctx
         due = step % self._every == 0 if self._every else now - self._last >= REPORT_EVERY_S
         if ctx.rank == 0 and self._pending is None and loss is not None and due:
             self._last = now
             value = loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
             copies = ctx.copies or host_copies(value.device)
-            self._pending = f"epoch {epoch} step {step}: loss", f"nats, lr {lr:.3g}", begin_copy(value, copies)
+            self._pending = f"epoch {epoch} step {step}: loss", f"{self._unit}, lr {lr:.3g}", begin_copy(value, copies)
         if self._pending is not None and self._pending[2].arrived():
             before, after, copy = self._pending
             self._pending = None
-            ctx.print_line(f"{before} {copy.numbers()[0]:.4f} {after}")
+            ctx.print_line(f"{before} {copy.numbers()[0]:.4f}{after}")

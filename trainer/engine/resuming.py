@@ -159,7 +159,7 @@ def require_fit(
         _convert(state, _InFp16, source)
     if entries.schedule.updates != entries.updates:
         raise CheckpointError(
-            f"{source}: entry schedule['updates'] is {entries.schedule.updates}, but updates is {entries.updates}"
+            f"{source}: entry schedule['updates'] is {entries.schedule.updates}, but 'updates' is {entries.updates}"
         )
     _require_task(entries.task, task, source)
     own = kinds(model.state_dict(), "model")

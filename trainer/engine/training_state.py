@@ -160,7 +160,7 @@ class TrainingState:
         position = self.train_batches.position
         fresh = "; the state of the optimizer was reset" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
-        ctx.print_line(f"resumed at {where}, after {self.updates} updates{fresh}")
+        ctx.print_line(f"resumed at {where}, after {self.updates} steps{fresh}")
         same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)

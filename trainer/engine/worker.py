@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class _Rank:
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        ctx = self._context(options, device, request, tf32)
+        ctx = replace(self._context(options, device, request, tf32), loss_unit=task.loss_unit)
         if options.eval_only:
             assignment.stoppable()
             return evaluate_checkpoint(task, options, ctx)
@@ -234,7 +235,7 @@ class _Rank:
             return
         distributed.from_master(lambda: self._require_work(loop, source, reason))
         missing = "running its last validation now" if loop.validation_missing else "it is finished"
-        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no updates are left, {reason}: {missing}")
+        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no steps are left, {reason}: {missing}")
 
     def _require_work(self, loop: Loop, name: str, reason: str) -> None:
         """Raise if a checkpoint's training is finished, unless this run trained it.
@@ -244,7 +245,7 @@ class _Rank:
         """
         # A run that is restarted after its last checkpoint has trained; another one would end without having trained.
         if not self._is_own(name) and not loop.validation_missing:
-            raise RequestError(f"{name} is at update {loop.updates}, and nothing is left to train: {reason}")
+            raise RequestError(f"{name} is at step {loop.updates}, and nothing is left to train: {reason}")
 
     def _is_own(self, name: str) -> bool:
         """Return whether a checkpoint was written by this very run."""
@@ -354,7 +355,7 @@ def _offer(loop: Loop, source: Path) -> str:
             loop.state.require_fit(state, source=str(path))
         except RequestError:
             continue
-        return f"; {path} fits: --resume {path} (in a recipe train.resume) continues from update {state['updates']}"
+        return f"; {path} fits: --resume {path} (in a recipe train.resume) continues from step {state['updates']}"
     return ""
 
 

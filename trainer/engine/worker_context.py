@@ -31,6 +31,8 @@ class WorkerContext:
     """Values by name that must be equal on all ranks."""
     recipe: str = ""
     """Text of the recipe, which checkpoints keep."""
+    loss_unit: str = ""
+    """Unit of the task's loss; empty: none."""
     tf32: bool | None = None
     """Whether products of 32-bit floats are rounded to TF32, for the record; None on a CPU."""
     copies: HostCopies | None = None

@@ -5,12 +5,15 @@ Without the check, starting ten thousand ranks would fail half-way with an obscu
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import MachineNotReadyError, RequestError
 from trainer.host.memory import read_container_limit_bytes, read_memory, read_swap_bytes
+from trainer.host.prctl import prctl_refusal
 from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
@@ -24,6 +27,11 @@ OTHER_FILES = 16
 """Descriptors that the node agent holds open besides those."""
 
 
+SHM = Path("/dev/shm")
+MIN_SHM_BYTES = 1 << 20
+"""Least free shared memory: a data loading process needs some semaphores of 4 KiB, and its batches."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
     """Limits of the machine and of this process; None means no limit."""
@@ -34,6 +42,8 @@ class ResourceLimits:
     """Files that one process may open."""
     memory_bytes: int | None
     """Memory and swap of the machine, used or not, or the limit of the container if that is smaller."""
+    missing: str = ""
+    """What every run needs of the kernel and this machine or container lacks, and the fix; empty if nothing."""
 
     def refusal(self, ranks: int, *, rank_bytes: int = RANK_BYTES) -> str:
         """Return the reason why ``ranks`` ranks cannot fit on this machine; empty if none is known."""
@@ -56,11 +66,38 @@ def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
     """Check the number of ranks against the limits of this machine; passing does not guarantee that they fit.
 
     Raises:
+        MachineNotReadyError: the kernel refuses what every run needs.
         RequestError: a limit is too low; the line names it.
     """
-    reason = read_limits().refusal(ranks, rank_bytes=rank_bytes)
+    limits = read_limits()
+    if limits.missing:
+        raise MachineNotReadyError(limits.missing)
+    reason = limits.refusal(ranks, rank_bytes=rank_bytes)
     if reason:
         raise RequestError(reason)
+
+
+def require_shared_memory() -> None:
+    """Check that data loading processes have the least shared memory that they need.
+
+    Raises:
+        MachineNotReadyError: ``/dev/shm`` is full.
+    """
+    free = free_shm_bytes()
+    if free is not None and free < MIN_SHM_BYTES:
+        raise MachineNotReadyError(
+            f"/dev/shm has {free >> 10} KiB free, and data loading processes share batches there: remove files, "
+            "start the container with --shm-size=2g, or set --num-workers 0"
+        )
+
+
+def free_shm_bytes() -> int | None:
+    """Return the free space of ``/dev/shm``; None where there is none."""
+    try:
+        status = os.statvfs(SHM)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
 
 
 def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
@@ -76,7 +113,21 @@ def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
         ),
         files=open_files(),
         memory_bytes=_least(machine, read_container_limit_bytes(cgroup)),
+        missing=_missing(proc),
     )
+
+
+def _missing(proc: Path) -> str:
+    if sys.platform != "linux":
+        return ""
+    if not (proc / "self" / "stat").exists():
+        return f"{proc} is not mounted, which shows the processes of a run: mount -t proc proc {proc}"
+    if why := prctl_refusal():
+        return (
+            f"prctl() is refused ({why}), with which ranks end when the run does: "
+            "allow it in the container's seccomp profile"
+        )
+    return ""
 
 
 def open_files() -> int | None:

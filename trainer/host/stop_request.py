@@ -29,7 +29,9 @@ SAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 NOW_SIGNAL = signal.SIGRTMIN
 """Signal that requests a supervisor or a node agent to exit without saving, and ends a rank that would save on SIGTERM.
 A person or a scheduler sends it for nothing else."""
-STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL)
+STOP_COMMAND_SIGNAL = signal.SIGRTMIN + 1
+"""Signal by which ``gputrain stop`` requests a supervisor to save and exit, so that the reason names that command."""
+STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL, STOP_COMMAND_SIGNAL)
 """Signals that the starter of a supervisor blocks: they stay pending until the supervisor has its handlers."""
 
 
@@ -178,7 +180,8 @@ class StopRequest:
         again = self._interrupted and number == signal.SIGINT
         self._interrupted |= number == signal.SIGINT
         level = StopLevel.KILL if again else StopLevel.NOW if number == NOW_SIGNAL else StopLevel.SAVE
-        self.ask(level, f"stopped by {signal.Signals(number).name}")
+        by = "`gputrain stop`" if number == STOP_COMMAND_SIGNAL else signal.Signals(number).name
+        self.ask(level, f"stopped by {by}")
         self._unsent.append(number)
         self._forward()
 

@@ -86,6 +86,7 @@ class DocNNTask(Task):
     Options = DocNNOptions
     options: DocNNOptions
     count_per_sample = 1
+    loss_unit = "nats"
 
     def __init__(self, options: DocNNOptions) -> None:
         super().__init__(options)

@@ -136,6 +136,7 @@ class LanguageModel(Task):
 
     Options = LmOptions
     options: LmOptions
+    loss_unit = "nats"
 
     def __init__(self, options: LmOptions) -> None:
         super().__init__(options)

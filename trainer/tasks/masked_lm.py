@@ -123,6 +123,7 @@ class MaskedLanguageModel(Task):
 
     Options = MaskedLmOptions
     options: MaskedLmOptions
+    loss_unit = "nats"
 
     def __init__(self, options: MaskedLmOptions) -> None:
         super().__init__(options)

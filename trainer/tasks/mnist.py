@@ -76,6 +76,7 @@ class MnistTask(Task):
     Options = MnistOptions
     options: MnistOptions
     count_per_sample = 1
+    loss_unit = "nats"
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         """Read the IDX files; the test images are the validation split too, unless ``valid_subset`` is none."""

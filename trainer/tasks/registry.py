@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainer.contract.builtin_tasks import BUILT_IN, unknown_task
-from trainer.contract.errors import RequestError, nearest
+from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.home_folder import expand_home
+from trainer.host.import_path import append_user_folders, origin_in
 
 if TYPE_CHECKING:
     from trainer.tasks.task import Task
@@ -31,6 +32,8 @@ def load_task(name: str) -> type[Task]:
     module_name, colon, attribute = target.rpartition(":")
     if not colon or not attribute or not (module_name.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", module_name)):
         raise unknown_task(name)
+    if name not in BUILT_IN and not module_name.endswith(".py"):
+        _add_working_folder(module_name)
     module = _from_file(expand_home(module_name)) if module_name.endswith(".py") else _from_module(module_name)
 
     from trainer.tasks.task import Task
@@ -59,6 +62,22 @@ def _from_module(module_name: str) -> ModuleType:
         raise _syntax_error(error) from error
 
 
+def _add_working_folder(module_name: str) -> None:
+    """Make the modules of the working folder importable, behind all others.
+
+    Raises:
+        RequestError: the named module is in the working folder, and another one of the same name comes before it.
+    """
+    folder, name = str(Path.cwd()), module_name.partition(".")[0]
+    append_user_folders(folder)
+    own, first = origin_in([folder], name), origin_in(sys.path, name)
+    if own is not None and own != first:
+        raise RequestError(
+            f"task module {quoted(module_name)} is in {folder}, but {first} has the same name and comes first: "
+            "rename yours, or name the task by its file, path.py:Class"
+        )
+
+
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RequestError(f"task file {path} does not exist")
@@ -71,8 +90,7 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # as for a script: the file may import its neighbours
+    append_user_folders(str(path.parent))  # the file may import its neighbours
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -32,6 +32,9 @@ class Task:
     length for a language model). The global count is then known without a collective; with None it is summed over the
     ranks at each step."""
 
+    loss_unit: str = ""
+    """Unit of the loss: ``nats`` if it is a natural logarithm, such as a cross-entropy; empty: none."""
+
     def __init__(self, options: Any) -> None:
         self.options = options
 
@@ -53,7 +56,7 @@ class Task:
     def loss(
         self, model: nn.Module, batch: Any
     ) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]] | tuple[Tensor, Tensor | int]:
-        """Return the summed loss in nats, the number of items in the sum, and, if there are metrics, their sums.
+        """Return the summed loss, the number of items in the sum, and, if there are metrics, their sums.
 
         A metric is reported as its sum over the same count: the number of correct labels becomes the accuracy.
         """

@@ -31,7 +31,7 @@ class AppProtocol(Protocol):
     """Seconds between the last two keys."""
 
     def list_runs(self) -> list[Run]:
-        """Return all runs, newest first; if their folder cannot be read, report the error and return none."""
+        """Return the newest runs, newest first; if their folder cannot be read, report the error and return none."""
 
     def report(self, text: str, *, alarm: bool = False) -> None:
         """Show a notification."""

@@ -46,7 +46,7 @@ FIGURES = (
         "Time a rank waited for gradients, not hidden by the backward pass: in ms, or as a share of its steps",
     ),
     ("late ms", "How much later than the first rank it reached the synchronisation: the others waited that long"),
-    ("loss", "Natural logarithms (nats); valid: exact over all ranks, at the newest evaluation"),
+    ("loss", "Mean over the samples, in the task's unit; valid: exact over all ranks, at the newest evaluation"),
     ("smp/s", "Samples per second of the rank, over its last steps; in the header, of all ranks"),
     ("g.norm g.own", "Norm of the gradient after the reduction, and of the rank's own gradient before it"),
     ("data fwd bwd opt", "Phases of the newest step: waiting for data, forward, backward, optimizer, in ms"),

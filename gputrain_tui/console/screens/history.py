@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import msgspec
 from textual import on, work
@@ -17,6 +18,7 @@ from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Input
 
+from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
@@ -26,14 +28,16 @@ from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
 from gputrain_tui.history.run_columns import run_filter
-from gputrain_tui.history.runs import Run, list_all
+from gputrain_tui.history.run_listing import ListedRuns, RunListing
+from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import ENDED
-from gputrain_tui.history.summary import summarize_runs
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
 
 LIST_INTERVAL_S = 2.0
-"""Seconds between two listings."""
+"""Least seconds between two listings."""
+LISTING_SHARE = 0.1
+"""Largest share of the time that listing takes: a folder of 100,000 runs is listed less often."""
 FILTER_HINT = "state:failed  loss<2  tags:baseline  !recipe:demo"
 LEAST_LINES_WITH_CURVES = 30
 """Fewest lines of a screen that shows the loss curves of the run under the cursor."""
@@ -56,7 +60,12 @@ class HistoryScreen(Page):
         super().__init__()
         self._now = now
         self._clocked = clocked
-        self._runs: dict[str, Run] = {}
+        self._listing = RunListing()
+        self._is_listing = False
+        self._list_again = False
+        """Whether something has changed since the listing under way began."""
+        self._quiet_until = 0.0
+        """Monotonic seconds before which the timer does not list again."""
         self._prompt_for: Literal["filter", "note", "tags"] | None = None
         """Purpose of the open input line; None: it is closed."""
         self._edited_run: Run | None = None
@@ -83,16 +92,41 @@ class HistoryScreen(Page):
         self._list_runs()
 
     def _list_if_current(self) -> None:
-        if self.is_current:
+        if self.is_current and not self._is_listing and time.monotonic() >= self._quiet_until:
             self._list_runs()
 
     @work(group="history")
     async def _list_runs(self) -> None:
-        runs, entries = await asyncio.to_thread(_read_runs, self._now())
-        self._runs = {run.id: run for run in runs}
+        if self._is_listing:
+            self._list_again = True
+            return
+        self._is_listing = True
+        try:
+            self._list_again = True
+            while self._list_again:
+                self._list_again = False
+                began = time.monotonic()
+                await self._read_runs()
+                ended = time.monotonic()
+                self._quiet_until = ended + (ended - began) / LISTING_SHARE
+        finally:
+            self._is_listing = False
+
+    async def _read_runs(self) -> None:
+        """Show the runs as they are read; where their folder cannot be read, none: a launch reports why."""
+        parts = self._listing.read(now=self._now())
+        try:
+            while (found := await asyncio.to_thread(next, parts, None)) is not None:
+                self._show_runs(found)
+        except RequestError:
+            self._show_runs(ListedRuns(entries=[], unread=0))
+
+    def _show_runs(self, found: ListedRuns) -> None:
         listing = self.query_one(RunList)
-        if entries != listing.listed or listing.entries is None:
-            listing.show(entries)
+        if found.unread and len(found.entries) < len(listing.listed):
+            return  # all were listed before
+        if found.entries != listing.listed or found.unread != listing.unread or listing.entries is None:
+            listing.show(found.entries, unread=found.unread)
             self._show_card()
 
     @on(RunList.Moved)
@@ -126,7 +160,7 @@ class HistoryScreen(Page):
     def run_at_cursor(self) -> Run | None:
         """The run under the cursor."""
         entry = self.query_one(RunList).entry
-        return self._runs.get(entry["id"]) if entry is not None else None
+        return None if entry is None else open_run(Path(entry["run_dir"]))
 
     # Sorting and filtering
 
@@ -248,7 +282,8 @@ class HistoryScreen(Page):
     def action_compare(self) -> None:
         """Compare the marked runs."""
         # A marked run may have become unreadable since.
-        marked = [self._runs[run] for run in self.query_one(RunList).marked if run in self._runs]
+        folder = paths.runs_folder()
+        marked = [run for name in self.query_one(RunList).marked if (run := open_run(folder / name)) is not None]
         if len(marked) < MIN_RUNS:
             self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
@@ -298,12 +333,3 @@ class HistoryScreen(Page):
         else:
             self.console.report(f"deleted {run.id}")
         self._list_runs()
-
-
-def _read_runs(now: float) -> tuple[list[Run], list[dict[str, Any]]]:
-    """Return the readable runs, and the list entries of all runs, unreadable ones included."""
-    try:
-        runs, unreadable = list_all()
-    except RequestError:  # the folder cannot be read: a launch reports it
-        return [], []
-    return runs, summarize_runs(runs, unreadable, now=now)

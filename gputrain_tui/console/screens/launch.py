@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from textual.widgets import Input
 
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.recipe_page import RecipePage
+from gputrain_tui.console.screens.recipe_page import RecipePage, set_aside_text
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
@@ -23,13 +24,21 @@ from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.form_fields import NODE_KEY, Field
+from gputrain_tui.recipe.new_recipe import file_name, from_text
 from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import value_text
+from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
 
 MOST_NAMES = 12
 """Most file names in a notification."""
+
+
+def free_path(path: Path) -> Path:
+    """Return a path, with ``-2``, ``-3`` and so on at the end of its stem if it exists."""
+    others = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(free for free in chain([path], others) if not free.exists())
 
 
 class LaunchScreen(RecipePage):
@@ -75,21 +84,52 @@ class LaunchScreen(RecipePage):
     def _commit(self) -> bool:
         """Apply the typed text and close the line; return False, with the line open, if the text is invalid."""
         purpose, draft, typed = self._prompt_for, self.draft, self.query_one("#editor", Input).value
-        if draft is None or purpose is None:
-            return True
         if isinstance(purpose, Field):
-            if typed and draft.problem(purpose, typed):
+            if typed and draft is not None and draft.problem(purpose, typed):
                 self.app.bell()
                 return False  # the problem stands above the input
-            draft.set(purpose.key, typed)
+            self._set(purpose.key, typed)
             self._leave_editor()
             self._changed()
+        elif purpose == "new":
+            return self._write_new(typed)
         elif purpose == "save":
             self._leave_editor()
-            self.save_under(expand_home(typed))
-        else:
+            if typed.strip():
+                self.save_under(expand_home(typed))
+        elif purpose == "find":
             self._leave_editor()
             self._show_fields()
+        return True
+
+    def _set(self, key: str, text: str) -> None:
+        """Set a field, and name the keys that this sets aside."""
+        draft = self.draft
+        if draft is None:
+            return
+        before = draft.set_aside
+        draft.set(key, text)
+        if draft.set_aside not in (before, []):
+            self.console.report(set_aside_text(draft))
+
+    def _write_new(self, typed: str) -> bool:
+        """Write a new recipe and open it; return False, with the line open, if the text names nothing to train."""
+        if not typed.strip():
+            self._leave_editor()
+            return True
+        try:
+            new = from_text(typed)
+            path = free_path(self.session.folder / file_name(new.name))
+            path.write_text(new.text(file=path.name), encoding="utf-8")
+        except RequestError as error:
+            self.console.report(str(error), alarm=True)
+            return False
+        except OSError as error:
+            self.console.report(f"not written: {path}: {error.strerror}", alarm=True)
+            return False
+        self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
+        self.open_recipe(path)
+        self.console.report("\n".join([f"wrote {self._display_name(path)}", *new.notes]))
         return True
 
     def action_commit(self, step: int) -> None:
@@ -122,7 +162,7 @@ class LaunchScreen(RecipePage):
             if problem:
                 self.console.report(f"{purpose.key} stays as it was: {problem}", alarm=True)
             else:
-                self.draft.set(purpose.key, editor.value)
+                self._set(purpose.key, editor.value)
         self._leave_editor(focus=False)
         self._changed()
 
@@ -135,7 +175,7 @@ class LaunchScreen(RecipePage):
         if not values:
             return
         at = values.index(field.text) if field.text in values else -1
-        draft.set(field.key, values[(at + step) % len(values)])
+        self._set(field.key, values[(at + step) % len(values)])
         self._changed()
 
     def action_reset(self) -> None:
@@ -220,13 +260,17 @@ class LaunchScreen(RecipePage):
         draft, found, before = self.draft, self._found, self._path
         if draft is None or before is None:
             return
-        if found is None or found.recipe is None or list(found.settings) != draft.settings:
+        if found is None or found.recipe is None or self._found_for != (draft.text, draft.settings):
             problem = found.problem if found is not None and found.problem else "the recipe is still being checked"
             self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
             if found is not None:
                 self._go_to_problem(found)
             return
-        path = path if path.is_absolute() else self.session.folder / path
+        path = self.session.folder / path
+        if path.is_dir():
+            self.console.report(f"not saved: {self._display_name(path)} is a folder", alarm=True)
+            return
+        path = path if path.suffix == ".toml" else path.with_name(f"{path.name}.toml")  # others are not listed
         if path != before and path.exists():
             self.console.report(f"not saved: {self._display_name(path)} already exists", alarm=True)
             return
@@ -292,7 +336,7 @@ class LaunchScreen(RecipePage):
         if self._launching or (self._prompt_for is not None and not self._commit()):
             return  # an open input line is applied first; an invalid value stops the launch
         self._launching = True
-        found = await self._validated(draft, draft.settings, hosts_max_age_s=0.0)
+        found = await self._validated_draft(draft, hosts_max_age_s=0.0)
         self._launching = False
         if found.prepared is not None:
             await launch(self.console, found.prepared)

@@ -44,6 +44,12 @@ UNTRIED_FIELDS = ("task", "host")
 """Fields not validated while being typed: a task is imported in a process, a host is contacted by ssh."""
 
 
+def set_aside_text(draft: Draft) -> str:
+    """Return the line for the keys that another choice of the task has set aside."""
+    names = ", ".join(key.partition(".")[2] for key in draft.set_aside)
+    return f"set aside, as {draft.task or 'a task'} has no such option: {names} (undo brings them back)"
+
+
 class RecipePage(Page):
     """Screen of a recipe with its plan and preflight; a subclass edits the recipe."""
 
@@ -56,11 +62,13 @@ class RecipePage(Page):
         self._validate = validate
         self._path: Path | None = None
         self._found: ValidatedRecipe | None = None
+        self._found_for: tuple[str, list[str]] | None = None
+        """Text and settings of the draft to which ``_found`` belongs."""
         self._fields: list[Field] = []
         self._remarks: dict[str, FieldMessage] = {}
         """Messages beside the fields, by key."""
         self._prompt_for: Field | str | None = None
-        """Purpose of the open input line: a field, ``find`` or ``save``; None: it is closed."""
+        """Purpose of the open input line: a field, ``find``, ``save`` or ``new``; None: it is closed."""
         self._before_find = ("", "")
         """Search text of the form, and key of the field under the cursor, before the search line was opened."""
 
@@ -113,6 +121,13 @@ class RecipePage(Page):
         gpus, self.session.gpus = self.session.gpus, {}
         if gpus:
             self._take_gpus(gpus)
+        wants_new, self.session.wants_new = self.session.wants_new, False
+        if wants_new:
+            self.action_new_recipe()
+
+    def action_new_recipe(self) -> None:
+        """Open the input line on what a new recipe is for."""
+        self._open_prompt("new", "new recipe for", "", "train.py, a task, or: torchrun … train.py")
 
     def _take_gpus(self, gpus: Mapping[str, tuple[int, ...]]) -> None:
         draft = self.draft
@@ -213,6 +228,8 @@ class RecipePage(Page):
         form = self.form
         form.title_text = draft.name
         changes = len(draft.changes)
+        if draft.set_aside:
+            self._remarks.setdefault("train.task", FieldMessage(set_aside_text(draft), "note"))
         remarks = [f"/{form.search}"] if form.search else []
         if changes:
             remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
@@ -250,13 +267,26 @@ class RecipePage(Page):
             self._try_typed(draft, field, typed)
 
     def _validate_soon(self) -> None:
+        if self.draft is None:
+            return
         self.query_one(PlanView).wait()
+        self.query_one(PreflightSummary).wait()
         self._validate_draft()
+
+    async def _validated_draft(self, draft: Draft, *, hosts_max_age_s: float = HOSTS_MAX_AGE_S) -> ValidatedRecipe:
+        """Validate a draft; facts of other hosts may be ``hosts_max_age_s`` old."""
+        while True:
+            text, settings = draft.text, draft.settings
+            found = await self._validated(draft, settings, hosts_max_age_s=hosts_max_age_s)
+            if found.schema is not None:
+                draft.add_task_schema(found.task, found.schema)  # keys that this task lacks are set aside from now on
+            if (draft.text, draft.settings) == (text, settings):
+                return found
 
     async def _validated(
         self, draft: Draft, settings: list[str], *, hosts_max_age_s: float = HOSTS_MAX_AGE_S
     ) -> ValidatedRecipe:
-        """Validate a draft with ``settings`` in a thread; facts of other hosts may be ``hosts_max_age_s`` old."""
+        """Validate a draft with ``settings`` in a thread."""
         return await asyncio.to_thread(
             self._validate,
             draft.text,
@@ -273,12 +303,10 @@ class RecipePage(Page):
         draft = self.draft
         if draft is None:
             return
-        found = await self._validated(draft, draft.settings)
-        if draft is not self.draft or list(found.settings) != draft.settings:
-            return  # another recipe is open, or this one was changed meanwhile
-        self._found = found
-        if found.schema is not None:
-            draft.add_task_schema(found.task, found.schema)
+        found = await self._validated_draft(draft)
+        if draft is not self.draft:
+            return  # another recipe is open
+        self._found, self._found_for = found, (draft.text, draft.settings)
         self.session.recipe = found.recipe
         self._show_fields()
         self.query_one(PlanView).show(found.plan, "" if found.plan else found.problem.removeprefix("--set "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -15,6 +16,7 @@ from gputrain_tui.console.screens.page import Page
 
 STEPS = (
     ("d", "train the demo: two processes on this CPU, half a minute, no download"),
+    ("n", "write a recipe for your script, a task or a torchrun command"),
     ("2", "choose a recipe, see what each machine will run, launch it"),
     ("1", "see the machines and their GPUs"),
     ("?", "every key"),
@@ -34,7 +36,8 @@ class WelcomeScreen(Page):
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")
             yield Static("There is no run on this machine yet.", id="state")
             yield Static(_steps(), id="steps")
-            yield Static("Or from a shell:  gputrain run recipes/demo.toml", id="shell")
+            demo = "run recipes/demo.toml" if Path("recipes/demo.toml").is_file() else "init"
+            yield Static(f"Or from a shell:  gputrain {demo}", id="shell")
 
 
 def _steps() -> Text:

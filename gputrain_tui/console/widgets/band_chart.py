@@ -52,7 +52,6 @@ class BandChart(Panel):
         live: LiveRun,
         metric: BandMetric,
         title: str,
-        unit: str = "",
         *,
         view: ChartView | None = None,
         empty: str = "no step yet",
@@ -62,7 +61,6 @@ class BandChart(Panel):
         super().__init__(live, id=id)
         self.metric: BandMetric = metric
         self.title_text = title
-        self.unit = unit
         self.empty_text = empty
         self.spiky = spiky
         self.view = view or ChartView()
@@ -134,7 +132,8 @@ class BandChart(Panel):
         cursor_column = None if cursor is None else x.column(cursor, columns)
         curve = Curve(
             title=self.title_text,
-            unit=self.unit,
+            unit=self.live.state.loss_unit if self.metric == "loss" else "",
+            is_loss=self.metric == "loss",
             window=window,
             value=self._newest(),
             ranks=series.world_size,

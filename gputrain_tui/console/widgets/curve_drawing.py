@@ -31,8 +31,6 @@ BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
 """Limits of a drawn number's absolute value, so that differences and quotients stay finite."""
-LOSS_UNIT = "nats"
-"""Unit of a chart of losses, whose values are formatted by ``loss_text``."""
 MEAN_FROM_CELLS = 70
 """Fewest cells of a chart whose title has the word ``mean`` after the newest loss."""
 LR_FROM_LINES = 10
@@ -53,6 +51,8 @@ class Curve:
 
     title: str
     unit: str = ""
+    is_loss: bool = False
+    """Whether the values are losses, which ``loss_text`` formats."""
     window: Window
     """Median and band, two columns per cell."""
     value: float = nan
@@ -130,9 +130,8 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     if curve.readout is not None:
         return curve.readout
     left: Row = [(curve.title, "title"), (" ", "base"), (_value_text(curve, curve.value), "bright")]
-    if curve.unit:
-        mean = " mean" if curve.unit == LOSS_UNIT and curve.ranks > 1 and width >= MEAN_FROM_CELLS else ""
-        left.append((f" {curve.unit}{mean}", "dim"))
+    mean = "mean" if curve.is_loss and curve.ranks > 1 and width >= MEAN_FROM_CELLS else ""
+    left += [(f" {word}", "dim") for word in (curve.unit, mean) if word]
     if curve.rank is not None:
         left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
     remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
@@ -144,7 +143,7 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
 
 def _value_text(curve: Curve, value: float) -> str:
     """Return a value as text; a loss as in header and table."""
-    return loss_text(value) if curve.unit == LOSS_UNIT and isfinite(value) else format_value(value)
+    return loss_text(value) if curve.is_loss and isfinite(value) else format_value(value)
 
 
 def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:

@@ -11,6 +11,7 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from gputrain_tui.console.widgets.line_input import LineInput
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from trainer.contract.errors import RequestError
 
@@ -41,7 +42,7 @@ class FilterLine(Horizontal):
     def compose(self) -> ComposeResult:
         """Yield the input and its message."""
         yield Static("filter", id="mark")
-        yield Input(compact=True)
+        yield LineInput(compact=True)
         yield Static(HINT, id="hint", markup=False)
 
     def open(self) -> None:

@@ -19,6 +19,7 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS, URGENCY, failure_summary, finding_summary
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
+from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
 
@@ -82,7 +83,6 @@ def _order(entry: FindingEntry) -> tuple[bool, int, float, int]:
 
 
 def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool) -> FindingEntry:
-    cause = f" ({finding.cause})" if finding.cause and finding.cause not in finding.message else ""
     return FindingEntry(
         key=(finding.kind, finding.rank, finding.time),
         time=finding.time,
@@ -90,7 +90,7 @@ def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool)
         cleared=cleared,
         rank=finding.rank,
         where=" ".join(filter(None, (finding.host, (finding.device or "").partition(" ")[0]))),
-        message=printable(finding.message or finding.kind.replace("_", " ")) + cause,
+        message=printable(finding.message or finding.kind.replace("_", " ")),
         ranks=int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1,
         short=printable(finding_summary(finding)),
         evidence=tuple(finding.evidence.items()),
@@ -108,7 +108,7 @@ def _failed(failure: Failure) -> FindingEntry:
         cleared=False,
         rank=failure.rank,
         where=failure.host or "",
-        message=f"{failure.kind.replace('_', ' ')}{at}: {printable(failure.message)}",
+        message=f"{failure_words(failure)}{at}: {printable(failure.message)}",
         short=failure_summary(failure),
         last_line=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )

@@ -15,6 +15,13 @@ from gputrain_tui.tables import printable
 MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
 """Mark and role of a message's status; a field with a note has the mark of a change, if any."""
 
+EMPTY_FORM = (
+    "Choose a recipe on the left, or press",
+    "",
+    "n  for a new one: a script, a task, a torchrun command",
+    "d  to run the demo",
+)
+
 NAME_CELLS = (18, 26)
 """Least and greatest width of the column of names."""
 
@@ -157,7 +164,7 @@ class Form(Listing):
         """Return the text of a form without fields."""
         if self.search:
             return centred_text(width, height, [f"no field matches {self.search!r}"])
-        return centred_text(width, height, ["Choose a recipe on the left, or press d for the demo."])
+        return centred_text(width, height, EMPTY_FORM)
 
 
 class FieldDetail(Canvas):

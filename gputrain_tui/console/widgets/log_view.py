@@ -20,6 +20,7 @@ from textual.widgets import Input
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.canvas import Canvas, Copyable, role_classes
 from gputrain_tui.console.widgets.drawing import Row, cell_count, centred_text, fit_row, scroll_thumb, title_row
+from gputrain_tui.console.widgets.line_input import LineInput
 from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.log_buffer import Level, LogBuffer, LogLine
@@ -373,7 +374,7 @@ class LogView(Canvas, can_focus=True):
 
     def compose(self) -> ComposeResult:
         """Yield the search line, hidden until it is used."""
-        yield Input(placeholder="search the log, Enter finds, Esc leaves", compact=True)
+        yield LineInput(placeholder="search the log, Enter finds, Esc leaves", compact=True)
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the title line, and the text of an empty log."""

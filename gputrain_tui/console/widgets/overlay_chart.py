@@ -31,9 +31,9 @@ class OverlayLine:
     values: Sequence[float]
     """A value per column, two columns per cell; NaN: none."""
     value: float
-    """Newest loss, nats."""
+    """Newest loss."""
     best: float | None = None
-    """Least validation loss, nats."""
+    """Least validation loss."""
     samples_per_s: float | None = None
     """Samples of all ranks per second, over the whole run."""
     sync_share: float | None = None
@@ -56,7 +56,7 @@ class Overlay:
 
 
 TITLES: dict[Measure, tuple[str, str]] = {
-    "loss": ("loss", "nats"),
+    "loss": ("loss", "mean of the ranks"),
     "samples_per_s": ("throughput", "samples/s of all ranks"),
     "sync_exposed_ms": ("sync wait", "ms"),
 }

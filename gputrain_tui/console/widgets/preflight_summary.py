@@ -57,6 +57,13 @@ class PreflightSummary(Canvas):
 
     _results: Sequence[CheckResult] = ()
     _problem = ""
+    _waiting = False
+    """Whether a recipe is being checked for the first time."""
+
+    def wait(self) -> None:
+        """Show that the recipe is being checked, unless there are earlier results."""
+        self._waiting = True
+        self.redraw()
 
     def show(self, results: Sequence[CheckResult], problem: str) -> None:
         """Show the results of all checks, or the error of the recipe itself."""
@@ -71,4 +78,6 @@ class PreflightSummary(Canvas):
 
     def draw(self, width: int, height: int) -> list[Row]:
         """Return the results."""
+        if not (self._waiting or self._results or self._problem):
+            return [title_row(width, [("preflight", "title")])]
         return draw_preflight(self._results, self._problem, width, height)

@@ -9,6 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widgets import Input, Static
 
+from gputrain_tui.console.widgets.line_input import LineInput
+
 
 class PromptLine(Horizontal):
     """Label and input; Tab calls ``action_commit`` of the screen, Enter posts ``Input.Submitted``."""
@@ -28,7 +30,7 @@ class PromptLine(Horizontal):
     def compose(self) -> ComposeResult:
         """Yield the label and the input."""
         yield Static(id="label", markup=False)
-        yield Input(id="editor", compact=True)
+        yield LineInput(id="editor", compact=True)
 
     def open(self, label: str, text: str, hint: str) -> None:
         """Open the line with a label, a text to edit, and a hint to show while it is empty."""

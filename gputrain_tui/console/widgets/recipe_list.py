@@ -75,5 +75,6 @@ class RecipeList(Listing):
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of an empty list: the searched folders."""
-        texts = ["No recipe here.", "", "Looked in", "./*.toml and", "./recipes/*.toml", "", "d opens the demo."]
+        searched = ("No recipe here.", "", "Looked in", "./*.toml and", "./recipes/*.toml")
+        texts = (*searched, "", "n  a new one", "d  run the demo")
         return [fit_row([(text, "dim")], width) for text in texts][:height]

@@ -13,6 +13,7 @@ from gputrain_tui.headless.closing_report import LOG_LINES
 from gputrain_tui.headless.number_text import ranks_text
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.state import RunState
+from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.state.rank_outcome import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure
@@ -81,7 +82,7 @@ def failure_text(root_cause: RootCause) -> str:
     where = f" on {printable(failure.host)}" if failure.host else ""
     when = f" at step {failure.step:,}" if failure.step is not None else ""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
-    head = f"{at}  {who}{where} failed{when}: {failure.kind.replace('_', ' ')}"
+    head = f"{at}  {who}{where} failed{when}: {failure_words(failure)}"
     details = (failure.traceback or "").strip().splitlines() or root_cause.log
     lines = [head, failure.message, *details, *(f"meanwhile: {line}" for line in root_cause.other_ranks)]
     return "\n".join(map(printable, lines))
@@ -104,8 +105,7 @@ def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {printable(failure.host)}" if failure.host else ""
     when = f" at step {failure.step:,}" if failure.step is not None else ""
-    kind = failure.kind.replace("_", " ")
-    head: Row = [(f"✗ {who}{where} failed{when}", "error"), (f"  {kind}", "warning")]
+    head: Row = [(f"✗ {who}{where} failed{when}", "error"), (f"  {failure_words(failure)}", "warning")]
     at = time.strftime("%H:%M:%S", time.localtime(failure.time))
     rows: list[Row] = [title_row(width, head, [[(at, "dim")]])]
     message = textwrap.wrap(printable(failure.message), max(width - 4, 20))[: 2 if most < 9 else 4]

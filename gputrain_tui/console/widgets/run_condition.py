@@ -6,6 +6,7 @@ from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.state import RunState
+from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import printable
 from trainer.contract.record import Failure, Finding
@@ -88,7 +89,7 @@ def failure_summary(failure: Failure) -> str:
     """Return a failure in a few words: rank, kind and step."""
     who = f"rank {failure.rank} " if failure.rank is not None else ""
     at = f" at step {failure.step:,}" if failure.step is not None else ""
-    return who + failure.kind.replace("_", " ") + at
+    return who + failure_words(failure) + at
 
 
 def by_urgency(finding: Finding) -> tuple[int, float]:

@@ -122,16 +122,25 @@ class RunList(Listing):
     """Id of the run that the console follows."""
 
     listed: Sequence[Mapping[str, Any]] = ()
-    """All runs, newest first."""
+    """All runs that are read, newest first."""
+    unread = 0
+    """Older runs that are not read yet."""
     sort_key: str = NEWEST_FIRST
     """Column that the runs are sorted by."""
     reverse = False
     """Whether the order is reversed."""
     filter: RowFilter[Mapping[str, Any]] = run_filter("")
 
-    def show(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """List runs; the cursor stays on its run."""
+    def __init__(self, *, id: str) -> None:
+        """Make an empty list."""
+        super().__init__(id=id)
+        self._columns: dict[int, list[RunColumn]] = {}
+        self._going = 0
+
+    def show(self, entries: Sequence[Mapping[str, Any]], *, unread: int = 0) -> None:
+        """List runs, with the number of older ones that are not read yet; the cursor stays on its run."""
         self.listed = entries
+        self.unread = unread
         self.update_entries()
 
     def update_entries(self) -> None:
@@ -141,6 +150,8 @@ class RunList(Listing):
         if self.sort_key != NEWEST_FIRST or self.reverse:
             kept = sorted_runs(kept, self.sort_key, reverse=self.reverse)
         self.entries = kept
+        self._columns.clear()
+        self._going = sum(entry["state"] in ("queued", "starting", "running", "stopping") for entry in kept)
         ids = [entry["id"] for entry in kept]
         known = {entry["id"] for entry in self.listed}
         self.marked = tuple(run for run in self.marked if run in known)
@@ -176,12 +187,13 @@ class RunList(Listing):
     def head(self, width: int) -> list[Row]:
         """Return the title and the names of the columns."""
         entries = self.entries or ()
-        going = sum(entry["state"] in ("queued", "starting", "running", "stopping") for entry in entries)
         left: Row = [("runs", "title")]
         if entries:
             left.append((f"  {len(entries):,}", "dim"))
-        if going:
-            left.append((f"  {going} running", "accent"))
+        if self._going:
+            left.append((f"  {self._going} running", "accent"))
+        if self.unread:
+            left.append((f"  reading {self.unread:,} older", "dim"))
         remarks: list[Row] = []
         if len(self.marked) >= MIN_RUNS:
             remarks.append([(f"{len(self.marked)} marked", "accent"), (", c compares them", "dim")])
@@ -196,7 +208,7 @@ class RunList(Listing):
         title = title_row(width, left, remarks)
         if not entries:
             return [title]
-        columns = columns_for(width, entries)
+        columns = self._columns_for(width)
         room = width - 18 - sum(column.width + 2 for column in columns)
         names = f"     {'state':<11}{'run'.ljust(room)}" + "".join(
             "  " + (column.title.rjust(column.width) if column.right else column.title.ljust(column.width))
@@ -209,9 +221,13 @@ class RunList(Listing):
         assert self.entries is not None
         entry = self.entries[index]
         number = self.marked.index(entry["id"]) if entry["id"] in self.marked else None
-        return draw_run(
-            entry, width, columns_for(width, self.entries), number=number, opened=entry["id"] == self.opened
-        )
+        return draw_run(entry, width, self._columns_for(width), number=number, opened=entry["id"] == self.opened)
+
+    def _columns_for(self, width: int) -> list[RunColumn]:
+        """Return the columns of a width; which have values is looked up once for each list, not for each line."""
+        if width not in self._columns:
+            self._columns[width] = columns_for(width, self.entries or ())
+        return self._columns[width]
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of an empty list."""

@@ -1,12 +1,15 @@
-"""Writes a run as one portable file: recipe, plan, record and logs, no checkpoints, secrets masked."""
+"""Writes a run as one portable file: recipe, plan, record and on request the logs, without checkpoints.
+
+Of variables and arguments it has the values of an allow-list, and of texts the types of exceptions.
+"""
 
 from __future__ import annotations
 
 import gzip
 import os
-import re
 import tarfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +17,18 @@ from typing import BinaryIO
 
 import msgspec
 import tomlkit
-from tomlkit.exceptions import TOMLKitError
 
 from gputrain_tui.history.archive_layout import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
-from gputrain_tui.history.export.masking import SecretMask
+from gputrain_tui.history.export.allow_list import AllowList
+from gputrain_tui.history.export.archive_events import EventFilter
 from gputrain_tui.history.runs import Run
 from gputrain_tui.history.status_file import Status
+from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.tables import size
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.record import decode_events
+from trainer.contract.outcome import NodeOutcome
+from trainer.contract.record.json_lines import DECODE_ERRORS
 from trainer.contract.record.regular_file import open_regular, read_whole, size_of
 
 READ_BYTES = 1 << 20
@@ -34,11 +39,7 @@ MAX_BYTES = 256 << 30
 """Maximum size of record and logs: a week of a thousand ranks has less, so that more is damage, as by a sparse file."""
 MAX_USTAR_BYTES = 8**11
 """Limit of a file's size in a USTAR header, which has eleven octal digits for it."""
-OWNERS_COMMAND = "output of the run's on_end command, which may contain secrets"
-_STRING_OR_COMMENT = re.compile(
-    r'"""(?:\\.|[^\\])*?"""' r"|'''.*?'''" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'|(?P<comment>#[^\n]*)", re.DOTALL
-)
-"""Strings and comments of TOML; a # in a string begins no comment."""
+OWNERS_COMMAND = "output of the run's on_end command"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,8 @@ class Archived:
     files: int
     bytes: int
     """Before compression."""
-    masked: list[str]
-    """Names of the secrets that were masked."""
+    hidden: int
+    """Values of the recipe and the plan that were replaced."""
     left_out: list[str]
     """A line for each file or setting that was left out."""
 
@@ -57,8 +58,8 @@ class Archived:
 class Archive:
     """The files of a run that go into its archive, with their sizes when they were listed."""
 
-    def __init__(self, run: Run) -> None:
-        """List the files.
+    def __init__(self, run: Run, *, logs: bool = False) -> None:
+        """List the files; with what ranks printed, in files and in texts of the record, if ``logs`` is set.
 
         Raises:
             RequestError: the run's folder has a name that no archive can have, or too many files.
@@ -68,9 +69,10 @@ class Archive:
                 f"{run.dir.path}: an archive needs a folder named with letters, digits, '.', '_' and '-'"
             )
         self._run = run
+        self._texts = logs
         self._sizes: dict[str, int] = {}
         self._left_out: list[str] = []
-        for folder in FOLDERS:
+        for folder in FOLDERS if logs else [folder for folder in FOLDERS if folder != "logs"]:
             for path in sorted((run.dir.path / folder).glob("*")):
                 name = f"{folder}/{path.name}"
                 if not is_file_of_run(name) or not path.is_file():
@@ -93,40 +95,52 @@ class Archive:
         return sum(self._sizes.values())
 
     def write(
-        self, file: BinaryIO, *, environment: Mapping[str, str], advance: Callable[[int], None] = lambda _: None
+        self,
+        file: BinaryIO,
+        *,
+        environment: Mapping[str, str],
+        project: Path,
+        advance: Callable[[int], None] = lambda _: None,
     ) -> Archived:
         """Write the archive.
 
         Args:
             file: the archive.
-            environment: variables with secrets that the run may have printed.
+            environment: variables whose values the run may have printed.
+            project: folder below which paths are shown.
             advance: called with the number of bytes after each read.
 
         Raises:
             OSError: it cannot be written, or a file of the run cannot be read.
             RecordError: a file of the run became shorter.
         """
-        mask = SecretMask(environment)
-        small = {"recipe.toml": self._recipe(mask), "plan.json": self._plan(mask)}
-        small |= {"status.json": msgspec.json.encode(self._status()), "slurm.json": self._bytes("slurm.json")}
+        allow = AllowList(environment, project)
+        small = {"recipe.toml": self._recipe(allow), "plan.json": self._plan(allow)}
+        events = EventFilter(allow, texts=self._texts)
+        small |= {"status.json": msgspec.json.encode(self._status(events)), "slurm.json": self._bytes("slurm.json")}
         small["notes.json"] = self._bytes("notes.json")
+        small |= {name: self._node(name, events) for name in self._sizes if name.startswith("nodes/")}
+        large = {name: length for name, length in self._sizes.items() if name not in small}
         count = total = 0
         with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, filename="", mtime=0) as out:
             for name, data in small.items():
                 if data:
                     self._member(out, name, len(data), time.time())
-                    out.write(mask.mask_bytes(data))
+                    out.write(data)
                     out.write(_padding(len(data)))
                     count, total = count + 1, total + len(data)
-            for name, length in self._sizes.items():
+            for name, length in large.items():
                 path = self._run.dir.path / name
                 self._member(out, name, length, path.stat().st_mtime)
-                for data in _masked(mask, _read(path, length, advance), by_event=name.startswith("events/")):
+                parts = _read(path, length, advance)
+                for data in _masked(allow, parts) if name.startswith("logs/") else events.lines(parts, name):
                     out.write(data)
                 out.write(_padding(length))
                 count, total = count + 1, total + length
             out.write(bytes(2 * tarfile.BLOCKSIZE))
-        return Archived(files=count, bytes=total, masked=sorted(mask.masked), left_out=self._left_out)
+        if events.left_out:
+            self._left_out.append(f"{events.left_out:,} lines of the record that are no events")
+        return Archived(files=count, bytes=total, hidden=allow.hidden, left_out=self._left_out)
 
     def _member(self, out: gzip.GzipFile, name: str, length: int, modified: float) -> None:
         header = tarfile.TarInfo(f"{self._run.id}/{name}")
@@ -142,44 +156,45 @@ class Archive:
             self._left_out.append(f"{name}: {error.strerror}")
             return b""
 
-    def _recipe(self, mask: SecretMask) -> bytes:
-        """Return the masked recipe; only its name if it cannot be parsed, as its secrets cannot be found then."""
+    def _recipe(self, allow: AllowList) -> bytes:
+        """Return the recipe with the values that are shown, without comments; only its name if it is no TOML."""
         try:
-            document = tomlkit.parse(read_whole(self._run.dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
-        except (OSError, UnicodeDecodeError, TOMLKitError, RecursionError):
+            recipe = tomllib.loads(read_whole(self._run.dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
+        except (OSError, ValueError, RecursionError):
             self._left_out.append("recipe.toml: it is missing or not valid TOML")
-            document = tomlkit.document()
-            document["name"] = self._run.status.recipe
-        self._leave_out_command(document, mask)
-        mask.mask_values(document)
-        # A setting that was commented out may be a secret, too.
-        text = _STRING_OR_COMMENT.sub(
-            lambda found: found[0] if found["comment"] is None else mask.mask_comment(found[0]),
-            tomlkit.dumps(document),
-        )
-        return text.encode()
-
-    def _leave_out_command(self, document: tomlkit.TOMLDocument, mask: SecretMask) -> None:
-        """Remove the command at the end of the run, which may hold secrets of any form and acts for its owner."""
-        report = document.get("report")
+            recipe = {"name": self._run.status.recipe}
+        report = recipe.get("report")
         if isinstance(report, dict) and "on_end" in report:
-            mask.mask_text(str(report["on_end"]))  # secrets found in it are masked in the logs, too
-            del report["on_end"]
-            self._left_out.append("on_end of recipe.toml: a shell command that may contain secrets")
+            allow.hide(report.pop("on_end"))
+            self._left_out.append("on_end of recipe.toml: a shell command")
+        return tomlkit.dumps(allow.recipe(recipe)).encode()
 
-    def _plan(self, mask: SecretMask) -> bytes:
-        """Return the masked plan; nothing if it cannot be parsed, as its secrets cannot be found then."""
+    def _plan(self, allow: AllowList) -> bytes:
+        """Return the plan with the values that are shown; nothing if it is damaged."""
         try:
-            plan = msgspec.json.decode(self._bytes("plan.json"))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self._left_out.append("plan.json: it is missing or not valid JSON")
+            plan = msgspec.json.decode(self._bytes("plan.json"), type=Plan)
+        except DECODE_ERRORS:
+            self._left_out.append("plan.json: it is missing or damaged")
             return b""
-        mask.mask_values([plan])
+        for node in plan.nodes:
+            node.argv, node.env = allow.command(node.argv), allow.variables(node.env)
+            node.workdir, node.setup = allow.hide(node.workdir), allow.hide(node.setup)
         return msgspec.json.encode(plan)
 
-    def _status(self) -> Status:
+    def _status(self, events: EventFilter) -> Status:
         """Return the status without its supervisor: on another machine that process id belongs to another process."""
-        return msgspec.structs.replace(self._run.status, supervisor=None, archived=time.time())
+        status = msgspec.structs.replace(self._run.status, supervisor=None, inode=None, archived=time.time())
+        return events.status(status)
+
+    def _node(self, name: str, events: EventFilter) -> bytes:
+        """Return the outcome of a node; nothing where none has been written."""
+        try:
+            outcome = msgspec.json.decode(self._bytes(name), type=NodeOutcome)
+        except DECODE_ERRORS:
+            return b""
+        if outcome.failure is not None:
+            events.event(outcome.failure)
+        return msgspec.json.encode(outcome)
 
 
 def _padding(length: int) -> bytes:
@@ -198,25 +213,13 @@ def _read(path: Path, length: int, advance: Callable[[int], None]) -> Iterator[b
             yield data
 
 
-def _masked(mask: SecretMask, parts: Iterator[bytes], *, by_event: bool) -> Iterator[bytes]:
-    """Yield the bytes with secrets masked, also a secret that spans two parts."""
-    keep = mask.longest_bytes - 1
+def _masked(allow: AllowList, parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield bytes with hidden values masked, also one that spans two parts."""
+    keep = allow.longest_bytes - 1
     rest = b""
     for part in parts:
-        data = rest + part
-        shown = mask.mask_bytes(data)
-        if by_event and shown != data:
-            shown = _restore_events(data, shown)
-        whole_lines = shown.rfind(b"\n") + 1
-        cut = whole_lines if by_event and whole_lines else max(len(shown) - keep, 0)
+        shown = allow.mask(rest + part)
+        cut = max(len(shown) - keep, 0)
         rest = shown[cut:]
         yield shown[:cut]
     yield rest
-
-
-def _restore_events(data: bytes, shown: bytes) -> bytes:
-    """Return the masked lines, but unmasked where the masked line is no event: the value is a word of the format."""
-    lines = []
-    for before, after in zip(data.split(b"\n"), shown.split(b"\n"), strict=False):  # no value in JSON has a line feed
-        lines.append(before if before != after and decode_events(before) and not decode_events(after) else after)
-    return b"\n".join(lines)

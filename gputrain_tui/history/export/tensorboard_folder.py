@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gputrain_tui.history.export.masking import MASK, is_secret_option
+from gputrain_tui.history.export.allow_list import AllowList
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import MachineNotReadyError
@@ -202,10 +202,9 @@ def hyper_parameters(run: RunDir, world_size: int) -> dict[str, bool | float | s
         recipe = tomllib.loads(read_whole(run.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return found
+    shown = AllowList({}, Path.cwd()).recipe(recipe)
     for table in ("train", "task"):
-        options = recipe.get(table)
+        options = shown.get(table)
         for name, value in options.items() if isinstance(options, dict) else ():
-            hidden = isinstance(value, str) and is_secret_option(name)
-            plain = value if isinstance(value, bool | int | float | str) else str(value)
-            found[f"{table}.{name}"] = MASK if hidden else plain
+            found[f"{table}.{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return found

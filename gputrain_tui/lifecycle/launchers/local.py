@@ -17,6 +17,7 @@ from trainer.contract.outcome import node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
+from trainer.host import import_path
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
 from trainer.host.stop_request import LEASE, signal_of
 
@@ -124,7 +125,9 @@ class AdoptedProcess:
 
 def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool) -> dict[str, str]:
     """Return the environment of a node agent: this process's, the run's and the node's own."""
-    return {**os.environ, **env, **node.env, LEASE: "stdin" if leased else ""}
+    workdir = str(expand_home(node.workdir)) if node.workdir else ""
+    added = {**env, **node.env, LEASE: "stdin" if leased else ""}
+    return import_path.node_environment(os.environ, added, workdir)
 
 
 class LocalLauncher:

@@ -31,6 +31,7 @@ from trainer.contract.options import Distributed
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_regular, size_of
 from trainer.contract.stop_level import StopLevel
+from trainer.host.import_path import ASIDE
 from trainer.host.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ NOT_FORWARDED = (
     "GPUTRAIN_SSH",
     "GPUTRAIN_RUN",
     "GPUTRAIN_SUPERVISOR",
+    ASIDE,
     HOME,
 )
 """Variables with these prefixes that concern this machine only."""

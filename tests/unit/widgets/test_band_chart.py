@@ -22,6 +22,7 @@ def loss_curve(run: RunInMemory, width: int, *, rank: int | None = None, scale: 
     return Curve(
         title="loss",
         unit="nats",
+        is_loss=True,
         window=run.series.window("loss", columns),
         value=run.series.latest["loss"].median,
         ranks=run.series.world_size,

@@ -1,6 +1,6 @@
 """Schema of the events.
 
-A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes, losses nats. Numbers have
+A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes. Numbers have
 bounds, checked on reading: a larger number in a damaged line could exhaust a reader's memory or overflow.
 """
 
@@ -93,6 +93,8 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Optimizer steps done before this start, when it resumes."""
     parameters: Count | None = None
     """Trainable parameters of the model."""
+    loss_unit: str = ""
+    """Unit of the task's loss, such as ``nats``; empty: none is known."""
     tf32: bool | None = None
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
 
@@ -131,7 +133,7 @@ class Step(Event, kw_only=True, tag="step"):
     samples: Count
     """Samples that this rank read in the covered steps."""
     loss: FiniteFloat | None = None
-    """This rank's mean loss, in nats."""
+    """This rank's mean loss."""
     tokens: Count | None = None
     lr: FiniteFloat | None = None
     grad_norm: FiniteFloat | None = None

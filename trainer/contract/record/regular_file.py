@@ -21,6 +21,9 @@ from trainer.contract.record.json_lines import DECODE_ERRORS
 MAX_FILE_BYTES = 64 << 20
 """Maximum size of a file that is read in one piece: ten times the plan of the largest run."""
 
+READ_BYTES = 1 << 16
+"""Bytes of one read: the buffer of a larger one costs more than reading a small file."""
+
 T = TypeVar("T")
 
 
@@ -93,7 +96,7 @@ def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
     try:
         os.lseek(descriptor, max(begin, 0), os.SEEK_SET)
         parts = []
-        while max_bytes > 0 and (part := os.read(descriptor, max_bytes)):
+        while max_bytes > 0 and (part := os.read(descriptor, min(max_bytes, READ_BYTES))):
             parts.append(part)
             max_bytes -= len(part)
         return b"".join(parts)

@@ -7,39 +7,49 @@ import os
 from pathlib import Path
 
 
+class _Entry:
+    """File or folder of a run directory; its path is made when it is asked for, as a list reads many directories."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 class RunDir:
     """Paths of all files of a run directory; creates none of them."""
 
+    recipe = _Entry("recipe.toml")
+    plan = _Entry("plan.json")
+    status = _Entry("status.json")
+    events = _Entry("events")
+    run_events = _Entry("events/run.ndjson")
+    digest = _Entry("digest")
+    """The downsampled record, from which a long run is shown at once; it may be missing."""
+    logs = _Entry("logs")
+    checkpoints = _Entry("checkpoints")
+    nodes = _Entry("nodes")
+    """Outcomes of the nodes, ``<node>.json``."""
+    attempt = _Entry("attempt.json")
+    """Identities of the node agents' processes, with which another supervisor can adopt the run."""
+    agents = _Entry("agents")
+    """Folders through which supervisors talk to the node agents of other hosts, one for each start of a node."""
+    notes = _Entry("notes.json")
+    """A person's note and tags."""
+    slurm = _Entry("slurm.json")
+    """Slurm job of the run."""
+    lock = _Entry("supervisor.lock")
+    """Lock file of the supervisor, which touches it once a second."""
+    stop = _Entry("stop")
+    """Stop level for the supervisor, written by a host that sees the run directory but not the process."""
+    tmp = _Entry("tmp")
+    """Temporary folder of the ranks, deleted when the run ends."""
+    on_end_log = _Entry("logs/on_end.log")
+    """Output of the command after the end of the run; the process that creates this file runs the command."""
+
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.recipe = self.path / "recipe.toml"
-        self.plan = self.path / "plan.json"
-        self.status = self.path / "status.json"
-        self.events = self.path / "events"
-        self.run_events = self.events / "run.ndjson"
-        self.digest = self.path / "digest"
-        """The downsampled record, from which a long run is shown at once; it may be missing."""
-        self.logs = self.path / "logs"
-        self.checkpoints = self.path / "checkpoints"
-        self.nodes = self.path / "nodes"
-        """Outcomes of the nodes, ``<node>.json``."""
-        self.attempt = self.path / "attempt.json"
-        """Identities of the node agents' processes, with which another supervisor can adopt the run."""
-        self.agents = self.path / "agents"
-        """Folders through which supervisors talk to the node agents of other hosts, one for each start of a node."""
-        self.notes = self.path / "notes.json"
-        """A person's note and tags."""
-        self.slurm = self.path / "slurm.json"
-        """Slurm job of the run."""
-        self.lock = self.path / "supervisor.lock"
-        """Lock file of the supervisor, which touches it once a second."""
-        self.stop = self.path / "stop"
-        """Stop level for the supervisor, written by a host that sees the run directory but not the process."""
-        self.tmp = self.path / "tmp"
-        """Temporary folder of the ranks, deleted when the run ends."""
-
-        self.on_end_log = self.logs / "on_end.log"
-        """Output of the command after the end of the run; the process that creates this file runs the command."""
 
     def report_state(self, sink: str) -> Path:
         """Return the state file of a live sink: its progress in the record. Its lock has one more suffix."""

@@ -1,0 +1,360 @@
+"""Launchers that a command may name: their flags, and what each means for a recipe; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
+from trainer.contract.errors import RequestError, quoted
+
+UNKNOWN_HOST = "host{}"
+"""Placeholder for a host that the command does not name."""
+MAX_NODES = 10_000
+"""Most nodes of a pasted command; more are a typing error."""
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_DEVICE_ORDER")
+"""Variables of the rendezvous and the order of devices, which gputrain computes."""
+
+ReadFile = Callable[[str], str]
+AskAccelerate = Callable[[Sequence[str]], AccelerateLaunch]
+
+
+@dataclass(kw_only=True)
+class LaunchCommand:
+    """A launch command as values of a recipe."""
+
+    launcher: str
+    """``torchrun``, ``accelerate``, ``deepspeed`` or ``python``."""
+    script: str
+    """Path of the script, or name of the module."""
+    args: list[str]
+    module: bool = False
+    local_rank_flag: str | None = None
+    """Flag with which the launcher gives each process its local rank."""
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    """``[[cluster.nodes]]``."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    """``[cluster]`` without nodes and ``env``."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables that the command sets."""
+    notes: list[str] = field(default_factory=list)
+    """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherFlags:
+    """Syntax and meaning of a launcher's flags."""
+
+    switches: tuple[str, ...]
+    """Flags without a value, written without leading dashes and with ``_`` for ``-``; all others take one."""
+    short: Mapping[str, str]
+    """Short names → flags."""
+    read: Callable[[LaunchCommand, dict[str, str], Context], None]
+    """Removes the flags that it understands, and sets the values of the command; the others become notes."""
+    others: tuple[str, ...] = ()
+    """More flags with a value, which may be shortened as those of ``short`` and ``switches`` may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a launch command says besides its flags, and what is asked about it."""
+
+    words: Sequence[str]
+    """The launcher's words: flags, script and arguments."""
+    read_file: ReadFile
+    ask_accelerate: AskAccelerate
+
+
+def pop_flag(flags: dict[str, str], *names: str) -> str | None:
+    """Remove all spellings of a flag; return the value of the first one present, None if there is none."""
+    values = [flags.pop(name) for name in names if name in flags]
+    return values[0] if values else None
+
+
+def _number(value: str, flag: str, *, least: int = 1) -> int:
+    if not re.fullmatch(r"[0-9]{1,6}", value) or int(value) < least:
+        raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number, at least {least}")
+    return int(value)
+
+
+def _set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
+    """Set the nodes, all with the same ranks; a host that the command does not name is a placeholder."""
+    if count > MAX_NODES:
+        raise RequestError(f"{count} nodes are too many; at most {MAX_NODES} are allowed")
+    if count == 1:
+        command.nodes = [ranks]
+        return
+    named = first_host if first_host and first_host not in LOOPBACK else None
+    hosts = [named or UNKNOWN_HOST.format(0), *(UNKNOWN_HOST.format(index) for index in range(1, count))]
+    command.nodes = [{"host": host, **ranks} for host in hosts]
+    missing = [host for host in hosts if host != named]
+    command.notes.append(
+        f"the command does not name {len(missing)} of its {count} hosts: put their names in place of "
+        f"{', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}; one recipe starts all of them"
+    )
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
+
+
+def _set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
+    """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself."""
+    if nodes == 1 or host is None or host in LOOPBACK:
+        return
+    number = _number(port, "port") if port else 29500
+    command.cluster["init_method"] = f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
+
+
+def _set_restarts(command: LaunchCommand, flags: dict[str, str]) -> None:
+    if (restarts := pop_flag(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
+        command.cluster["max_restarts"] = int(restarts)
+
+
+def _leave_out(command: LaunchCommand, flags: dict[str, str], names: Sequence[str]) -> None:
+    """Note the flags without use here, as one supervisor starts all nodes and chooses the rendezvous."""
+    given = [f"--{name.replace('_', '-')}" for name in names if pop_flag(flags, name) is not None]
+    if given:
+        command.notes.append(f"{', '.join(given)}: not needed, as one recipe starts all nodes and their rendezvous")
+
+
+def _torch_launch(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
+    if pop_flag(flags, "use_env") is None:
+        command.local_rank_flag = "--local-rank"
+    _torchrun(command, flags, context)
+
+
+def _torchrun(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
+    pop_flag(flags, "standalone")  # as it is here
+    _leave_out(command, flags, ("rdzv_id", "node_rank", "rdzv_backend", "rdzv_conf", "local_addr"))
+    if pop_flag(flags, "virtual_local_rank") is not None:
+        raise RequestError("--virtual-local-rank gives each process LOCAL_RANK 0, which gputrain cannot do")
+    least, colon, most = (pop_flag(flags, "nnodes") or "1").partition(":")
+    nodes = _number(most or least, "nnodes")
+    if colon and least != most:
+        command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe always has {nodes} nodes")
+    per_node = pop_flag(flags, "nproc_per_node") or "1"
+    ranks: dict[str, Any] = {"gpus": "all"} if per_node in ("gpu", "auto") else {"ranks": 1}
+    if per_node.isdecimal():
+        ranks = {"ranks": _number(per_node, "nproc_per_node")}
+    elif per_node == "cpu":
+        ranks = {"cpu_ranks": 1}
+        command.notes.append("--nproc-per-node cpu is one rank per core: set cpu_ranks to the number of cores")
+    elif per_node not in ("gpu", "auto"):
+        raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
+    address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
+    if endpoint := pop_flag(flags, "rdzv_endpoint"):
+        host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")
+        address, port = host.strip("[]"), number or port
+    _set_nodes(command, nodes, address, ranks)
+    _set_endpoint(command, address, port, nodes)
+    _set_restarts(command, flags)
+
+
+ACCELERATE_ENVIRONMENT = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS",
+}
+"""Flags of accelerate → environment variables by which it passes them to the script."""
+ACCELERATE_FLAGS = (
+    *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "mixed_precision"),
+    *("num_cpu_threads_per_process", "cpu", "use_cpu", "multi_gpu", "machine_rank", "rdzv_backend", "same_network"),
+    *("max_restarts", "config_file"),
+)
+"""Flags that are translated here; for any other one accelerate is asked."""
+CONFIG_FILE_KEYS = (
+    *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port"),
+    *("mixed_precision", "use_cpu", "machine_rank", "rdzv_backend", "same_network"),
+)
+"""Keys of accelerate's configuration file that are translated here."""
+CONFIG_FILE_DEFAULTS = {
+    "compute_environment": ("LOCAL_MACHINE",),
+    "distributed_type": ("NO", "MULTI_GPU", "MULTI_CPU"),
+    "main_training_function": ("main",),
+}
+"""Values of further keys that change nothing but the kind of launch."""
+
+
+def _accelerate(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
+    kind, settings = "", dict[str, str]()
+    is_plain = True
+    if path := flags.get("config_file"):
+        try:
+            settings, is_plain = _config_file(context.read_file(path))
+        except OSError as error:
+            raise RequestError(f"--config_file {path} cannot be read: {error.strerror}") from None
+        kind = settings.pop("distributed_type", "")
+    if not is_plain or set(flags) - set(ACCELERATE_FLAGS):
+        _take_captured(command, flags, context)
+        return
+    pop_flag(flags, "config_file")
+    if not path and "num_processes" not in flags:
+        command.notes.append("the file saved by `accelerate config` is not read: pass it with --config_file")
+    for name, value in settings.items():
+        flags.setdefault(name, value)
+    is_multi_gpu = pop_flag(flags, "multi_gpu") is not None
+    _leave_out(command, flags, ("machine_rank", "rdzv_backend", "same_network"))
+    nodes = _number(pop_flag(flags, "num_machines") or "1", "num_machines")
+    total, ids, cpu = (
+        pop_flag(flags, "num_processes"),
+        pop_flag(flags, "gpu_ids"),
+        pop_flag(flags, "cpu", "use_cpu") is not None,
+    )
+    if kind == "NO" and not is_multi_gpu:
+        total = "1"
+    if total is not None and _number(total, "num_processes") % nodes:
+        raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
+    per_node = None if total is None else int(total) // nodes
+    ranks: dict[str, Any] = {"cpu_ranks" if cpu else "ranks": per_node} if per_node else {"gpus": "all"}
+    if per_node is None and cpu:
+        ranks = {"cpu_ranks": 1}
+    if ids and ids != "all":
+        devices = _devices(ids, "gpu_ids")
+        ranks = {"gpus": devices[:1] if kind == "NO" and not is_multi_gpu else devices}
+    address, port = pop_flag(flags, "main_process_ip"), pop_flag(flags, "main_process_port")
+    _set_nodes(command, nodes, address, ranks)
+    _set_endpoint(command, address, port, nodes)
+    for name, variable in ACCELERATE_ENVIRONMENT.items():
+        if (setting := pop_flag(flags, name)) is not None:
+            command.env.setdefault(variable, setting)
+    _set_restarts(command, flags)
+
+
+def _config_file(text: str) -> tuple[dict[str, str], bool]:
+    """Return the settings of a configuration file, and whether all that it says is translated here."""
+    settings, is_plain = dict[str, str](), True
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#") or line.strip() in ("---", "..."):
+            continue
+        found = re.fullmatch(r"(\w+): *['\"]?([^'\"\n#]*?)['\"]? *(?:#.*)?", line)
+        name, value = (found[1], found[2]) if found is not None else ("", line)
+        if value in ("", "null", "no", "false", "{}", "[]") and name:
+            continue
+        if name in CONFIG_FILE_KEYS or value in CONFIG_FILE_DEFAULTS.get(name, ()):
+            settings[name] = value
+        else:
+            is_plain = False
+    for name in ("compute_environment", "main_training_function"):
+        settings.pop(name, None)
+    return settings, is_plain
+
+
+def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
+    """Set the values of what accelerate itself would start."""
+    found = context.ask_accelerate(context.words)
+    flags.clear()  # accelerate has read them
+    environment = {name: value for name, value in found.env.items() if name not in RENDEZVOUS_VARIABLES}
+    devices = environment.pop("CUDA_VISIBLE_DEVICES", None)
+    command.env = {**environment, **command.env}
+    if found.torchrun is not None:
+        _torchrun(command, given := dict(found.torchrun), context)
+        flags.update(given)
+    elif PurePath(found.command[0]).name.startswith("python"):
+        command.nodes = [{"cpu_ranks" if environment.get("ACCELERATE_USE_CPU") == "True" else "ranks": 1}]
+    else:
+        program = PurePath(found.command[0]).name
+        raise RequestError(f"accelerate would start {program} for this command: give init that command instead")
+    command.notes.append(
+        "the variables of [cluster.env] are those that accelerate sets for these flags and its configuration file"
+    )
+    choose_devices(command, devices)
+
+
+def _deepspeed(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
+    for name, instead in (("exclude", "name the GPUs with --include"), ("autotuning", "it starts trainings itself")):
+        if pop_flag(flags, name) is not None:
+            raise RequestError(f"--{name} cannot be translated: {instead}")
+    _leave_out(command, flags, ("launcher", "launcher_args", "force_multi", "node_rank", "no_ssh", "no_ssh_check"))
+    if pop_flag(flags, "no_local_rank") is None:
+        command.local_rank_flag = "--local_rank"
+    include, hostfile = pop_flag(flags, "include"), pop_flag(flags, "hostfile")
+    count, gpus = pop_flag(flags, "num_nodes"), pop_flag(flags, "num_gpus")
+    address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
+    ranks: dict[str, Any] = {"gpus": _number(gpus, "num_gpus")} if gpus and gpus != "-1" else {"gpus": "all"}
+    if include:
+        command.nodes = []
+        for part in include.split("@"):
+            host, colon, ids = part.partition(":")
+            node = {"gpus": _devices(ids, "include")} if colon else dict(ranks)
+            command.nodes.append(node if host in LOOPBACK else {"host": host, **node})
+    elif hostfile:
+        try:
+            lines = [line.partition("#")[0].split() for line in context.read_file(hostfile).splitlines()]
+        except OSError as error:
+            raise RequestError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
+        for host, *settings in filter(None, lines):
+            slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
+            node = {"gpus": _number(slots, "hostfile")} if slots and not gpus else dict(ranks)
+            command.nodes.append({"host": host, **node})
+        command.nodes = command.nodes[: _number(count, "num_nodes")] if count and count != "-1" else command.nodes
+    else:
+        _set_nodes(command, _number(count, "num_nodes") if count and count != "-1" else 1, address, ranks)
+    _set_endpoint(command, address, port, len(command.nodes))
+
+
+def _python(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
+    command.nodes = [{"ranks": 1}]
+    command.notes.append("python starts one process: raise ranks for more; each gets RANK, WORLD_SIZE and LOCAL_RANK")
+
+
+def _devices(text: str, flag: str) -> list[int]:
+    return [_number(part.strip(), flag, least=0) for part in text.split(",")]
+
+
+def choose_devices(command: LaunchCommand, visible: str | None) -> None:
+    """Replace counts and indices of the nodes' GPUs by the devices of ``CUDA_VISIBLE_DEVICES``, one rank each."""
+    if visible is None:
+        return
+    listed = [int(part) if part.isdecimal() else part for part in visible.replace(" ", "").split(",") if part]
+    for node in command.nodes:
+        count = node.get("ranks", node.get("gpus"))
+        if isinstance(count, list):  # indices into the visible devices
+            chosen = [listed[index] for index in count if index < len(listed)]
+        else:
+            chosen = listed[:count] if isinstance(count, int) else listed
+        if chosen and "cpu_ranks" not in node:
+            node.pop("ranks", None)
+            node["gpus"] = chosen
+
+
+TORCHRUN_FLAGS = LauncherFlags(
+    switches=("standalone", "module", "no_python", "run_path", "virtual_local_rank"),
+    short={"-m": "module", "-r": "redirects", "-t": "tee"},
+    others=(
+        *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts"),
+        *("monitor_interval", "start_method", "event_log_handler", "role", "log_dir", "local_ranks_filter"),
+        *("duplicate_stdout_filters", "duplicate_stderr_filters", "node_rank", "master_addr", "master_port"),
+        *("local_addr", "logs_specs", "numa_binding", "signals_to_handle", "shutdown_timeout"),
+    ),
+    read=_torchrun,
+)
+LAUNCHERS = {
+    "torchrun": TORCHRUN_FLAGS,
+    "torch.distributed.launch": replace(
+        TORCHRUN_FLAGS, switches=(*TORCHRUN_FLAGS.switches, "use_env"), read=_torch_launch
+    ),
+    "accelerate": LauncherFlags(
+        switches=(
+            *("multi_gpu", "cpu", "use_cpu", "module", "no_python", "use_deepspeed", "use_fsdp", "use_megatron_lm"),
+            *("tpu", "use_xpu", "quiet", "debug", "enable_cpu_affinity", "dynamo_use_dynamic", "dynamo_use_fullgraph"),
+            *("use_parallelism_config", "dynamo_use_regional_compilation", "same_network", "tpu_use_cluster"),
+            *("tpu_use_sudo", "no_tpu_cluster"),
+        ),
+        short={"-m": "module", "-q": "quiet"},
+        read=_accelerate,
+    ),
+    "deepspeed": LauncherFlags(
+        switches=(
+            *("module", "no_python", "no_local_rank", "no_ssh_check", "no_ssh", "force_multi", "elastic_training"),
+            *("enable_each_rank_log", "bind_cores_to_rank"),
+        ),
+        short={"-H": "hostfile", "-i": "include", "-e": "exclude"},
+        read=_deepspeed,
+    ),
+    "python": LauncherFlags(
+        switches=("module", "O", "OO", "B", "E", "I", "s", "S", "v", "q", "P"), short={"-m": "module"}, read=_python
+    ),
+}
+"""Flags of each launcher, by its name."""

@@ -1,0 +1,182 @@
+"""Secrets of any form in any place of a run: none is in its archive, as only values of an allow-list are."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import synthetic
+from made_runs import append_to_log
+
+from gputrain_tui.history.export.allow_list import HIDDEN, AllowList
+from gputrain_tui.history.export.archive import Archive
+from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.runs import Run, find
+from gputrain_tui.history.status_file import write_status
+from trainer.contract.record import Failure, RunEnded, Sample, encode_event
+
+RANDOM = random.Random(20261124)
+ALPHABETS = {
+    "hex": "0123456789abcdef",
+    "letters": "abcdefghijklmnopqrstuvwxyz",
+    "base64": "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/",
+    "words": "abcdefghijklmnopqrstuvwxyz-_.",
+    "symbols": "abcdefghijklmnopqrstuvwxyz!$%^*()[]{}<>?~",
+    "umlauts": "abcdefghijklmnopqrstuvwxyzäöüßéñ",
+}
+PREFIXES = ("", "hf_", "nvapi-", "AIza", "ghp_", "sk-proj-", "xoxb-", "AKIA", "glpat-", "eyJ", "dop_v1_", "npm_", "r8_")
+
+
+def secret(alphabet: str) -> str:
+    """Return a random text that no other text contains by chance."""
+    return RANDOM.choice(PREFIXES) + "x" + "".join(RANDOM.choices(ALPHABETS[alphabet], k=RANDOM.randint(12, 40)))
+
+
+FORMS: dict[str, Callable[[str], list[str]]] = {
+    "-p VALUE": lambda value: ["-p", value],
+    "-pVALUE": lambda value: [f"-p{value}"],
+    "-u me:VALUE": lambda value: ["-u", f"me:{value}"],
+    "--password VALUE": lambda value: ["--password", value],
+    "--password=VALUE": lambda value: [f"--password={value}"],
+    "key=VALUE": lambda value: [f"trainer.logger.key={value}"],
+    "VALUE": lambda value: [value],
+    "a URL's user": lambda value: [f"https://{value}@host/x.git"],
+    "a webhook": lambda value: [f"https://hooks.example.com/services/T000/{value}"],
+    "a query": lambda value: [f"https://store.example.com/blob?sv=2024&sig={value}"],
+    "a header": lambda value: ["-H", f"Authorization: Bearer {value}"],
+    "a line of PEM": lambda value: [f"-----BEGIN PRIVATE KEY-----\n{value}\n-----END PRIVATE KEY-----"],
+    "JSON": lambda value: [json.dumps({"credentials": {"private": value}}, ensure_ascii=False)],
+    "a path": lambda value: [f"/run/secrets/{value}"],
+    "a relative path": lambda value: [f"secrets/{value}"],
+}
+VARIABLES = ("MY_CREDS", "GOOGLE_APPLICATION", "CONN", "LOGIN", "X", "SLACK_URL", "NETRC", "SLURM_JWT", "HF_TOKEN")
+
+
+def toml(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def archived(run: Run, project: Path, *, logs: bool, environment: dict[str, str]) -> dict[str, bytes]:
+    """Return the files of the archive of a run, by name."""
+    file = io.BytesIO()
+    Archive(run, logs=logs).write(file, environment=environment, project=project)
+    with tarfile.open(fileobj=io.BytesIO(file.getvalue()), mode="r:gz") as tar:
+        found = {info.name.partition("/")[2]: (tar.extractfile(info) or io.BytesIO()).read() for info in tar}
+    assert gzip.decompress(file.getvalue())
+    return found
+
+
+@pytest.mark.parametrize("logs", [False, True], ids=["without logs", "with logs"])
+@pytest.mark.parametrize("alphabet", ALPHABETS)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_secret_of_any_form_is_in_an_archive(tmp_path: Path, form: str, alphabet: str, logs: bool) -> None:
+    known = {name: secret(alphabet) for name in ("argument", "cluster", "node", "setup", "task", "shell", "on_end")}
+    said = {name: secret(alphabet) for name in ("exception", "status", "sample", "comment", "source line")}
+    variable = RANDOM.choice(VARIABLES)
+    args = [*FORMS[form](known["argument"]), "--lr", "0.1", "--fp16"]
+    words = [word for value in known.values() for word in FORMS[form](value)]
+    run = synthetic.run(tmp_path / "runs", steps=20, status="failed")
+    run.dir.recipe.write_text(
+        f"""name = "demo"  # {toml(said["comment"])}
+[cluster]
+setup = {toml(" ".join(FORMS[form](known["setup"])))}
+env = {{ {variable} = {toml(FORMS[form](known["cluster"])[-1])} }}
+[[cluster.nodes]]
+cpu_ranks = 2
+env = {{ {variable} = {toml(known["node"])} }}
+[train]
+script = "train.py"
+args = {toml(args)}
+[task]
+option = {toml(known["task"])}
+[report]
+on_end = {toml(" ".join(FORMS[form](known["on_end"])))}
+""",
+        encoding="utf-8",
+    )
+    plan = read_plan(run.dir)
+    plan.nodes[0].env = {variable: known["node"]}
+    plan.nodes[0].setup = " ".join(FORMS[form](known["setup"]))
+    plan.nodes[0].argv += ["--script", "train.py", "--", *args]
+    run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    text = f"ValueError: {said['exception']}"
+    code = f'    f("{said["source line"]}")'
+    traceback = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{code}\n{text}'
+    message = f"rank 0 failed: {said['status']} with {known['argument']}"
+    with run.dir.rank_events(0).open("ab") as events:
+        for event in (
+            Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message=text, traceback=traceback),
+            Sample(time=synthetic.BEGIN + 9, step=20, text=said["sample"]),
+            RunEnded(time=synthetic.BEGIN + 9, status="failed", exit_code=1, message=message),
+        ):
+            events.write(encode_event(event))
+        events.write(f'{{"type": "note", "text": {toml(said["exception"])}}}\n{known["task"]}'.encode())
+    write_status(run.dir, msgspec.structs.replace(run.status, message=message))
+    append_to_log(run, 0, "\n".join(words).encode())
+    run = find(run.id, tmp_path / "runs")
+
+    found = archived(run, tmp_path / "project", logs=logs, environment={variable: known["shell"]})
+
+    whole = b"".join(found.values()).decode()
+    shown = [name for name, value in known.items() if value in whole or toml(value)[1:-1] in whole]
+    assert shown == []
+    assert logs or [name for name, value in said.items() if value in whole] == []
+    assert said["comment"] not in whole
+    assert "--lr" in whole
+    assert "ValueError" in whole
+    assert ("logs/0.log" in found) == logs
+    if logs:
+        assert len(found["logs/0.log"]) == run.dir.rank_log(0).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--lr", "1e-3", "--batch-size=64", "-j", "4"], ["--lr", "1e-3", "--batch-size=64", "-j", "4"]),
+        (["--optimizer", "adamw", "--fp16"], ["--optimizer", "adamw", "--fp16"]),
+        (["--data", "data/train.tsv", "--out", "out/new"], ["--data", "data/train.tsv", "--out", HIDDEN]),
+        (["--model=resnet", "resnet", "-xvf"], [f"--model={HIDDEN}", HIDDEN, HIDDEN]),
+    ],
+)
+def test_numbers_own_words_flags_and_files_of_the_project_are_shown(
+    tmp_path: Path, words: list[str], shown: list[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.tsv").touch()
+    assert AllowList({}, tmp_path).arguments(words) == shown
+
+
+def test_variables_of_launchers_and_libraries_are_shown_and_no_other(tmp_path: Path) -> None:
+    given = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "SLURM_JWT": "eyJ", "MY_SETTING": "1"}
+    assert AllowList({}, tmp_path).variables(given) == {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "4",
+        "SLURM_JWT": HIDDEN,
+        "MY_SETTING": HIDDEN,
+    }
+
+
+def test_the_command_of_a_node_keeps_its_flags_and_loses_its_paths(tmp_path: Path) -> None:
+    command = ["/home/ada/.venv/bin/python", "-P", "-m", "trainer", "--task", "mnist", "--data", "/home/ada/mnist",
+               "--distributed-init-method", "tcp://10.0.0.1:29500", "--distributed-rank", "4"]  # fmt: skip
+    assert AllowList({}, tmp_path).command(command) == [
+        "python", "-P", "-m", "trainer", "--task", "mnist", "--data", HIDDEN,
+        "--distributed-init-method", "tcp://10.0.0.1:29500", "--distributed-rank", "4",
+    ]  # fmt: skip
+
+
+def test_a_line_that_is_no_event_is_left_out_and_said(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path / "runs", steps=20, status="finished")
+    with run.dir.rank_events(1).open("ab") as events:
+        events.write(b"token hidden-value-1\n")
+    file = io.BytesIO()
+    written = Archive(run).write(file, environment={}, project=tmp_path)
+    assert "1 lines of the record that are no events" in written.left_out
+    assert b"hidden-value-1" not in gzip.decompress(file.getvalue())

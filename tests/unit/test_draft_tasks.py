@@ -1,0 +1,152 @@
+"""A draft whose task is changed, of a script, and with values of any characters."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from random import Random
+
+import pytest
+
+from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.draft import Draft
+from gputrain_tui.recipe.form_fields import Field
+from gputrain_tui.recipe.source import override, parse
+from gputrain_tui.recipe.task_schema import build_schema
+from gputrain_tui.recipe.toml_writer import dump_toml
+from gputrain_tui.recipe.values import value_text
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.contract.schema import Option, describe
+
+TEXT = """# What it is for.
+name = "one"
+
+[[cluster.nodes]]
+cpu_ranks = 2           # two of them
+
+[train]
+task = "lm"
+lr = 0.1                # high
+
+[task]
+data = "stdlib"
+"""
+
+
+def draft(text: str = TEXT) -> Draft:
+    return Draft(text, name="one.toml")
+
+
+def field(draft: Draft, key: str) -> Field:
+    return next(field for field in draft.fields() if field.key == key)
+
+
+# The task is changed
+
+USERS_OPTIONS = (Option(name="width", kind="int", default=32, help="units"),)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("task", ["mnist", "masked_lm", "docnn", "mlp.py:Mlp"])
+def test_keys_that_the_new_task_lacks_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
+    text = json.dumps(tomllib.loads(TEXT)) if as_json else TEXT
+    one = draft(text)
+    one.add_task_schema("mlp.py:Mlp", build_schema(USERS_OPTIONS))
+    one.set("task.dim", "64")
+    before = one.text, one.settings, [(field.key, field.text) for field in one.fields()]
+    one.set("train.task", task)
+    known = {field.key for field in one.fields() if field.group == "Task"}
+    taken = override(parse(one.text, name="one.toml").data, one.settings)[0].get("task", {})
+    assert {f"task.{name}" for name in taken} <= known, "preflight refuses what the form does not show"
+    lacking = [key for key in ("task.data", "task.dim") if key not in known]
+    assert one.set_aside == lacking
+    assert one.undo() == "train.task"
+    assert (one.text, one.settings, [(field.key, field.text) for field in one.fields()]) == before
+    assert one.set_aside == []
+
+
+def test_the_way_to_a_task_leaves_no_trace() -> None:
+    """The keys of a recipe after lm → docnn → masked_lm are those after lm → masked_lm."""
+    one, other = draft(), draft()
+    for task in ("docnn", "mnist", "masked_lm"):
+        one.set("train.task", task)
+    other.set("train.task", "masked_lm")
+    assert (one.text, one.settings) == (other.text, other.settings)
+    one.set("train.task", "lm")
+    assert (one.text, one.settings) == (TEXT, [])
+
+
+def test_a_saved_recipe_of_another_task_has_the_comments_and_not_the_keys_set_aside() -> None:
+    one = draft()
+    one.set("train.task", "mnist")
+    one.set("task.data", "digits")
+    saved = dump_toml(build(one.text, name=one.name, overrides=one.settings))
+    assert "dim" not in saved
+    assert "# two of them" in saved
+    one.mark_saved(saved, name="two.toml")
+    assert one.set_aside == []
+    assert field(one, "task.data").text == "digits"
+
+
+def test_a_wrong_key_of_the_file_itself_is_shown_and_can_be_removed() -> None:
+    one = draft(TEXT + "dimm = 3\n")
+    assert one.set_aside == [], "only a change of the task sets keys aside"
+    assert field(one, "task.dimm").text == "3"
+    one.reset("task.dimm")
+    build(one.text, name=one.name, overrides=one.settings)
+
+
+def test_a_script_shows_no_field_that_only_a_task_has() -> None:
+    one = draft('[train]\nscript = "train.py"\nargs = ["--x", "1"]\n')
+    names = {option.name for option in describe(Training)}
+    assert not [found.key for found in one.fields() if found.key.startswith("train.") and found.name in names]
+    for found in one.fields():
+        if found.key.startswith("train.") and found.values:
+            one.set(found.key, found.values[0])
+    build(one.text, name=one.name, overrides=one.settings)
+
+
+def test_a_key_that_a_script_does_not_take_is_shown_where_the_file_has_it() -> None:
+    one = draft('[train]\nscript = "train.py"\nlr = 0.1\n')
+    assert field(one, "train.lr").text == "0.1"
+    one.reset("train.lr")
+    build(one.text, name=one.name, overrides=one.settings)
+
+
+def test_without_its_script_a_recipe_may_get_a_task() -> None:
+    text = '[train]\nscript = "train.py"\nargs = ["--x", "1"]\n'
+    one = draft(text)
+    one.set("train.script", "")
+    assert one.set_aside == ["train.args"]
+    with pytest.raises(RequestError, match=r"train\.task is missing: .*mnist"):
+        build(one.text, name=one.name, overrides=one.settings)
+    one.set("train.task", "mnist")
+    one.set("task.data", "digits")
+    assert build(one.text, name=one.name, overrides=one.settings).train.task == "mnist"
+    assert [one.undo(), one.undo(), one.undo(), one.text] == ["task.data", "train.task", "train.script", text]
+
+
+# Text as typed
+
+ANY_CHARACTERS = "aZ0 \"'\\#=[]{},.\t\x7f\x1béß…日🙂👩\U0010ffff\u2028\x85"
+
+
+def test_any_text_is_saved_as_typed() -> None:
+    random = Random(27)
+    texts = ["🙂", "rené 🚀", "\\ud83d", '"', "true", "1e3", "[1]", "\x7f"]
+    texts += ["".join(random.choices(ANY_CHARACTERS, k=random.randint(1, 12))) for _ in range(300)]
+    for text in texts:
+        one = draft()
+        one.set("task.data", text)
+        recipe = build(one.text, name=one.name, overrides=one.settings)
+        assert recipe.task_options["data"] == text
+        one.mark_saved(dump_toml(recipe), name="one.toml")
+        assert field(one, "task.data").value == text
+        one.set("cluster.env", f"A={shlex.quote(text)}")
+        assert build(one.text, name=one.name, overrides=one.settings).cluster.env == {"A": text}
+
+
+def test_a_list_of_texts_is_shown_as_typed() -> None:
+    assert value_text(["a b", "é, 🙂"]) == '["a b", "é, 🙂"]'
