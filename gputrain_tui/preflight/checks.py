@@ -19,6 +19,7 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.option_rules import start_option
 from trainer.contract.options import Script
 from trainer.contract.rendezvous_url import scheme_of
 from trainer.host.resource_limits import MIN_SHM_BYTES, RANK_BYTES, SCRIPT_BYTES
@@ -127,9 +128,11 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
         )
     elif recipe.script is None:
         yield CheckResult(status="note", check="data", what="not checked: the task's own code reads it")
-    if recipe.train.resume and nodes[0].node == 0:  # rank 0 reads it for all
-        yield _missing_result("resume", facts.resume) or CheckResult(
-            status="ok", check="resume", what=f"{recipe.train.resume} exists", key="train.resume"
+    start = start_option(recipe.train)
+    if start and nodes[0].node == 0:  # rank 0 reads it for all
+        check = {"resume": "resume", "eval_only": "checkpoint", "finetune_from": "weights"}[start]
+        yield _missing_result(check, facts.resume) or CheckResult(
+            status="ok", check=check, what=f"{getattr(recipe.train, start)} exists", key=f"train.{start}"
         )
 
 

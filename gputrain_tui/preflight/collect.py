@@ -30,6 +30,7 @@ from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import start_option
 from trainer.contract.record.checkpoints import foreign_run
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
@@ -64,7 +65,7 @@ def collect_facts(
         data_checked=recipe.train.task in BUILT_IN,
         script=_script(recipe),
         report=_missing_sink(recipe),
-        resume=_resume(recipe) if first else None,
+        resume=_start_file(recipe) if first else None,
         port=port,
         rendezvous=rendezvous,
         home=folder_facts(paths.runs_folder()),
@@ -169,21 +170,24 @@ def _save_dir(name: str, resume: str | None) -> Folder:
     return replace(folder, checkpoints=len(names), owner=owner)
 
 
-def _resume(recipe: Recipe) -> MissingInput | None:
-    if not recipe.train.resume:
+def _start_file(recipe: Recipe) -> MissingInput | None:
+    """Return the checkpoint or the weights from which the run starts, if they cannot be read."""
+    name = start_option(recipe.train)
+    if not name:
         return None
-    path = Path(recipe.train.resume)
+    key, path = f"train.{name}", Path(getattr(recipe.train, name))
+    takes_folder = name != "finetune_from"
+    fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights"
     try:
         if not path.exists():
-            return MissingInput(
-                key="train.resume", what=f"{path} does not exist", fix="name a checkpoint or a folder of them"
-            )
+            return MissingInput(key=key, what=f"{path} does not exist", fix=fix)
+        if path.is_dir() and not takes_folder:
+            return MissingInput(key=key, what=f"{path} is a folder", fix=fix)
         if path.is_dir() and not any(path.glob("*.pt")):
-            return MissingInput(key="train.resume", what=f"{path} holds no checkpoint", fix="name another folder")
+            return MissingInput(key=key, what=f"{path} holds no checkpoint", fix="name another folder")
     except OSError as error:
-        return MissingInput(
-            key="train.resume", what=f"{path} cannot be read: {error.strerror}", fix="check its path and permissions"
-        )
+        what = f"{path} cannot be read: {error.strerror}"
+        return MissingInput(key=key, what=what, fix="check its path and permissions")
     return None
 
 

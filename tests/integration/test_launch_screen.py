@@ -338,7 +338,7 @@ async def test_a_plan_beyond_the_machines_is_reported_beside_the_field() -> None
         await pilot.press("enter", *"1,2,3", "enter")
         await settle(pilot)
         row = next(row for row in screen_text(app).splitlines() if "! batch_size" in row)
-        assert "has 3 values, but the run has 2 ranks" in row
+        assert "has 3 values, but there are 2 ranks" in row
 
 
 @in_loop

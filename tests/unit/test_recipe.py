@@ -572,7 +572,10 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
         ),
         (pytext(use_cuda_if_available="yes"), "config.use_cuda_if_available is 'yes', but must be true or false"),
         (pytext(load_snapshot_path="m.pt"), "config.load_snapshot_path is not understood"),
-        (pytext(cluster={"nodes": [{"gpus": 1}]}), "config.distributed_world_size and cluster.nodes both set where"),
+        (
+            pytext(cluster={"nodes": [{"gpus": 1}]}, use_cuda_if_available=False),
+            "config.use_cuda_if_available is false, but cluster.nodes[0] has gpus: use cpu_ranks for CPUs",
+        ),
         (json.dumps({**PYTEXT, "name": "x"}), "name is outside of config"),
         ('{"config": 3}', "r.toml:1: config is 3, but must be a table"),
     ],

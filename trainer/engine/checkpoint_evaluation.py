@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer import distributed
 from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
@@ -43,8 +44,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
         TrainingError: the loss or a metric is not finite.
     """
     assert options.eval_only is not None
-    if options.resume:
-        raise RequestError("--eval-only does not train, and --resume does: leave one of them out")
+    require_consistent(options, task.options)
     split = options.eval_split
     distributed.from_master(lambda: start.checkpoint() and None)
     seed_all(options.seed)  # as in training, so that a random split is the same one
@@ -52,7 +52,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     reports.remark(ctx, "data_read", task.data_note())
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
-        raise RequestError(f"--eval-split {split}: the task has no such split; it has {known}")
+        raise RequestError(f"--eval-split is {split}, but the task has no such split; it has {known}")
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()

@@ -96,7 +96,9 @@ def evaluate(
     if not count:
         raise TrainingError("loss() returned a count of 0 for every batch of the split")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
-    return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
+    # Floats: a task may compute with tensors, which the record does not hold.
+    numbers = {name: float(value) for name, value in task.metrics(summed, count).items()}
+    return Evaluation(loss=totals["loss"] / count, metrics=numbers)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, RequestError, TrainingError
-from trainer.contract.options import Training, require_consistent, require_stop_condition
+from trainer.contract.option_rules import ends_without_validation, require_consistent, require_end
+from trainer.contract.options import Training
 from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
@@ -68,14 +69,19 @@ class Loop:
         Raises:
             RequestError: the options do not fit the task, the data or the number of ranks.
         """
-        require_stop_condition(options)
-        require_consistent(options)
+        require_consistent(options, task.options)
+        require_end(options, task.options)
         self.task, self.options, self.ctx = task, options, ctx
         seed_all(options.seed)  # so that a random split is the same on all ranks
         self.splits = task.datasets()
         reports.remark(ctx, "data_read", task.data_note())
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
+        if "valid" not in self.splits and not ends_without_validation(options):
+            raise RequestError(
+                f"--patience is {options.patience}, but nothing is validated, as the task has no validation data, and "
+                "nothing would end this training: set --max-epochs, --max-updates or --stop-time too"
+            )
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)
         self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
         samples = data_samples(self.splits, task.collate, num_workers=options.num_workers)

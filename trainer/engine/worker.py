@@ -133,7 +133,7 @@ class _Rank:
             torch.use_deterministic_algorithms(True)
         if self.run_dir is not None:
             flight_recorder.prepare(self.run_dir.rank_collectives(assignment.rank), assignment.rank)
-        distributed.distributed_init(
+        distributed.join_group(
             init_method=assignment.init_method,
             world_size=assignment.world_size,
             rank=assignment.rank,
