@@ -65,6 +65,15 @@ def print_json(text: str, *, before: str = "", end: str = "\n") -> None:
     print(before + (text if text.isprintable() else re.sub(r"[^ -~]", _json_escape, text)), end=end)
 
 
+def without_nan(value: Any) -> Any:
+    """Return lists and dicts with None in place of NaN, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if value != value else value
+
+
 def json_line(line: bytes) -> bytes:
     """Return a line of JSON with DEL and U+0080 to U+009F escaped, control characters that JSON allows unescaped."""
     return re.sub(rb"\x7f|\xc2[\x80-\x9f]", lambda match: b"\\u00%02x" % match[0][-1], line)

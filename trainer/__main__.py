@@ -77,11 +77,13 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
     with _refuse_os_errors():
         options, remaining = _read(Distributed, words)
         script = _script(remaining, script_words)
-        workers = 0 if script is not None else _check_training(remaining).num_workers
+        training = _check_training(remaining) if script is None else None
+        workers = 0 if training is None else training.num_workers
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
+    from trainer.contract.option_rules import require_batch_sizes
     from trainer.environments.dispatch import decide
     from trainer.host import resource_limits
     from trainer.host.visible_devices import visible_devices
@@ -96,6 +98,8 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
     decision = decide(options, environ, len(devices))
     if script is not None:
         refuse_file_rendezvous(decision.init_method)
+    if training is not None and decision.exchange is None:  # otherwise the world size is known to the ranks only
+        require_batch_sizes(training.batch_size, decision.world_size)
     if decision.spawn:
         narrate(decision.why, program="trainer")
     return launch(decision, options, remaining, devices=devices, environ=environ, script=script)
@@ -160,7 +164,7 @@ def _check_training(words: Sequence[str]) -> Training:
     """Return the options, checked before any process starts; the ranks, which import a user's own task, check its.
 
     Raises:
-        RequestError: an option is wrong, or data of a built-in task is missing.
+        RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.
     """
     from trainer.contract.builtin_tasks import check_data, options_schema
     from trainer.contract.seed_flags import settle
@@ -170,13 +174,23 @@ def _check_training(words: Sequence[str]) -> Training:
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
             raise RequestError(f"unexpected argument {quoted(remaining[0])}")
+        _require_rules(training, None)
         return training
     values, unknown = read_flags(remaining, describe(schema))
     unknown, _ = settle(unknown)  # rank 0 reports flags without effect, once for all nodes
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
-    check_data(check(schema, values, where=_flag_names(describe(schema))))
+    task_options = check(schema, values, where=_flag_names(describe(schema)))
+    _require_rules(training, task_options)
+    check_data(task_options)
     return training
+
+
+def _require_rules(training: Training, task_options: Any) -> None:
+    from trainer.contract.option_rules import require_consistent, require_end
+
+    require_consistent(training, task_options)
+    require_end(training, task_options)
 
 
 def _read(schema: type[S], words: Sequence[str]) -> tuple[S, list[str]]:

@@ -37,6 +37,8 @@ class Exported(msgspec.Struct, kw_only=True):
     """Size of the file written."""
     left_out: list[str] = []
     """Entries of the model's state that are not dense tensors, which the format does not support."""
+    without_task_state: str = ""
+    """Why the state of the task is not in the file; empty if it is, and if there is none."""
     passed_over: list[str] = []
     """One line for each newer checkpoint that cannot be used."""
 
@@ -46,6 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m trainer.export_weights", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a file, or a folder, whose newest intact checkpoint is used")
     parser.add_argument("output", type=Path)
+    parser.add_argument("--run", default="", help="only a checkpoint of this run")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     args = parser.parse_args(words)
     output: Path = args.output
@@ -54,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if not _has_safetensors():
             narrate(NOT_INSTALLED, program="trainer")
             return ExitCode.REFUSED
-        exported = _export(args.checkpoint, output)
+        exported = _export(args.checkpoint, output, run=args.run)
     except RequestError as error:
         narrate(str(error), program="trainer")
         return ExitCode.BAD_REQUEST
@@ -75,13 +78,13 @@ def _has_safetensors() -> bool:
         return False
 
 
-def _export(checkpoint: Path, output: Path) -> Exported:
+def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
     from torch import Tensor, strided
 
     from trainer.checkpoint import open_checkpoint, weights_of
     from trainer.checkpoint.safetensors_file import write_safetensors
 
-    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint")
+    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint", run=run)
     entries = weights_of(state, source=str(source))
     weights: dict[str, Tensor] = {}
     left_out: list[str] = []
@@ -95,14 +98,31 @@ def _export(checkpoint: Path, output: Path) -> Exported:
     step = state.get("updates")
     known = {"task": state.get("task"), "step": step, "run": state.get("run")}
     metadata = {name: str(value) for name, value in known.items() if isinstance(value, str | int)}
+    task_state, why_not = _as_json(state.get("task_state"))
+    if task_state:
+        metadata["task_state"] = task_state
     return Exported(
         checkpoint=str(source),
         step=step if isinstance(step, int) else 0,
         tensors=len(weights),
         bytes=write_safetensors(output, weights, metadata=metadata),
         left_out=left_out,
+        without_task_state=why_not,
         passed_over=passed_over,
     )
+
+
+def _as_json(task_state: object) -> tuple[str, str]:
+    """Return the state of a task as JSON and an empty text, or an empty text and why it has no form in JSON."""
+    if not task_state:
+        return "", ""
+    try:
+        text = msgspec.json.encode(task_state)
+    except TypeError as error:
+        return "", str(error)
+    if msgspec.json.decode(text) != task_state:
+        return "", "it holds tuples, or keys that are not text"
+    return text.decode(), ""
 
 
 if __name__ == "__main__":

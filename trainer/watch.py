@@ -29,6 +29,7 @@ from trainer.agent.exception_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry import instrument
+from trainer.telemetry.step_meter import ddp_of
 from trainer.telemetry.step_tracker import StepTracker, first_tensor
 
 Batch = TypeVar("Batch")
@@ -151,6 +152,7 @@ class Watched:
         for handle in self._handles:
             handle.remove()
         if error is None:
+            self._tracker.check_last_step()
             self._tracker.write_checksum()
         self._tracker.meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
@@ -177,18 +179,22 @@ class Watched:
         if not (model.training and torch.is_grad_enabled()):
             self._tracker.mark_evaluation()
             return
-        self._tracker.mark()
+        self._tracker.mark(then="forward")
         batch = first_tensor([arguments, named])
         self._tracker.samples += 0 if batch is None else batch.shape[0]
 
     def _after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._tracker.mark("forward", then="backward", trained=True)
+            ddp = ddp_of(model)
+            self._tracker.synchronises |= ddp is not None and bool(ddp.require_backward_grad_sync)
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        self._tracker.mark()
+        self._tracker.mark(then="optimizer")
+        self._tracker.stepping = True
 
     def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        self._tracker.stepping = False
         self._tracker.mark("optimizer")
         self._tracker.end(optimizer)
 
@@ -204,6 +210,7 @@ class Watched:
                 host=socket.gethostname(),
                 device=str(self._device),
                 pid=os.getpid(),
+                threads=torch.get_num_threads(),
                 message=message,
             )
         )
@@ -219,11 +226,12 @@ class _TimedLoader(Iterable[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         tracker = self._tracker
         tracker.epoch += 1
-        tracker.mark()
+        tracker.mark(then="data")
         for batch in self._loader:
             tracker.mark("data")
             yield batch
-            tracker.mark()
+            tracker.mark(then="data")
+        tracker.open_phase = "other"
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # raises TypeError like the loader

@@ -43,7 +43,12 @@ def run(args: Namespace) -> int:
         assert chosen.run is not None
         source = start.recipe_of(chosen.run)
     recipe = evaluation_recipe(
-        source, overrides=args.overrides, checkpoint=chosen.path, split=args.split, stdin=sys.stdin
+        source,
+        overrides=args.overrides,
+        checkpoint=chosen.path,
+        run=chosen.run_id,
+        split=args.split,
+        stdin=sys.stdin,
     )
     narrate(f"evaluating {args.split} with {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

@@ -55,6 +55,8 @@ class Written(msgspec.Struct, kw_only=True):
     bytes: int
     left_out: list[str]
     """Entries of the model state that are no dense tensors."""
+    without_task_state: str
+    """Why the state of the task is not in the file; empty if it is, and if there is none."""
     passed_over: list[str]
     """A line for each newer checkpoint that cannot be used."""
 
@@ -62,7 +64,8 @@ class Written(msgspec.Struct, kw_only=True):
 def _safetensors(args: Namespace, output: Path | None) -> int:
     chosen = choose_checkpoint(args.named, args.checkpoint)
     output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
-    words = [*(["--force"] if args.force else []), "--", str(chosen.path), str(output)]
+    flags = [*(["--force"] if args.force else []), *([f"--run={chosen.run_id}"] if chosen.run_id else [])]
+    words = [*flags, "--", str(chosen.path), str(output)]
     # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
         [sys.executable, "-P", "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
@@ -77,6 +80,11 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
     narrate(f"exported {chosen.description}, {written.checkpoint}")
     if written.left_out:
         narrate(f"left out, because they are not dense tensors: {', '.join(written.left_out)}")
+    if written.without_task_state:
+        narrate(
+            "the task's state (such as its vocabulary) is not in the file, because it has no form in JSON: "
+            f"{written.without_task_state}; the checkpoint holds it"
+        )
     print(printable(f"{output}: weights of step {written.step}, {written.tensors} tensors, {size(written.bytes)}"))
     return ExitCode.FINISHED
 

@@ -14,7 +14,8 @@ from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import narrate
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.launch_command import split_command
-from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_words
+from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_words, read_text_file
+from gputrain_tui.recipe.script_group import makes_group, without_group
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_quoted
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
@@ -98,7 +99,10 @@ def _from_answers() -> NewRecipe:
     hosts = _ask("On which machines? Names separated by commas, or Enter for this one", _hosts)
     ranks = _ask("How many ranks on each? A number; all or free, for its GPUs; or CPU ranks, such as 2 cpu (1)", _ranks)
     nodes = [{"host": host, **ranks} for host in hosts] if hosts else [ranks]
-    return NewRecipe(name=Path(named.partition(":")[0]).stem, origin="", nodes=nodes, train=train, task=task)
+    group = makes_group(named, read_text_file) if named.endswith(".py") else None
+    notes = (without_group(named),) if group is False else ()
+    name = Path(named.partition(":")[0]).stem
+    return NewRecipe(name=name, origin="", nodes=nodes, train=train, task=task, makes_group=group, notes=notes)
 
 
 def _ask(question: str, parse: Callable[[str], T]) -> T:

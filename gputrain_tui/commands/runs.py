@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from gputrain_tui import paths
-from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, loss_cell, run_filter, sorted_runs
 from gputrain_tui.history.runs import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
-from gputrain_tui.output import print_json, print_styled
+from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
@@ -46,6 +46,8 @@ OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
 """Titles of columns that are omitted if no run has a value."""
 OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
+MAX_CAUSE_CELLS = 80
+"""Width to which the cause is cut: `gputrain attach` and `--json` have it in full."""
 MIN_CAUSE_CELLS = 16
 """Minimum width of the cause, below which another column is omitted."""
 
@@ -114,7 +116,7 @@ def _print_json(entries: Iterable[Entry]) -> None:
     """Print one array, each run as soon as it is read."""
     count = 0
     for count, entry in enumerate(entries, start=1):
-        print_json(json.dumps(entry, ensure_ascii=False), before="[" if count == 1 else ", ", end="")
+        print_json(json.dumps(without_nan(entry), ensure_ascii=False), before="[" if count == 1 else ", ", end="")
     print("]" if count else "[]")
 
 
@@ -144,18 +146,18 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
     rows = [
         [
             printable(entry["id"]),
-            entry["state"],
+            f"{entry['state']}{' ▲' * (entry['state'] == 'finished' and bool(entry['finding']))}",
             printable(entry["recipe"][:MAX_NAME_CHARS]),
             str(entry["world_size"]),
             number(entry["step"]),
-            number(entry["loss"], 4),
+            loss_cell(entry),
             number(entry["valid"], 4),
             "" if entry["lr"] is None else f"{entry['lr']:.3g}",
             "" if entry["tokens"] is None else f"{entry['tokens']:,}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),
             duration(entry["duration_s"]),
             " ".join(entry["tags"]),
-            printable(cause(entry)),
+            printable(cut(cause(entry), MAX_CAUSE_CELLS)),
             printable((entry["note"] or "")[:MAX_NAME_CHARS]),
         ]
         for entry in entries

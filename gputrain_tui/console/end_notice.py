@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gputrain_tui.console.live import LiveRun
+from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 
 BELL = "\a"
@@ -36,6 +38,8 @@ class EndNotice:
         elif self._unended_id == live.id:
             self._unended_id = ""
             text = f"{live.run.status.recipe} {'lost its supervisor' if live.status == 'lost' else live.status}"
+            if mark := run_mark(roll_up(live.state.findings.values(), live.state.ranks)):
+                text = f"{text}, with {mark}"
             message = live.state.ended.message if live.state.ended is not None else live.message
             self._write(notice(f"{text}: {message}" if message else text, self._environ))
 

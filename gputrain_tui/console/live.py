@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.log_times import LogTimes
@@ -14,12 +15,14 @@ from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.series import Series
-from gputrain_tui.history.status_file import ENDED, Status, read_status, state_of
+from gputrain_tui.history.status_file import ENDED, Status, elapsed_of, read_status, state_of
+from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.errors import RecordError
 from trainer.contract.record import AnyEvent, NodeSample, RunEnded, Step
+from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
 
@@ -101,6 +104,16 @@ class LiveRun:
         return self.status in ENDED or self.status == "lost"
 
     @property
+    def can_resume(self) -> bool:
+        """Whether the run ended early and left a checkpoint; a script's own ones are not in the record."""
+        if not self.over or self.status == "finished" or self._status.archived is not None:
+            return False
+        saved = reversed(self.state.checkpoints)
+        if remote_node(self.run.dir, 0) is not None:  # its files are on that host
+            return next(saved, None) is not None
+        return bool(checkpoints_in(self.run.dir.checkpoints)) or any(Path(each.path).exists() for each in saved)
+
+    @property
     def message(self) -> str | None:
         """The supervisor's closing message."""
         return self._status.message
@@ -122,13 +135,11 @@ class LiveRun:
     @property
     def elapsed_s(self) -> float | None:
         """Duration of the run until now or its end, seconds."""
-        started = self.state.started or self._status.started or None
-        if started is None:
+        if self.state.ended is not None and self.state.started is not None:
+            return self.state.elapsed_s
+        if not self._status.started:
             return None
-        if self.over:
-            end = self._status.ended or self.state.time or started
-            return max(0.0, end - started)
-        return max(0.0, self.now() - started)
+        return elapsed_of(self._status, (self.state.time or self._status.started) if self.over else self.now())
 
     def poll(self, budget_s: float = POLL_BUDGET_S) -> bool:
         """Read appended events for about ``budget_s``; return whether there is a backlog."""

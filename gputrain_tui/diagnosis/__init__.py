@@ -11,7 +11,7 @@ from itertools import takewhile
 from traceback import extract_tb
 from typing import TypeVar
 
-from gputrain_tui.diagnosis.bounds import bounds
+from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
@@ -29,7 +29,7 @@ __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 KINDS = frozenset(
     (
         "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-        "loss_spike", "stalled",
+        "loss_spike", "outside_torch", "stalled",
     )
 )  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
@@ -122,6 +122,7 @@ class Diagnosis:
             "cpu_contention": lambda: self._contention.symptoms(state),
             "non_finite": lambda: self._non_finite.symptoms(state),
             "memory_creep": lambda: self._memory.symptoms(state),
+            "outside_torch": lambda: outside_torch(state),
             "desync": lambda: [] if self._ranks_reported_desync(state) else desync(state),
             "stalled": lambda: stalls(state, self._activity, now),
         }

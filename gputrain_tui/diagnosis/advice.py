@@ -38,7 +38,7 @@ ADVICE = {
     "garbage_collection": "collect on all ranks at the same step (gc.disable, then gc.collect every few hundred "
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
-    "core_wait": "give each rank enough cores: fewer threads per rank, fewer loader workers, no other jobs here",
+    "core_wait": "give each rank enough cores: no other jobs here, and no more threads and loader workers than cores",
     "gpu_clock": "check its clocks and throttle reasons (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER), its power limit "
     "and fixed clocks, or use another GPU; a slower model stays behind as long as ranks get equal batches",
     "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "
@@ -47,6 +47,8 @@ ADVICE = {
     "suspect the device itself or another job on it",
     "input_bound": "use more loader workers (num_workers), cheaper preprocessing or a faster disk; the "
     "ranks wait for data before every step",
+    "outside_torch": "in the console (gputrain attach), K on a rank's page shows where; metrics, "
+    "logging, saving and .item() in every step are common causes: do them every few steps",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "
@@ -68,6 +70,8 @@ ADVICE = {
     "whose code takes another branch keeps all the others waiting",
     "stalled_left": "give all ranks the same number of batches (drop_last, a DistributedSampler), or leave the loop "
     "on all of them at the same step",
+    "stalled_left_at_once": "its script ended with exit code 0 before it met the others: look for a branch on "
+    "the rank that leaves it, and have all ranks call init_process_group()",
     "stalled_together": "in the console (gputrain attach), K on a rank's page prints its Python stack; an "
     "unequal number of collectives and a network failure are the usual causes",
 }

@@ -1,4 +1,4 @@
-"""Detects runs bound by their input or by communication: delays that all ranks share."""
+"""Detects runs bound by their input, by communication or by their own code: delays that all ranks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gputrain_tui.state import RunState
 WINDOW_STEPS = 60
 """Such findings are not urgent: many steps make them certain."""
 MIN_DATA_SHARE = 0.30
-"""Share of a step spent waiting for data from which a run is bound by its input."""
+"""Share of a step spent waiting for data, or outside of torch, from which a run is bound by that."""
 MIN_WIRE_SHARE = 0.40
 """Share of a step spent in exposed transfers from which a run is bound by communication."""
 CRITICAL_SHARE = 0.60
@@ -50,6 +50,36 @@ def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
         evidence={"data_ms": data_ms, "step_ms": usual_ms, "data_share": share},
         advice=ADVICE["input_bound"],
     )
+
+
+def outside_torch(state: RunState) -> list[Symptom]:
+    """Return the symptom of a script whose own code is the largest part of its steps.
+
+    A task's steps are those of this package: what it does between optimizer and data is no advice to its user.
+    """
+    sums = [view.recent for view in state.ranks.values() if view.totals.steps >= WINDOW_STEPS]
+    shares = [each.other_share for each in sums if each.other_share is not None]
+    if state.plan is not None or len(shares) < len(state.ranks) or not shares:
+        return []
+    share = median(shares)
+    others = [(each.data_share, each.compute_share, each.optimizer_share, each.sync_share) for each in sums]
+    largest = max(median([part or 0.0 for part in column]) for column in zip(*others, strict=True))
+    return [
+        Symptom(
+            kind="outside_torch",
+            value=share,
+            threshold=max(MIN_DATA_SHARE, largest),
+            cause="other",
+            step=state.step,
+            message=f"{percent(share)} of a step is the script's own code between optimizer and data",
+            evidence={
+                "other_share": share,
+                "other_ms": median([each.mean_other_ms or 0.0 for each in sums]),
+                "step_ms": median([each.mean_step_ms or 0.0 for each in sums]),
+            },
+            advice=ADVICE["outside_torch"],
+        )
+    ]
 
 
 def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None:

@@ -36,11 +36,20 @@ class Contention:
             if not any(state.ranks[each.rank].steps for each in sample.ranks):
                 kept.clear()  # all ranks load torch at once while they start
             kept.append(sample)
-            self._found[node] = _symptom(kept, alone=len(state.nodes) == 1, step=state.step)
+            threads = max((state.ranks[each.rank].threads or 0 for each in sample.ranks), default=0)
+            self._found[node] = _symptom(kept, alone=len(state.nodes) == 1, step=state.step, set_threads=threads)
         return [symptom for symptom in self._found.values() if symptom is not None]
 
 
-def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Symptom | None:
+def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threads: int) -> Symptom | None:
+    """Return the symptom of a host; None where its cores suffice, or are not known.
+
+    Args:
+        samples: its newest samples.
+        alone: whether it is the only host.
+        step: the run's step.
+        set_threads: the most threads on which torch computes in a rank; 0 where they are not known.
+    """
     known = [each for each in samples if any(rank.wait_percent is not None for rank in each.ranks)]
     newest = samples[-1]
     if len(known) < WINDOW_SAMPLES or not newest.cores:
@@ -57,6 +66,9 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Sympto
     taken = others >= MIN_OTHERS_SHARE * cores
     and_others = f", {others:.1f} of them in other processes," if taken else ""
     threads = max(1, int((cores - others if taken else cores) / ranks))
+    is_set = 0 < set_threads <= threads
+    workers = None if newest.ranks[0].children is None else sum(rank.children or 0 for rank in newest.ranks)
+    remedies = _remedies(ranks, cores, own / ranks, None if is_set else threads, taken=taken, workers=workers)
     return Symptom(
         kind="cpu_contention",
         rank=None if alone else min(rank.rank for rank in newest.ranks),
@@ -64,7 +76,7 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Sympto
         value=share,
         threshold=MIN_WAIT_SHARE,
         confirmed=sum(each >= share / 2 for each in waits) >= MIN_AGREEING_SHARE * len(waits),
-        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        severity="info" if not remedies else "critical" if share >= CRITICAL_SHARE else "warning",
         cause="core_wait",
         step=step,
         message=f"{who} {percent(share)} of the time for a free core: {own + others:.1f} threads{and_others} are busy "
@@ -74,10 +86,10 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int) -> Sympto
             "busy_threads": own + others,
             "cores": float(cores),
             "ranks": float(ranks),
-            "threads_to_set": float(threads),
             "other_cpu_percent": 100 * others,
+            **({} if is_set else {"threads_to_set": float(threads)}),
         },
-        advice=_advice(ranks, cores, own / ranks, threads, taken=taken),
+        advice="; ".join(remedies) or "nothing in the run's settings takes more cores than this host has",
     )
 
 
@@ -88,17 +100,27 @@ def _busy_threads(rank: RankSample) -> float:
     return ((rank.cpu_percent or 0.0) + (rank.wait_percent or 0.0)) / 100
 
 
-def _advice(ranks: int, cores: int, threads_per_rank: float, threads: int, *, taken: bool) -> str:
-    """Return the remedies, the likeliest first."""
+def _remedies(
+    ranks: int, cores: int, busy: float, threads: int | None, *, taken: bool, workers: int | None
+) -> list[str]:
+    """Return the remedies that are not followed yet, the likeliest first.
+
+    Args:
+        ranks: ranks on the host.
+        cores: its cores.
+        busy: busy threads per rank.
+        threads: threads to set per rank; None where no more are set.
+        taken: whether other processes take a good part of the cores.
+        workers: child processes of the ranks; None where they were not counted.
+    """
     remedies = []
     if ranks > cores:  # even one thread per rank is too many
         most = f"at most {cores} rank{'s' * (cores != 1)}"
         remedies.append(f"start {most} on this host, one per core (cpu_ranks = {cores}, threads = 1)")
-    elif threads_per_rank >= threads + 0.5:
-        remedies.append(
-            f"set threads = {threads} (for a script OMP_NUM_THREADS={threads}): "
-            f"about {threads_per_rank:.0f} threads of each rank are busy"
-        )
+    elif threads is not None and (busy >= threads + 0.5 or not taken):
+        about = f": about {busy:.0f} threads of each rank are busy" if busy >= threads + 0.5 else ""
+        remedies.append(f"set threads = {threads} (for a script OMP_NUM_THREADS={threads}){about}")
     if taken:
-        remedies.append("use fewer loader workers (num_workers) and stop other jobs on this host")
-    return "; ".join(remedies) or f"set threads = {threads} (for a script OMP_NUM_THREADS={threads})"
+        fewer = "use fewer loader workers (num_workers) and " if workers != 0 else ""
+        remedies.append(f"{fewer}stop other jobs on this host")
+    return remedies

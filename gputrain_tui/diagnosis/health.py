@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
+from typing import NamedTuple
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
@@ -12,11 +14,9 @@ from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
 
 MIN_EARLIER_EVENTS = 20
-"""Step events with a finite loss that must precede a non-finite loss, or a jump, for a finding."""
-MIN_KNOWN_SHARE = 0.75
-"""Share of the preceding step events that must have a finite value."""
-MIN_NORM_EVENTS = 3
-"""Step events without a finite gradient norm for a finding: a loss scaler skips some steps, on overflow."""
+"""Step events that must precede a jump of the loss for a finding."""
+LEAST = {"loss": 1, "grad_norm": 3}
+"""By field, its non-finite events in a row for a finding: a loss scaler skips some steps, on overflow."""
 SPIKE_EVENTS = 3
 """Step events that a jump must last: a single hard batch is no finding."""
 SPIKE_SIGMAS = 10.0
@@ -51,32 +51,33 @@ def desync(state: RunState) -> list[Symptom]:
 
 
 class NonFinite:
-    """Detects losses and gradient norms that became non-finite: the record leaves such numbers out."""
+    """Detects losses and gradient norms that became non-finite; events say so, since the record has no such numbers."""
 
     def __init__(self) -> None:
-        self._since: dict[int, tuple[str, int]] = {}
-        """By rank, the field that is not finite (``loss`` or ``grad_norm``) and its first such step."""
+        self._trails: dict[int, dict[str, _Trail]] = {}
+        """By rank and field (``loss`` or ``grad_norm``), its non-finite events up to the newest one."""
+        self._read: dict[int, int] = {}
+        """By rank, the step events that are read."""
         self._first: int | None = None
         """Rank in the current finding."""
 
     def symptoms(self, state: RunState) -> list[Symptom]:
         """Return one symptom for all ranks: through the reduced gradients a non-finite number reaches every rank."""
         for view in state.ranks.values():
-            newest = next((event for event in reversed(view.steps) if event.samples), None)
-            name, _ = self._since.get(view.rank, ("", 0))
-            if newest is None or (name and _is_number(getattr(newest, name))):
-                self._since.pop(view.rank, None)
-            elif not name and (since := _non_finite_since(view, newest)) is not None:
-                self._since[view.rank] = since
-        if not self._since:
+            self._follow(view)
+        # A non-finite loss comes first: it makes the gradient norm of the same step non-finite, too.
+        begins = {
+            rank: min((trail.step, name != "loss") for name, trail in trails.items() if trail.events >= LEAST[name])
+            for rank, trails in self._trails.items()
+            if any(trail.events >= LEAST[name] for name, trail in trails.items())
+        }
+        if not begins:
             self._first = None
             return []
-        # A non-finite loss comes first: it makes the gradient norm of the same step non-finite, too.
-        begins = {rank: (step, name != "loss") for rank, (name, step) in self._since.items()}
         if self._first not in begins or begins[self._first] > min(begins.values()):
             self._first = min(begins, key=lambda rank: (begins[rank], rank))
-        name, step = self._since[self._first]
-        quantity = "loss" if name == "loss" else "gradient norm"
+        step, is_norm = begins[self._first]
+        name, quantity = ("grad_norm", "gradient norm") if is_norm else ("loss", "loss")
         others = sum(begin == begins[self._first] for begin in begins.values()) - 1
         who = f"rank {self._first}" + (f" and of {others:,} other rank{'s' * (others > 1)}" if others else "")
         return [
@@ -90,25 +91,41 @@ class NonFinite:
                 step=step,
                 message=f"the {quantity} of {who} has been NaN or infinite since step {step}: so are the weights once "
                 "such a step is applied",
-                evidence={"first_step": float(step), "ranks": float(len(self._since))},
+                evidence={"first_step": float(step), "ranks": float(len(begins))},
                 advice=ADVICE["non_finite"].format(step=step),
             )
         ]
 
+    def _follow(self, view: RankView) -> None:
+        """Read a rank's new events: a finite number ends a trail, an event without the number changes nothing."""
+        new = min(view.events - self._read.get(view.rank, 0), len(view.steps))
+        self._read[view.rank] = view.events
+        if not view.steps:
+            self._trails.pop(view.rank, None)
+        for event in islice(view.steps, len(view.steps) - new, None):
+            trails = self._trails.setdefault(view.rank, {})
+            for name in LEAST:
+                if name in event.non_finite and not (name == "loss" and event.losses and event.losses[-1] is not None):
+                    before = trails.get(name)
+                    step, events = (before.step, before.events) if before else (_first_step(event, name), 0)
+                    trails[name] = _Trail(step, events + 1)
+                elif name in event.non_finite or _is_number(getattr(event, name)):
+                    trails.pop(name, None)
 
-def _non_finite_since(view: RankView, newest: Step) -> tuple[str, int] | None:
-    """Return the field of a rank that became non-finite, and its first such step; None if none did."""
-    for name, least in (("loss", 1), ("grad_norm", MIN_NORM_EVENTS)):
-        oldest = next(event for event in view.steps if event.samples)
-        if _is_number(getattr(newest, name)) or not _is_number(getattr(oldest, name)):
-            continue
-        events = [event for event in view.steps if event.samples]
-        known = [_is_number(getattr(event, name)) for event in events]
-        begin = len(known) - known[::-1].index(True)
-        # A norm that is measured now and then is absent from most steps.
-        if sum(known) >= max(MIN_EARLIER_EVENTS, MIN_KNOWN_SHARE * begin) and len(events) - begin >= least:
-            return name, events[begin].step
-    return None
+
+class _Trail(NamedTuple):
+    """Non-finite numbers of a rank, up to its newest measured one."""
+
+    step: int
+    """The first such step."""
+    events: int
+
+
+def _first_step(event: Step, name: str) -> int:
+    """Return the first step of an event whose number is not finite, as far as it has single numbers."""
+    begin = event.step - event.steps + 1
+    singles = event.losses if name == "loss" else None
+    return next((begin + index for index, loss in enumerate(singles or ()) if not _is_number(loss)), begin)
 
 
 def _is_number(value: float | None) -> bool:

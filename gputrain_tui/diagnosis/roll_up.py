@@ -65,16 +65,16 @@ def newest_findings_with_members(state: RunState) -> list[tuple[Finding, bool, S
 
 
 def _of_node(group: list[Finding]) -> Finding:
-    latest = max(group, key=lambda finding: finding.evidence.get("late_ms", 0.0))
-    known_ms = [finding.evidence["late_ms"] for finding in group if "late_ms" in finding.evidence]
-    late = f"{min(known_ms):.1f} to {max(known_ms):.1f} ms late" if known_ms else "late"
-    share = latest.evidence.get("late_share")
+    latest = max(group, key=lambda finding: finding.evidence.get("excess_ms", 0.0))
+    known_ms = [finding.evidence["excess_ms"] for finding in group if "excess_ms" in finding.evidence]
+    longer = f"{min(known_ms):.1f} to {max(known_ms):.1f} ms longer" if known_ms else "longer"
+    share = latest.evidence.get("excess_share")
     of_step = f" (up to {percent(share)} of a step)" if share is not None else ""
     because = latest.message.partition(" of a step), ")[2].replace(" its ", " their ")
     who = f"{len(group):,} ranks of {latest.host or 'a node'}"
     return replace(
         latest,
         device=None,
-        message=f"{who} are {late} in each step{of_step}, {because}",
+        message=f"{who} take {longer} than the others in each step{of_step}, {because}",
         evidence={**latest.evidence, "ranks": float(len(group))},
     )

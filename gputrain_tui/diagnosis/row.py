@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from gputrain_tui.diagnosis.statistics import excess, median, median_low, median_without
+from gputrain_tui.state.synchronisation import late_ms
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
 """Phases between two synchronisations; ``other`` is the unmeasured rest of the step."""
@@ -149,9 +150,9 @@ class StepRow:
         return value - median_without(ranked, bisect_left(ranked, value)) if len(ranked) > 1 else 0.0
 
     def late_ms(self, index: int) -> float:
-        """Return a rank's lateness for the synchronisation: the longest wait of any rank less its own, ms."""
+        """Return a rank's lateness for the synchronisation, ms."""
         waits = self.waits or [tuple(rank_phases.exposed or 0.0 for rank_phases in self.phases)]
-        return fmean(max(each) - each[index] for each in waits)
+        return fmean(late_ms(each)[index] for each in waits)
 
     def without_broadcast_wait(self, leader: int, followers: frozenset[int]) -> StepRow:
         """Return the row without the waits of followers for a leader in their forward pass, all by index."""

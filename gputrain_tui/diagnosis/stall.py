@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.record_watch import RecordWatch
 
 MIN_STALL_S = 10.0
 """Minimum threshold: machines pause up to this long without fault (a slow disk, a suspended guest)."""
@@ -32,18 +34,26 @@ NEW_STAGE_BUSY_S = 300.0
 """Threshold in a stage that no rank has left yet, while its processes compute."""
 BUSY_PERCENT = 50.0
 """Use of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
-ACTIVE_PERCENT = 2.0
-"""Use of a core or GPU in a second from which it is active: two ticks of the kernel's clock."""
+ACTIVE_PERCENT = 5.0
+"""Use of a core or GPU in a second from which it is active: a wait that polls every 10 ms, as torch's store does, takes
+one to three."""
+
+WORKING_S = 10.0
+"""Time since its last activity for which a rank counts as working."""
 
 PHASE_TEXT = {
-    "data": "between two steps or waiting for data",
+    "data": "waiting for data",
     "h2d": "copying a batch to its device",
+    "batch": "between its batch and its forward pass",
+    "loss": "between its batch and its backward pass",
     "forward": "in its forward pass",
     "backward": "in its backward pass",
     "sync": "waiting for the others' gradients",
+    "gradients": "between its backward pass and its optimizer step",
     "optimizer": "in its optimizer step",
     "other": "between two steps",
     "group": "waiting for the others",
+    "compile": "compiling",
 }
 STAGE_TEXT = {
     "spawned": "has been starting",
@@ -54,6 +64,7 @@ STAGE_TEXT = {
     "validating": "has been validating",
     "saving": "has been saving",
     "group": "has been waiting for the others",
+    "compile": "has been compiling",
 }
 """By stage, as words of a sentence."""
 START_STAGES = ("spawned", "joining", "ready")
@@ -75,7 +86,9 @@ class RankActivity:
     """By rank, when it last made progress or its process was active."""
     longest_idle_s: float = 0.0
     """Longest idle time of a process that became active again."""
-    _samples: dict[int, tuple[object, object]] = field(default_factory=dict)
+    record: RecordWatch = field(default_factory=RecordWatch)
+    _samples: dict[int, tuple[Any, object]] = field(default_factory=dict)
+    """By rank, its newest sample and that of its GPU."""
 
     def update(self, state: RunState, now: float) -> None:
         """Record progress and activity since the last update."""
@@ -86,11 +99,23 @@ class RankActivity:
                 self.progress[rank], self.progressed_at[rank] = progress, now
             process, gpu = self._samples.get(rank, (None, None))
             is_sampled = view.process is not process or view.gpu is not gpu
-            if before != progress or (is_sampled and _is_active(view)):
+            if before != progress or (is_sampled and (_is_active(view) or _log_grows(process, view))):
                 self.longest_idle_s = max(self.longest_idle_s, now - self.active_at.get(rank, now))
                 self.active_at[rank] = now
             if is_sampled:
                 self._samples[rank] = view.process, view.gpu
+        self.record.note(state, now)
+
+    def silence_s(self, view: RankView, now: float, *, since: float) -> float:
+        """Return the time without progress of a rank, from ``since`` on, as far as its record is known to be whole.
+
+        On a full disk neither steps nor samples are recorded.
+        """
+        return max(0.0, self.record.whole_until(view.node, now) - max(self.progressed_at.get(view.rank, now), since))
+
+    def works(self, view: RankView, now: float) -> bool:
+        """Whether a rank has shown activity lately: its processes, its GPU or its log."""
+        return now - self.active_at.get(view.rank, now) < WORKING_S
 
 
 def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]:
@@ -101,14 +126,14 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     if any(kind == "host_silent" for kind, _ in state.findings):
         return []  # the progress of its ranks is unknown, and the others wait for them
     # Events that a silent host has held back arrive late: time counts from the end of the silence.
-    silences = {
-        view.rank: now - max(activity.progressed_at.get(view.rank, now), state.silence_changed_at) for view in running
-    }
+    silences = {view.rank: activity.silence_s(view, now, since=state.silence_changed_at) for view in running}
     if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= MIN_STOPPED_S]:
         return [_stopped_symptom(view, silences[view.rank]) for view in stopped]
     shortest_s = min(silences.values())
     if shortest_s < MIN_STALL_S / 2:
         return []
+    if any(view.stage == "compile" and activity.works(view, now) for view in running):
+        return []  # a compilation may take longer than all steps, and the others wait for it
     ahead = max(view.step for view in running)
     finished = [view for view in state.ranks.values() if view.state == "finished"]
     left_behind = _left_behind(state, activity)
@@ -117,6 +142,8 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         # Ranks that have done all steps end before those that still evaluate or save.
         early = [view for view in finished if view.step < ahead and view.rank not in left_behind]
         threshold_s = _stall_threshold_s(state, running)
+        if not ahead and not any(activity.works(view, now) for view in running):
+            early, threshold_s = finished, MIN_COMMON_STALL_S  # before any step, as where the process group is made
         if not early or threshold_s is None:
             return []
         return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
@@ -127,6 +154,8 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
             threshold_s = _stall_threshold_s(state, [view]) or (
                 NEW_STAGE_BUSY_S if _busy_or_idle(view) == "busy" else NEW_STAGE_IDLE_S
             )
+            if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
+                threshold_s = max(threshold_s, NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
             if silences[view.rank] >= threshold_s / 2:
                 found.append(
                     _behind_symptom(state, view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1)
@@ -231,6 +260,11 @@ def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float
     return [_common_symptom(views, outlier, shortest_s, threshold_s)]
 
 
+def _whole_s(seconds: float) -> int:
+    """Return whole seconds, rounded down: a finding stands for longer than it says."""
+    return int(seconds)
+
+
 def _behind_symptom(
     state: RunState, view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool
 ) -> Symptom:
@@ -239,15 +273,16 @@ def _behind_symptom(
     after = f", after step {view.step}" if view.step else ""
     wait = f"wait at step {ahead}" if view.step < ahead else "wait for it" if alone else "wait for them"
     message = (
-        f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for {silence_s:.0f} s{after}, and the others {wait}"
-        f"{_position_text(view)}"
+        f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for more than {_whole_s(silence_s)} s{after}, "
+        f"and the others {wait}{_position_text(view)}"
     )
     return _stall(view, silence_s, threshold_s, message, ADVICE["stalled_behind"])
 
 
 def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
     where = f" on {view.host}" if view.host else ""
-    message = f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for {silence_s:.0f} s{_position_text(view)}"
+    silence = f"for more than {_whole_s(silence_s)} s"
+    message = f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} {silence}{_position_text(view)}"
     advice = (
         f"`kill -CONT {view.pid}`{where} continues it" if view.pid else f"send SIGCONT to its process{where}"
     ) + "; Ctrl-Z, kill -STOP or a debugger has stopped it"
@@ -255,11 +290,13 @@ def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
 
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
+    after, at = (f"after step {view.step}", f", after step {ahead}") if ahead else ("before its first step", "")
     message = (
-        f"rank {view.rank} has ended after step {view.step}, and the others have done no step for {silence_s:.0f} s, "
-        f"after step {ahead}"
+        f"rank {view.rank} has ended {after}, and the others have done no step for more than "
+        f"{_whole_s(silence_s)} s{at}"
     )
-    return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_left"]), cause="left")
+    advice = ADVICE["stalled_left" if ahead else "stalled_left_at_once"]
+    return replace(_stall(view, silence_s, threshold_s, message, advice), cause="left")
 
 
 def _common_symptom(
@@ -270,9 +307,9 @@ def _common_symptom(
     after = f", after step {step}" if step else ""
     stage = views[0].stage
     if any(view.stage != stage for view in views) or stage in ("training", "first_step"):
-        message = f"no rank has done a step for {silence_s:.0f} s{after}"
+        message = f"no rank has done a step for more than {_whole_s(silence_s)} s{after}"
     else:
-        message = f"every rank {STAGE_TEXT[stage]} for {silence_s:.0f} s{after}"
+        message = f"every rank {STAGE_TEXT[stage]} for more than {_whole_s(silence_s)} s{after}"
     if outlier is None:
         symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
         return replace(symptom, rank=None, step=step)
@@ -326,13 +363,21 @@ def _phase(view: RankView) -> str | None:
 
 
 def _busy_or_idle(view: RankView) -> str | None:
-    """Return ``busy`` or ``idle`` by the last sample of a rank's process; None without one.
+    """Return ``busy`` or ``idle`` by the last sample of a rank's process and its descendants; None without one.
 
     A runnable process without a core is busy.
     """
-    if view.process is None or view.process.cpu_percent is None:
+    process = view.process
+    if process is None or process.cpu_percent is None:
         return None
-    return "busy" if view.process.cpu_percent + (view.process.wait_percent or 0.0) >= BUSY_PERCENT else "idle"
+    used = process.cpu_percent + (process.wait_percent or 0.0) + (process.children_percent or 0.0)
+    return "busy" if used >= BUSY_PERCENT else "idle"
+
+
+def _log_grows(before: Any, view: RankView) -> bool:
+    """Whether the log has grown from one sample of a rank to its newest one."""
+    earlier, later = getattr(before, "log_bytes", None), getattr(view.process, "log_bytes", None)
+    return earlier is not None and later is not None and later > earlier
 
 
 def _is_stopped(view: RankView) -> bool:
@@ -344,7 +389,8 @@ def _is_active(view: RankView) -> bool:
     if _busy_or_idle(view) == "busy":
         return True
     # Waits for a core do not count: where cores are scarce, even a thread that only polls now and then has some.
-    used = (view.process.cpu_percent or 0.0) if view.process is not None else 0.0
+    process = view.process
+    used = 0.0 if process is None else (process.cpu_percent or 0.0) + (process.children_percent or 0.0)
     if view.gpu is not None:
         used = max(used, view.gpu.utilization_percent or 0.0)
     return used >= ACTIVE_PERCENT
@@ -353,7 +399,8 @@ def _is_active(view: RankView) -> bool:
 def _position_text(view: RankView) -> str:
     """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
     phase, load = _phase(view), _busy_or_idle(view)
-    known = [f"rank {view.rank} is {PHASE_TEXT[phase]}"] if phase is not None else []
+    at = f" ({view.doing.line})" if view.doing is not None and view.doing.line else ""
+    known = [f"rank {view.rank} is {PHASE_TEXT[phase]}{at}"] if phase is not None else []
     if _is_stopped(view):
         continues = f"; `kill -CONT {view.pid}` continues it" if view.pid else ""
         return f"; its process is stopped (state T){continues}"
@@ -362,6 +409,8 @@ def _position_text(view: RankView) -> str:
         is_elsewhere = function and not function.startswith(LOCK_PREFIX)
         activity = f"sleeps in kernel function {function}" if is_elsewhere else f"is {load}"
         activity = "is held by a debugger" if view.process.held else activity
+        if (view.process.children_percent or 0.0) >= BUSY_PERCENT:
+            activity = "waits for its child processes, which compute"
         known.append(f"its process {activity}" if known else f"the process of rank {view.rank} {activity}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""
     return ("; " + ", and ".join(known) if known else "") + last

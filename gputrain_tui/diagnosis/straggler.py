@@ -152,7 +152,7 @@ def _own_work_symptom(
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
     evidence = {
         "noise_ms": noise,
-        "sync_late_ms": median([row.late_ms(index) for row in agreeing]),
+        "late_ms": median([row.late_ms(index) for row in agreeing]),
         **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
         **cause.evidence,
     }
@@ -197,7 +197,7 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
     )
     evidence = {
         "core_wait_excess_ms": late_ms,
-        "sync_late_ms": median([row.late_ms(index) for row in recent]),
+        "late_ms": median([row.late_ms(index) for row in recent]),
     }
     symptom = _straggler(rank, late_ms, step_ms, threshold, f"because of {CAUSE_NAMES['core_wait']}", evidence)
     return replace(symptom, confirmed=steady, cause="core_wait", step=recent[-1].step, advice=ADVICE["core_wait"])
@@ -213,11 +213,10 @@ def _straggler(
         value=late_ms,
         threshold=threshold,
         severity="critical" if share >= CRITICAL_SHARE else "warning",
-        message=f"rank {rank} is {late_ms:.1f} ms late in each step ({percent(share)} of a step), {because}",
-        evidence={
-            "late_ms": late_ms, "step_ms": step_ms, "late_share": share, "threshold_ms": threshold, **evidence,
-        },
-    )  # fmt: skip
+        message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step ({percent(share)} of a step), "
+        f"{because}",
+        evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence},
+    )
 
 
 def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
 from gputrain_tui.headless.progress import event_line
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.state.figures import run_throughput
+from gputrain_tui.state.finding_text import run_mark
 from gputrain_tui.tables import TableColumn, duration, table, width as cells
 from trainer.contract.record import Failure
 
@@ -32,10 +33,11 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
     (TableColumn("compute", right=True), 0, lambda view: percent(view.totals.compute_share)),
     (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
     (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
+    (TableColumn("other", right=True), 0, lambda view: percent(view.totals.other_share)),
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is of the rank's last step, all other values are over the whole run.
+The loss is of the rank's last step, all other values are over the whole run; the shares of a step add up to it.
 """
 
 
@@ -107,14 +109,24 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
 
 
 def status_line(state: RunState) -> list[Piece]:
-    """Return the last line of the report: status, duration, steps and samples."""
-    took = f" in {duration(state.time - state.started)}" if state.started is not None else ""
+    """Return the last line of the report: status, duration, steps and samples, of the recorded part if some is lost."""
+    took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
+    if state.record_gap:
+        steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
+    elif not state.step and (state.unmeasured or status == "finished"):
+        steps = f"; {state.unmeasured or 'no step was measured'}"
     only_evaluated = not state.step and state.validations
-    return [(status, style), (took if only_evaluated else took + steps, "")]
+    findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
+    mark = run_mark(roll_up(findings, state.ranks))
+    return [
+        (status, style),
+        (took if only_evaluated else took + steps, ""),
+        (f", with {mark}" if mark else "", "alarm"),
+    ]
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:

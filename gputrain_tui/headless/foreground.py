@@ -222,8 +222,10 @@ def conclude(
     if state.ended is None and status.status in ENDED:  # the event was lost on a full disk
         ended = status.ended or state.time
         how = status.status
-        state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message))  # type: ignore[arg-type]
+        took = None if status.elapsed_s is None else 1e3 * status.elapsed_s
+        state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message, elapsed_ms=took))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
+    err.drain(hurried=hurried)  # the progress line is erased before the table is printed, by another thread
     if narrate and (state.validations or all(view.last is not None for view in state.ranks.values())):
         columns = shutil.get_terminal_size().columns
         place = path_with_host(run.dir, 0, "")

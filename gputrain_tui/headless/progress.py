@@ -5,6 +5,7 @@ Only ``ProgressView`` writes, to standard error.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +18,7 @@ from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, size
-from trainer.contract.outcome import EVALUATED_CHECKPOINT, NO_UPDATE_LEFT, SEED_ON_RESUME
+from trainer.contract.outcome import EVALUATED_CHECKPOINT, LOST_PEER_KINDS, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.1
 """Time between two reads of the record and redraws of the progress line: faster changes cannot be read."""
+LOG_CELLS = 160
+"""Width of a finding's lines in a log, as wide as those of a step with all measures."""
 PLAIN_S = 5.0
 """Time between two plain lines: 720 in the log of an hour."""
 PLAIN_START_S = 15.0
@@ -47,6 +50,8 @@ LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
 
 def progress_line(state: RunState, width: int, *, now: float, standstill: Standstill | None = None) -> list[Piece]:
     """Return one line of at most ``width`` columns; the least important measures are omitted first."""
+    if failed := _failure_pieces(state):
+        return clip(failed, width)
     if state.step == 0:
         return clip(_start_pieces(state, now), width)
     progress = state.progress
@@ -119,9 +124,20 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
         text = f"starting {count}"
     elif any(view.state == "validating" for view in state.ranks.values()):
         text = f"{count} evaluate"
+    elif any(view.phase == "compile" for view in state.ranks.values()):
+        text = f"{count}, compiling"
     else:
         text = f"{count} started, no step yet"
     return [(text, ""), (waited, "dim")]
+
+
+def _failure_pieces(state: RunState) -> list[Piece]:
+    """Return the cause of a failure, while the processes of the run are being ended; none before it is known."""
+    failure = state.root_cause
+    if failure is None or failure.kind in LOST_PEER_KINDS:
+        return []
+    where = "" if failure.rank is None else f"rank {failure.rank} "
+    return [(f"{where}failed: {failure.message}", "alarm"), ("  ending all processes", "dim")]
 
 
 def placement(plan: Plan) -> str:
@@ -136,6 +152,8 @@ def placement(plan: Plan) -> str:
 
 def plain_line(state: RunState, *, now: float, standstill: Standstill | None = None) -> str:
     """Return the state of a run as one line for a log."""
+    if failed := _failure_pieces(state):
+        return paint(failed, colour=False)
     if state.step == 0:
         return paint(_start_pieces(state, now), colour=False)
     done = f" ({state.progress:.0%})" if state.progress is not None else ""
@@ -173,6 +191,14 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
     return None
 
 
+def wrapped(text: str) -> list[str]:
+    """Return a line for a log as lines of at most ``LOG_CELLS``, those after the first one indented."""
+    return textwrap.wrap(
+        text, LOG_CELLS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False,
+        drop_whitespace=True, replace_whitespace=False, expand_tabs=False,
+    ) or [text]  # fmt: skip
+
+
 class Stream(Protocol):
     """Text stream for the progress."""
 
@@ -196,6 +222,7 @@ class ProgressView:
         width: Callable[[], int],
         keeps_up: Callable[[], bool] = lambda: True,
         now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without output.
 
@@ -207,6 +234,7 @@ class ProgressView:
             width: returns the columns of the terminal.
             keeps_up: returns whether the stream's reader keeps up; otherwise the progress line is not redrawn.
             now: clock, Unix seconds.
+            clock: monotonic clock of the intervals between two lines.
         """
         self._state = state
         self._stream = stream
@@ -215,9 +243,10 @@ class ProgressView:
         self._width = width
         self._keeps_up = keeps_up
         self._now = now
+        self._clock = clock
         self._drawn_at = float("-inf")
         self._drawn = ""
-        self._plain_at = now()
+        self._plain_at = clock()
         self._steps = StepWatch()
         self._first_line: Sequence[Piece] | None = None
         """First line while it is held back; None once written."""
@@ -244,24 +273,26 @@ class ProgressView:
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
             if (line := event_line(event)) is not None:
-                self.print_line(line)
-        now = self._now()
-        self._steps.note(self._state, now)
-        standstill = self._steps.standstill(self._state, now)
+                self.print_line(line, wrap=type(event) is Finding)
+        now, tick = self._now(), self._clock()
+        self._steps.note(self._state, tick)
+        standstill = self._steps.standstill(self._state, tick)
         if self._live:
-            if now - self._drawn_at >= REDRAW_S:
-                self._drawn_at = now
+            if tick - self._drawn_at >= REDRAW_S:
+                self._drawn_at = tick
                 line = progress_line(self._state, self._width() - 1, now=now, standstill=standstill)
                 self._draw(paint(line, colour=self._colour))
-        elif now - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
-            self._plain_at = now
+        elif tick - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
+            self._plain_at = tick
             self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
 
-    def print_line(self, pieces: Sequence[Piece]) -> None:
-        """Write a permanent line."""
+    def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
+        """Write a permanent line; ``wrap``: as several ones in a log if it is long."""
         self.open()
         self.erase()
-        self._stream.write(paint(pieces, colour=self._colour) + "\n")
+        text = paint(pieces, colour=self._colour)
+        lines = wrapped(text) if wrap and not self._live else [text]  # a terminal wraps long lines itself
+        self._stream.write("".join(f"{line}\n" for line in lines))
         self._stream.flush()
 
     def erase(self) -> None:

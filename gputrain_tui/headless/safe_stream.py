@@ -95,11 +95,15 @@ class SafeStream:
             self._abandoned = True
             self._waiting.clear()
 
-    def settle(self, *, hurried: Callable[[], bool]) -> None:
+    def drain(self, *, hurried: Callable[[], bool]) -> None:
         """Wait until everything is written, or while ``hurried`` returns True until the reader stalls."""
         with self._changed:
             while self.backlog_bytes and not (hurried() and self.is_stalled()):
                 self._changed.wait(0.1)  # in short waits, so that signal handlers run
+
+    def settle(self, *, hurried: Callable[[], bool]) -> None:
+        """Wait as ``drain`` does, and drop what is left and everything that is written later."""
+        self.drain(hurried=hurried)
         self.abandon()
 
     def _run(self) -> None:

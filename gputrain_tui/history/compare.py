@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
+from math import isfinite, nan
 from typing import Any, Literal
 
 import msgspec
@@ -173,8 +173,9 @@ class CurveHistory:
 
     @property
     def best_validation(self) -> float | None:
-        """Least validation loss, nats."""
-        return min((v.loss for v in self.validations if v.split == "valid"), default=None)
+        """Least validation loss, nats; NaN if none is finite, None without a validation."""
+        losses = [v.loss for v in self.validations if v.split == "valid"]
+        return min((loss for loss in losses if isfinite(loss)), default=nan if losses else None)
 
     @property
     def samples_per_s(self) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
+from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
 
 Entry = Mapping[str, Any]
@@ -22,8 +23,14 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 
 def cause(entry: Entry) -> str:
-    """Return why a run failed, in one line; empty for any other run."""
-    return (entry["message"] or "") if entry["state"] == "failed" else ""
+    """Return why a run failed, or else what stands of it, in one line; empty for any other run."""
+    return ((entry["message"] or "") if entry["state"] == "failed" else "") or entry["finding"] or ""
+
+
+def loss_cell(entry: Entry) -> str:
+    """Return a run's loss as text, ``nan`` where it is known not to be a number; empty where there is none."""
+    loss = float("nan") if entry["loss_is_nan"] else entry["loss"]
+    return number(loss, 4)
 
 
 RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {

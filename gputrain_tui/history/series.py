@@ -14,6 +14,7 @@ from typing import Literal
 
 from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
 from gputrain_tui.history.step_axis import StepAxis
+from gputrain_tui.state.synchronisation import late_ms
 from trainer.contract.record import Step, single_steps
 from trainer.contract.record.downsampled import DownsampledBlock
 
@@ -236,12 +237,6 @@ class Series:
             before = [lead], (span[0] - begin) / LEAD_COLUMNS
         return _smooth_lines([line], over, (span[1] - span[0] + 1) / columns, before)[0]
 
-    def rank_value(self, metric: Metric, rank: int) -> float:
-        """Return a rank's newest value, NaN where it has none."""
-        frame = self._frames.newest
-        values = frame.values[METRICS.index(metric)] if frame is not None else None
-        return values[rank] if values is not None and rank < len(values) else nan
-
     def frames(self, first: int, last: int, most: int) -> list[Frame]:
         """Return the ranks' values over a range of steps, at most about ``most`` frames."""
         return self._frames.frames(first, last, most)
@@ -294,8 +289,7 @@ class Series:
         duration = self._add_band("step_ms", step, [None if e is None else e.step_ms for e in events], blocks)
         late: array[float] | None = None
         if sync is not None and len(row) == self.world_size > 1:
-            longest = self.latest["sync_exposed_ms"].high
-            late = array("f", [longest - value for value in sync])
+            late = array("f", late_ms(sync))
         first = key if self._width == 1 else key * self._width + 1
         self._frames.append(Frame(first, step, (loss, sync, duration, late)))
         self._completed = key

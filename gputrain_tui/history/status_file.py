@@ -13,11 +13,13 @@ import msgspec
 
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.record_tail import newest_loss_of
+from gputrain_tui.state.elapsed import elapsed_s
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
-from trainer.contract.record import RunDir, RunStatusName, Validation, write_atomically
+from trainer.contract.record import Finding, RunDir, RunStatusName, Validation, write_atomically
 from trainer.contract.record.events import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
 from trainer.contract.record.regular_file import open_regular, read_json
+from trainer.host.boot import BootMoment
 from trainer.host.process_identity import ProcessIdentity, is_alive
 
 RunStateName = RunStatusName | Literal["lost"]
@@ -46,8 +48,12 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Inode of the run directory; a copy of it has another one."""
     started: UnixSeconds = 0.0
     """Unix seconds."""
+    started_after_boot: BootMoment | None = None
+    """The same moment by the time since the boot of the supervisor's machine, from which durations are taken."""
     ended: UnixSeconds | None = None
     """Unix seconds."""
+    elapsed_s: FiniteFloat | None = None
+    """From ``started`` to ``ended`` by a monotonic clock; None where it was not measured."""
     exit_code: ExitStatus | None = None
     restarts: Count = 0
     """Attempts that failed and were followed by another."""
@@ -57,8 +63,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Optimizer steps done when this was written."""
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
-    valid: FiniteFloat | None = None
-    """The newest validation loss, in nats."""
+    valid: FiniteFloat | Literal["nan"] | None = None
+    """The newest validation loss, in nats; ``nan`` if it is not finite, since JSON has no such number."""
     lr: FiniteFloat | None = None
     """Learning rate of the last step; written at the end."""
     tokens: Count | None = None
@@ -71,6 +77,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Model FLOPs utilization since the ranks were last started, 0 to 1; None where it is not known."""
     tested: Validation | None = None
     """The last test, or the result of a run of ``eval``; written at the end."""
+    findings: list[Finding] = []
+    """Findings that stood at the end and mark the run, the most urgent first; written at the end."""
     archived: UnixSeconds | None = None
     """When this copy of the run was made for an archive, Unix seconds; the copy never changes."""
 
@@ -147,6 +155,14 @@ def state_of(status: Status) -> RunStateName:
     if status.status in ENDED or status.supervisor is None or is_alive(status.supervisor) is not False:
         return status.status
     return "lost"
+
+
+def elapsed_of(status: Status, now: float) -> float:
+    """Return how long a run has taken until now, or until its end, seconds."""
+    if status.ended is not None:
+        return elapsed_s(started=status.started, until=status.ended, measured_s=status.elapsed_s)
+    moment = status.started_after_boot
+    return elapsed_s(started=status.started, until=now, measured_s=None if moment is None else moment.since_s())
 
 
 def is_over(run: RunDir) -> bool:

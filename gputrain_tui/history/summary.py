@@ -8,16 +8,17 @@ from typing import Any
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.record_tail import last_step, newest_loss_of
 from gputrain_tui.history.runs import Run, UnreadableRun
-from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.history.status_file import ENDED, elapsed_of
+from gputrain_tui.state.finding_text import loss_is_nan, run_mark
 from trainer.contract.errors import RecordError
-from trainer.contract.record import Validation
+from trainer.contract.record import Finding, Validation
 
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "samples_per_s",
     "tokens_per_s", "mfu", "started", "ended", "duration_s", "exit_code", "message", "tested", "note", "tags",
-    "run_dir",
+    "run_dir", "finding", "findings", "loss_is_nan",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 UNREADABLE = "unreadable"
@@ -44,8 +45,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         notes = read_notes(run.dir)
     except RecordError:
         notes = Notes()  # `gputrain note` has the reason
-    over = run.state != status.status or status.status in ENDED
-    until = status.ended if over else now
+    is_lost = run.state not in ENDED and run.state != status.status
     return {
         "id": run.id,
         "state": run.state,
@@ -53,7 +53,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "world_size": status.world_size,
         "step": step,
         "loss": loss,
-        "valid": status.valid,
+        "valid": None if status.valid is None else float(status.valid),
         "lr": lr,
         "tokens": status.tokens,
         "samples_per_s": status.samples_per_s,
@@ -61,13 +61,23 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "mfu": status.mfu,
         "started": status.started,
         "ended": status.ended,
-        "duration_s": None if until is None else until - status.started,
+        "duration_s": None if is_lost else elapsed_of(status, now),
         "exit_code": status.exit_code,
         "message": status.message,
         "tested": None if status.tested is None else _tested(status.tested),
         "note": notes.note or None,
         "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
+        "finding": run_mark(status.findings) or None,
+        "findings": [_finding(finding) for finding in status.findings],
+        "loss_is_nan": loss is None and loss_is_nan(status.findings),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        name: getattr(finding, name)
+        for name in ("kind", "severity", "rank", "host", "step", "cause", "message", "evidence", "advice")
     }
 
 

@@ -24,11 +24,12 @@ MODULES = (
     "trainer.host.proc_files",
     "trainer.host.boot",
     "trainer.host.processes",
+    "trainer.host.proc_environ",
     "trainer.host.descendants",
     "trainer.host.import_path",
     "trainer.host.prctl",
-    "trainer.host.proc_environ",
     "trainer.host.stop_request",
+    "trainer.host.temporary_folder",
     "gputrain_tui.hosts.host_agent",
 )
 """Modules of the program that runs on the host, in import order; they use the standard library only."""

@@ -32,6 +32,7 @@ from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
 from trainer.host.proc_environ import RUN
 from trainer.host.processes import environ_value, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL, STACK_SIGNAL, signal_of
+from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
 
 POLL_S = 0.5
 """Interval at which a session sends the growth of the record; each costs the launching side time per rank."""
@@ -344,7 +345,9 @@ def _run_agent(
         elif kill_at is not None and time.monotonic() >= kill_at:
             _kill_session(node)
     code = node.wait()
-    kill_descendants()
+    kill_descendants(run=str(run_dir))
+    for within in {system_folder(), SHORT}:
+        delete_temporary_folders(run_dir, [request["node"]], within)
     _replace(folder / EXIT, {"code": code})
 
 

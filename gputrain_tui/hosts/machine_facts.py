@@ -16,9 +16,6 @@ from gputrain_tui.hosts.host_names import address_of
 from trainer.contract.home_folder import expand_home
 from trainer.host.ports import is_port_free, port_holder
 
-CHECKPOINTS = "step_*.pt"
-"""Names of the files of ``trainer.checkpoint``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
@@ -33,6 +30,8 @@ class Folder:
     """Free inodes of its file system; None if they are not reported."""
     checkpoints: int = 0
     """Number of checkpoints in it."""
+    owner: str = ""
+    """Run of the newest of them; empty if it names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,8 @@ def rendezvous_file(path: Path) -> RendezvousFile:
     return RendezvousFile(path=str(path), problem=problem, fix=fix)
 
 
-def folder_facts(path: Path, *, count: bool = False) -> Folder:
-    """Return the facts of a folder that may not exist yet; ``count``: count its checkpoints."""
+def folder_facts(path: Path) -> Folder:
+    """Return the facts of a folder that may not exist yet."""
     path = expand_home(path)
     try:
         existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -122,12 +121,9 @@ def folder_facts(path: Path, *, count: bool = False) -> Folder:
             return Folder(path=str(path), problem=f"{existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             return Folder(path=str(path), problem=f"{existing} is not writable")
-        checkpoints = len(list(path.glob(CHECKPOINTS))) if count and existing == path else 0
     except OSError as error:
         return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
-    return Folder(
-        path=str(path), free_bytes=free_bytes(existing), free_files=free_files(existing), checkpoints=checkpoints
-    )
+    return Folder(path=str(path), free_bytes=free_bytes(existing), free_files=free_files(existing))
 
 
 def free_bytes(path: Path) -> int | None:

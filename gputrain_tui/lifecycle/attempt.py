@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,6 +18,7 @@ from trainer.contract.record.events import Count, Rank
 from trainer.contract.record.regular_file import read_json
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity
+from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,8 @@ class Attempt:
 
     since: Mapping[str, int]
     """Sizes of the event files at its start, by file name."""
+    tmp: Path
+    """Folder in which the nodes of this machine have their temporary folders."""
     running: dict[int, NodeProcess] = field(default_factory=dict)
     """By the file descriptor of the process."""
     ended: dict[int, attempt_outcome.NodeEnd] = field(default_factory=dict)
@@ -61,35 +61,24 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     processes: dict[Rank, ProcessIdentity]
     """By node; nodes on hosts that have not answered yet are absent."""
     tmp: str
-    """Temporary folder of the run; used only if ``is_temporary_of`` holds for it."""
+    """Folder in which the nodes of this machine have their temporary folders."""
 
 
-def temporary_prefix(run_dir: RunDir) -> str:
-    """Return the prefix of names of a run's temporary folders outside its directory: a hash of the run's path."""
-    path = os.fsencode(os.path.realpath(run_dir.path))
-    return f"gputrain-{zlib.crc32(path):08x}-"
-
-
-def is_temporary_of(run_dir: RunDir, path: Path) -> bool:
-    """Whether a folder is a temporary folder of this run, by its path or by its name and owner."""
-    if path == run_dir.tmp:
-        return True
-    try:
-        found = path.lstat()
-    except (OSError, ValueError):
-        return False
-    named = path.is_absolute() and path.name.startswith(temporary_prefix(run_dir))
-    return named and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+def delete_temporary_files(run_dir: RunDir, nodes: Iterable[int], tmp: Path) -> None:
+    """Delete the temporary folders of nodes, which a killed node agent has left."""
+    chosen = list(nodes)
+    for within in {tmp, SHORT}:
+        delete_temporary_folders(run_dir.path, chosen, within)
 
 
 _decode = msgspec.json.Decoder(AttemptRecord)
 
 
-def write_attempt(run_dir: RunDir, attempt: Attempt, tmp: str) -> None:
+def write_attempt(run_dir: RunDir, attempt: Attempt) -> None:
     """Write ``attempt.json``; print a line if it cannot be written, as on a full disk."""
     running = [(process.node, process.identity) for process in attempt.running.values()]
     processes = {node: identity for node, identity in running if identity is not None}
-    launched = AttemptRecord(since=dict(attempt.since), processes=processes, tmp=tmp)
+    launched = AttemptRecord(since=dict(attempt.since), processes=processes, tmp=str(attempt.tmp))
     try:
         write_atomically(run_dir.attempt, msgspec.json.encode(launched))
     except OSError as error:
@@ -102,9 +91,6 @@ def read_attempt(run_dir: RunDir) -> AttemptRecord:
     Nodes that are in no record are not adopted but killed.
     """
     try:
-        launched = read_json(run_dir.attempt, _decode)
+        return read_json(run_dir.attempt, _decode)
     except RecordError:
-        return AttemptRecord(since={}, processes={}, tmp=str(run_dir.tmp))
-    if not is_temporary_of(run_dir, Path(launched.tmp)):
-        launched.tmp = str(run_dir.tmp)
-    return launched
+        return AttemptRecord(since={}, processes={}, tmp=str(system_folder()))

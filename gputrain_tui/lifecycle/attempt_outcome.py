@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import node_outcome, root_cause, signal_name
+from trainer.contract.outcome import LOST_PEER_KINDS, RECORD_END_MISSING, node_outcome, root_cause, signal_name
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
@@ -70,8 +70,8 @@ def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
     outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
     why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
     if disk_is_full(run_dir):
-        return "the disk of the run directory is full: the end of the record is missing"
-    return f"the end of the record is missing: {why}" if why else ""
+        return f"the disk of the run directory is full: {RECORD_END_MISSING}"
+    return f"{RECORD_END_MISSING}: {why}" if why else ""
 
 
 def holds_work(run_dir: RunDir) -> bool:
@@ -102,6 +102,12 @@ def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
     return found
 
 
+def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int], until: float) -> bool:
+    """Whether a failure that is no consequence of a stop was recorded in this attempt before a time, Unix seconds."""
+    found = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
+    return any(failure.time <= until and failure.kind not in LOST_PEER_KINDS for failure in found)
+
+
 def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
     """Return the root cause of a failed attempt.
 
@@ -111,15 +117,20 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
         ended: per node, in the order in which they ended.
         now: Unix seconds, the time of a failure that is derived from an exit code.
     """
-    found = [*failures(run_dir, since), *_reported_failures(run_dir, ended)]
-    recorded = root_cause((int(failure.time * 1e9), failure) for failure in found)
     missing = [(node, end) for node, end in ended.items() if end.unfinished]
+    recorded = recorded_cause(run_dir, since, [node for node, _ in missing])
     killed = [(node, end) for node, end in missing if end.host_error or (end.exit_code < 0 and not end.killed_by_us)]
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in killed or missing:
         return _failure_from_exit(run_dir, node, end, now)
     return Failure(time=now, kind="exit", message="the run ended and no rank recorded a reason")
+
+
+def recorded_cause(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int]) -> Failure | None:
+    """Return the root cause among the failures that ranks and nodes recorded in this attempt; None without one."""
+    found = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
+    return root_cause((int(failure.time * 1e9), failure) for failure in found)
 
 
 def exit_code(run_dir: RunDir, node: int, code: int) -> int:
@@ -243,10 +254,10 @@ def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEven
             yield from decode_events(line)
 
 
-def _reported_failures(run_dir: RunDir, ended: Mapping[int, NodeEnd]) -> Iterator[Failure]:
+def _reported_failures(run_dir: RunDir, nodes: Iterable[int]) -> Iterator[Failure]:
     """Yield the failures in the nodes' outcomes: an event may be missing, on a full disk for instance."""
-    for node, end in ended.items():
-        result = node_outcome(run_dir, node) if end.unfinished else None
+    for node in nodes:
+        result = node_outcome(run_dir, node)
         if result is not None and result.failure is not None:
             yield result.failure
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain_tui.history.runs import Run, find, list_runs, open_run
+from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import RunDir, checkpoint_to_resume, recorded_checkpoints
-from trainer.contract.record.checkpoints import BEST, checkpoints_in
+from trainer.contract.record.checkpoints import BEST, run_folders
 from trainer.contract.record.regular_file import read_whole
 
 
@@ -23,10 +25,26 @@ def resumable_checkpoint(run_dir: RunDir) -> Path | None:
     """
     remote = remote_node(run_dir, 0)
     if remote is None:
-        return checkpoint_to_resume(run_dir)
+        return checkpoint_to_resume(run_dir, run_ids(run_dir))
     recorded = recorded_checkpoints(run_dir)[-1:]
     folder = RunDir(remote.run_dir).checkpoints
     return next((folder if path.parent == folder else path for path in recorded), None)
+
+
+def run_ids(run_dir: RunDir) -> frozenset[str]:
+    """Return the ids that a run's checkpoints may name: its directory's name, and the one before that was renamed."""
+    status = read_status(run_dir)
+    return frozenset({run_dir.path.name, *([status.run] if status is not None else [])})
+
+
+def run_named_by(run_dir: RunDir, path: Path) -> str:
+    """Return the run's id as its checkpoint, or the newest in its folder, names it: ``train.checkpoint_run``."""
+    named = owner_of(path)
+    ids = run_ids(run_dir)
+    if not named:
+        own = next((folder.own[0] for folder in run_folders(run_dir, ids) if folder.path == path), path)
+        named = owner_of(own)
+    return named if named in ids else run_dir.path.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +55,8 @@ class ChosenCheckpoint:
     """A file, or a folder for its newest good checkpoint; absolute."""
     run: Run | None
     """Run of the checkpoint; None if not known."""
+    run_id: str = ""
+    """The run's id as the checkpoint names it, if a run was named; empty for a named file."""
     description: str
     """Such as ``the best checkpoint of RUN``."""
 
@@ -67,17 +87,20 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
     newest = resumable_checkpoint(run.dir)
     if newest is None:
         raise RequestError(describe_missing_checkpoint(run))
-    best = newest / BEST
-    # In a shared ``train.save_dir`` the best checkpoint may be of another run, unless this run recorded one there.
-    own = newest == run.dir.checkpoints or any(
-        path.parent == newest.absolute() for path in recorded_checkpoints(run.dir, only_best=True)
+    newest = newest.absolute()
+    run_id = run_named_by(run.dir, newest)
+    folder = next(
+        (each for each in run_folders(run.dir, run_ids(run.dir)) if newest in (each.path, each.to_resume)), None
     )
-    if which != "newest" and own and best.is_file():
-        return ChosenCheckpoint(path=best.absolute(), run=run, description=f"the best checkpoint of {run.id}")
+    best = folder.best if folder is not None else None
+    if which != "newest" and best is not None:
+        return ChosenCheckpoint(
+            path=best.absolute(), run=run, run_id=run_id, description=f"the best checkpoint of {run.id}"
+        )
     if which == "best":
         raise RequestError(f"{run.id} has no best checkpoint: take the newest with --checkpoint newest")
     description = f"the newest checkpoint of {run.id}" + (", which has no best one" if which is None else "")
-    return ChosenCheckpoint(path=newest.absolute(), run=run, description=description)
+    return ChosenCheckpoint(path=newest, run=run, run_id=run_id, description=description)
 
 
 def last_trained() -> Run:
@@ -102,6 +125,8 @@ def _named_file(path: Path) -> ChosenCheckpoint:
     path = path.absolute()
     folder = path.parent
     run = open_run(folder.parent) if folder == RunDir(folder.parent).checkpoints else None
+    if run is not None and (owner := owner_of(path)) and owner not in run_ids(run.dir):
+        run = open_run(run.dir.path.parent / owner)  # another run has saved it in this one's folder
     return ChosenCheckpoint(
         path=path, run=run, description="the checkpoint" if run is None else f"a checkpoint of {run.id}"
     )
@@ -109,11 +134,18 @@ def _named_file(path: Path) -> ChosenCheckpoint:
 
 def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     """Return a checkpoint of a run by its path, or by its name in a checkpoint folder of the run."""
+    ids = run_ids(run.dir)
     folders = dict.fromkeys([run.dir.checkpoints, *(path.parent for path in recorded_checkpoints(run.dir))])
     for path in (Path(name), *(folder / name for folder in folders)):
-        if path.is_file():
-            return ChosenCheckpoint(path=path.absolute(), run=run, description=f"a checkpoint of {run.id}")
-    known = sorted(set().union(*map(checkpoints_in, folders)))
+        if not path.is_file():
+            continue
+        owner = owner_of(path)
+        if owner and owner not in ids:
+            raise RequestError(f"--checkpoint {quoted(name)}: {path} is a checkpoint of {owner}, not of {run.id}")
+        return ChosenCheckpoint(
+            path=path.absolute(), run=run, run_id=owner or run.id, description=f"a checkpoint of {run.id}"
+        )
+    known = sorted({path.name for folder in run_folders(run.dir, ids) for path in folder.own})
     listed = f"; it has {', '.join(known)}" if known else ""
     raise RequestError(
         f"--checkpoint {quoted(name)} is not a checkpoint of {run.id}; allowed are best, newest or a file"
@@ -123,6 +155,10 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
 
 def describe_missing_checkpoint(run: Run) -> str:
     """Return one line for a run without a checkpoint, with the last recorded one if that was deleted."""
-    gone = recorded_checkpoints(run.dir)[-1:]
-    where = f"; the last one it wrote, {gone[0]}, no longer exists" if gone else ""
+    last = next(iter(recorded_checkpoints(run.dir)[-1:]), None)
+    where = ""
+    if last is not None:
+        owner = owner_of(last)
+        now = f"is now a checkpoint of {owner}" if owner else "no longer exists"
+        where = f"; the last one it wrote, {last}, {now}"
     return f"{run.id} has no checkpoint in {run.dir.checkpoints}{where}"

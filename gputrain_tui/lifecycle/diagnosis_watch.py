@@ -79,6 +79,11 @@ class LiveDiagnosis:
             self._state.apply_all(events)
         return self._state
 
+    def last_findings(self) -> list[Finding]:
+        """Diagnose the whole record of a run that has finished: it may have been over before a check was due."""
+        self.state_at_end()
+        return [found for found in self._diagnosis.update(self._state, self._now()) if found.kind != "stalled"]
+
     def close(self) -> None:
         """Close the files of the record."""
         self._reader.close()

@@ -17,7 +17,7 @@ PREFIX = "eval-"
 
 
 def evaluation_recipe(
-    source: str, *, overrides: list[str], checkpoint: Path, split: str, stdin: IO[str] | None = None
+    source: str, *, overrides: list[str], checkpoint: Path, run: str, split: str, stdin: IO[str] | None = None
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
@@ -25,6 +25,7 @@ def evaluation_recipe(
         source: the recipe of the training, a file or ``-``.
         overrides: ``KEY=VALUE`` settings.
         checkpoint: a file, or a folder for its newest good checkpoint.
+        run: run that the checkpoint must belong to; empty for any.
         split: evaluated split, ``test`` or ``valid``.
         stdin: stream that ``-`` reads.
 
@@ -39,6 +40,7 @@ def evaluation_recipe(
         recipe.train,
         eval_only=str(checkpoint),
         eval_split=split,
+        checkpoint_run=run,
         resume=None,
         save_dir=None,
         finetune_from=None,

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.host.proc_environ import RUN
-from trainer.host.processes import ancestors, environ_value, pids
+from trainer.host.proc_environ import RUN, SUPERVISOR as SUPERVISOR, is_same_directory, run_of
+from trainer.host.process_identity import ProcessIdentity, is_alive
+from trainer.host.processes import ancestors, pids
+from trainer.host.unmarked_processes import unmarked_processes
 
 MARK = RUN
 """Environment variable of all processes of a run except supervisors: the run directory."""
-SUPERVISOR = "GPUTRAIN_SUPERVISOR"
-"""Environment variable of supervisors alone: the run directory."""
 
 
 def processes_of(run_dir: Path) -> list[int]:
@@ -36,7 +36,7 @@ def living_runs(folder: Path) -> dict[str, Path]:
     found = {}
     for _, named in _marked_processes([MARK, SUPERVISOR]):
         path = Path(named)
-        if _same_directory(path.parent, folder):
+        if is_same_directory(str(path.parent), str(folder)):
             found[path.name] = path
     return found
 
@@ -48,21 +48,26 @@ def open_process(pid: int, run_dir: Path, mark: str = MARK) -> int | None:
     except (OSError, OverflowError):
         return None
     # Read after opening: the pidfd then refers to the process whose environment is read, or to one that has ended.
-    named = _marked_path(pid, mark)
-    if named is not None and _same_directory(Path(named), run_dir):
+    named = run_of(pid, [mark])
+    if named is not None and is_same_directory(named, str(run_dir)):
         return descriptor
     os.close(descriptor)
     return None
 
 
 def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[int] = ()) -> list[int]:
-    """Kill the processes of a run except ``keep``; return those that do not end within ``patience_s``."""
+    """Kill the processes of a run except ``keep``; return those that do not end within ``patience_s``.
+
+    Besides the marked ones, these are the unmarked ones that a killed node agent has listed.
+    """
     deadline = time.monotonic() + patience_s
-    while left := [pid for pid in processes_of(run_dir) if pid not in keep]:
-        if time.monotonic() > deadline:
+    while True:
+        unmarked = {process.pid: process for process in unmarked_processes(run_dir)}
+        left = [pid for pid in (*processes_of(run_dir), *unmarked) if pid not in keep]
+        if not left or time.monotonic() > deadline:
             break
         for pid in left:
-            descriptor = open_process(pid, run_dir)
+            descriptor = _open_listed(unmarked[pid]) if pid in unmarked else open_process(pid, run_dir)
             if descriptor is not None:
                 with suppress(OSError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -71,8 +76,20 @@ def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[i
     return left
 
 
+def _open_listed(process: ProcessIdentity) -> int | None:
+    """Return a pidfd of a process; None if it has ended."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    if is_alive(process):  # checked after opening, so that the pidfd refers to the checked process
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def _pids_naming(run_dir: Path, mark: str) -> list[int]:
-    return sorted(pid for pid, named in _marked_processes([mark]) if _same_directory(Path(named), run_dir))
+    return sorted(pid for pid, named in _marked_processes([mark]) if is_same_directory(named, str(run_dir)))
 
 
 def _marked_processes(marks: list[str]) -> Iterator[tuple[int, str]]:
@@ -81,16 +98,5 @@ def _marked_processes(marks: list[str]) -> Iterator[tuple[int, str]]:
     for pid in pids():
         if pid not in spared:
             for mark in marks:
-                if (named := _marked_path(pid, mark)) is not None:
+                if (named := run_of(pid, [mark])) is not None:
                     yield pid, named
-
-
-def _marked_path(pid: int, mark: str) -> str | None:
-    """Return the absolute path in an environment variable of a process; None without one."""
-    value = environ_value(pid, mark)
-    return os.fsdecode(value) if value is not None and value.startswith(b"/") else None
-
-
-def _same_directory(first: Path, second: Path) -> bool:
-    """Whether two paths name the same directory, which may be deleted."""
-    return first == second or os.path.realpath(first) == os.path.realpath(second)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from gputrain_tui.history.status_file import Status
+from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
 
@@ -41,6 +42,7 @@ def run_on_end(command: str, run_dir: RunDir, status: Status, *, hurried: Callab
         "GPUTRAIN_RUN_STATUS": status.status,
         "GPUTRAIN_RUN_EXIT_CODE": "" if status.exit_code is None else str(status.exit_code),
         "GPUTRAIN_RUN_MESSAGE": printable(status.message or ""),
+        "GPUTRAIN_RUN_FINDING": printable(run_mark(status.findings)),
         "GPUTRAIN_RUN_DIR": str(run_dir.path),
     }
     try:

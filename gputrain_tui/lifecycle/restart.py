@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.lifecycle.checkpoints import resumable_checkpoint
+from gputrain_tui.lifecycle.checkpoints import resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import Failure, RunDir
@@ -18,6 +18,7 @@ from trainer.host.ports import free_port
 
 INIT_FLAG = "--distributed-init-method"
 RESUME_FLAG = "--resume"
+RUN_FLAG = "--checkpoint-run"
 SCRIPT_FLAG = "--script"
 
 
@@ -58,6 +59,7 @@ def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
         words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
         if resume is not None and SCRIPT_FLAG not in words:
             words = _with_flag(words, RESUME_FLAG, str(resume))
+            words = _with_flag(words, RUN_FLAG, run_named_by(run_dir, resume))
         nodes.append(msgspec.structs.replace(node, argv=list(words)))
     return msgspec.structs.replace(plan, nodes=nodes, init_method=init_method)
 

@@ -6,18 +6,22 @@ import os
 import sys
 from collections.abc import Callable
 from math import isfinite
+from typing import Literal
 
+from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.history.record_tail import last_test, newest_loss_of
-from gputrain_tui.history.status_file import Status, read_status, write_status
+from gputrain_tui.history.status_file import Status, elapsed_of, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput
+from gputrain_tui.state.finding_text import marking
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import exit_code_of
 from trainer.contract.record import Event, RunDir, RunEnded, RunStarted, encode_event
 from trainer.contract.record.regular_file import open_to_append
+from trainer.host.boot import BootMoment
 from trainer.host.process_identity import identify
 
 
@@ -48,17 +52,24 @@ class RunStatusWriter:
 
     def take_over(self) -> None:
         """Write this process into the status as the run's supervisor, and its state as running."""
-        self._status.status = "running"
-        self._status.supervisor = identify()
-        self._status.ended = self._status.exit_code = self._status.message = None  # set if a job was requeued
+        status = self._status
+        status.status = "running"
+        status.supervisor = identify()
+        # Set if a job was requeued.
+        status.ended = status.elapsed_s = status.exit_code = status.message = None
+        status.findings = []
         self._write_status()
 
     def started(self) -> None:
         """Write the status and ``run_started``, once the nodes are launched."""
+        moment, status = BootMoment.now(), self._status
+        if moment is not None and status.started:
+            since_s = max(0.0, self._now() - status.started)
+            status.started_after_boot = BootMoment(boot_id=moment.boot_id, uptime_s=moment.uptime_s - since_s)
         self.take_over()
         self.record(
             RunStarted(
-                time=self._now(),
+                time=status.started or self._now(),
                 run=self._status.run,
                 recipe=self._status.recipe,
                 world_size=self._plan.world_size,
@@ -90,9 +101,9 @@ class RunStatusWriter:
 
     def validated(self, state: RunState) -> None:
         """Write the newest validation loss into the status, if it has changed."""
-        newest = state.last_validation()
-        if newest is not None and isfinite(newest.loss) and newest.loss != self._status.valid:
-            self._status.valid = newest.loss
+        valid = _valid(state)
+        if valid is not None and valid != self._status.valid:
+            self._status.valid = valid
             self._write_status()
 
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
@@ -117,18 +128,30 @@ class RunStatusWriter:
             message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))
         status = self._status
         status.status, status.exit_code, status.message = ended.status, int(code), message
-        status.ended = self._now()
+        now = self._now()
+        status.elapsed_s, status.ended = elapsed_of(status, now), now
         status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
         status.tested = last_test(self._dir)
         if state is not None:
+            if state.step:
+                loss = state.figures.loss
+                status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr
             status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
             rates = run_throughput(state.ranks.values())
             status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
-            newest = state.last_validation()
-            status.valid = newest.loss if newest is not None and isfinite(newest.loss) else None
-        self.record(RunEnded(time=status.ended, status=ended.status, exit_code=int(code), message=message))
+            status.findings = marking(roll_up(state.findings.values(), state.ranks))
+            status.valid = _valid(state)
+        self.record(
+            RunEnded(
+                time=status.ended,
+                status=ended.status,
+                exit_code=int(code),
+                message=message,
+                elapsed_ms=1e3 * status.elapsed_s,
+            )
+        )
         self._write_status()
         if self._events >= 0:
             os.close(self._events)
@@ -145,6 +168,7 @@ class RunStatusWriter:
         status = self._status
         status.status, status.exit_code, status.message = ended.status, ended.exit_code, ended.message
         status.ended = ended.time
+        status.elapsed_s = None if ended.elapsed_ms is None else ended.elapsed_ms / 1e3
         self._write_status()
 
     def _write_status(self) -> None:
@@ -152,3 +176,9 @@ class RunStatusWriter:
             write_status(self._dir, self._status)
         except OSError as error:
             print(f"cannot write {self._dir.status}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _valid(state: RunState) -> float | Literal["nan"] | None:
+    """Return the newest validation loss as the status has it."""
+    newest = state.last_validation()
+    return None if newest is None else newest.loss if isfinite(newest.loss) else "nan"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from gputrain_tui.lifecycle.attempt import AttemptResult, read_attempt
+from gputrain_tui.lifecycle.attempt import AttemptResult, delete_temporary_files, read_attempt
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
@@ -103,7 +103,7 @@ def settle(
             return code
         launched = read_attempt(run_dir)
         left = leftovers.kill_processes(run_dir.path)
-        shutil.rmtree(launched.tmp, ignore_errors=True)
+        delete_temporary_files(run_dir, [node.node for node in plan.nodes], Path(launched.tmp))
         if not left:
             attempt_outcome.delete_partial_checkpoints(run_dir)
         ended = _result(run_dir, plan, returncode, launched.since, now())
@@ -124,6 +124,11 @@ def _result(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int],
         return AttemptResult(status="finished")
     if returncode == ExitCode.STOPPED:
         return AttemptResult(status="stopped", reason="its supervisor was stopped")
+    recorded = attempt_outcome.recorded_cause(run_dir, since, [node.node for node in plan.nodes])
+    if recorded is not None:
+        return AttemptResult(
+            status="failed", failure=recorded, recorded=recorded in attempt_outcome.failures(run_dir, since)
+        )
     if returncode < 0:
         failure = Failure(time=now, kind="signal", message="the run's supervisor was killed, and its ranks with it")
     else:

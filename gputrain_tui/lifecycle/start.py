@@ -31,10 +31,13 @@ from gputrain_tui.plan.planner import Plan, plan, with_run_dir
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import Recipe
+from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.options import RESETS, require_stop_condition
+from trainer.contract.option_rules import RESETS, require_end
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_regular, open_to_append
+from trainer.contract.schema import check
+from trainer.host.proc_environ import RUN
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import STOP_SIGNALS
 
@@ -100,7 +103,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
                 f"--resume {resume}: {run.id} has finished: nothing is left to train; "
                 "to train further, raise the limit that ended it, such as --set train.max_updates=N"
             )
-        settings.append(f"train.resume={found}")
+        settings += [f"train.resume={found}", f"train.checkpoint_run={checkpoints.run_named_by(run.dir, found)}"]
         source = source or recipe_of(run)
         recipe = load_recipe(source, overrides=settings, stdin=stdin)
         # The resets of the run's own recipe are done; only overrides reset again.
@@ -183,7 +186,7 @@ def check_planned(
 
     Raises:
         NotReadyError: a check failed.
-        RequestError: the training has no stop condition.
+        RequestError: the training would make no step, or never end.
     """
     if problem := endless_reason(recipe):
         raise RequestError(problem)
@@ -245,13 +248,20 @@ def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
 
 
 def endless_reason(recipe: Recipe) -> str:
-    """Return in one line why a training would never end; empty if it has a stop condition, and for a script."""
+    """Return in one line why a training would make no step or never end; empty if it does both, and for a script."""
     if recipe.script is not None:
         return ""
+    schema = options_schema(recipe.train.task)
+    task_options = None if schema is None else check(schema, recipe.task_options, where=str)
     try:
-        require_stop_condition(recipe.train)
+        require_end(
+            recipe.train,
+            task_options,
+            where=lambda name: recipe.where("train", name),
+            named=lambda name: f"train.{name}",
+        )
     except RequestError as error:
-        return f"{recipe.where('train', 'max_updates')} is {recipe.train.max_updates}, and {error}"
+        return str(error)
     return ""
 
 
@@ -350,7 +360,7 @@ def start_supervisor(
         with _supervisor_log(run_dir) as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *words],
-                env={**os.environ, SUPERVISOR: str(run_dir.path.absolute())},
+                env={**_outside_of_runs(os.environ), SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -362,6 +372,11 @@ def start_supervisor(
     if connections is not None:
         connections.hand_over()
     return supervisor
+
+
+def _outside_of_runs(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the mark of the run whose script has started this command, which ends with it."""
+    return {name: value for name, value in environ.items() if name != RUN}
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:

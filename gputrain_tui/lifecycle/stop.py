@@ -139,6 +139,8 @@ def _stop_through_file(found: Run, host: str) -> tuple[str, list[int]]:
 def _report(run: Run, left: list[int], *, was_over: bool) -> str:
     if was_over:
         how = f"was {run.state} already"
+    elif run.state == "failed" and run.status.message:
+        how = f"has failed: {run.status.message}"
     else:
         kept = attempt_outcome.describe_kept(run.dir, _recorded_nodes(run.dir)) if run.state == "stopped" else ""
         how = f"is {run.state}" + (kept and f" {kept}")

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +30,8 @@ from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
+    delete_temporary_files,
     read_attempt,
-    temporary_prefix,
     write_attempt,
 )
 from gputrain_tui.lifecycle.launchers import Launcher, NodeProcess, launcher
@@ -41,7 +39,7 @@ from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.stop_file import read_stop_file
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
-from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, exit_code_of
+from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, exit_code_of, node_outcome
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
@@ -49,6 +47,7 @@ from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
 from trainer.host.proc_environ import show_in_proc
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
+from trainer.host.temporary_folder import system_folder
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
@@ -63,8 +62,6 @@ FAILURE_GRACE_S = 1.5
 """Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
 SWEEP_S = 5.0
 """Time for killed processes to end."""
-TEMPORARY_LENGTH = 60
-"""Longest path of a temporary folder, so that paths of Unix sockets in it fit into 108 bytes."""
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
 DIRECTORY_CHECK_S = 1.0
@@ -99,11 +96,14 @@ class Supervisor:
         self._poll = select.poll()
         self._plan = read_plan(run_dir)
         self._status_writer = RunStatusWriter(run_dir, self._plan, now=now)
-        self._tmp: Path | None = None
+        self._tmp = system_folder()
+        """Folder in which the nodes of this machine have their temporary folders."""
         self._diagnosis: LiveDiagnosis | None = None
         self._diagnose_at = time.monotonic() + FIRST_DIAGNOSIS_S
         self._directory_check_at = 0.0
         """Time of the next check of the run directory, monotonic seconds."""
+        self._over_before: set[int] = set()
+        """Nodes that had ended, with unfinished ranks, when the run was adopted."""
         self._silent: set[int] = set()
         """Nodes whose hosts do not answer."""
         self._log_sizes: Mapping[str, int] = {}
@@ -161,7 +161,7 @@ class Supervisor:
             attempt = self._launch(plan, node_launcher, env)
             if restarts is None:  # after the launch, so that it does not delay the first step
                 self._status_writer.started()
-            write_attempt(self.dir, attempt, str(self._tmp))
+            write_attempt(self.dir, attempt)
             if restarts is None:
                 self._begin_report()
             self._watch(attempt)
@@ -183,7 +183,7 @@ class Supervisor:
             plan = restart.next_plan(plan, self.dir)
 
     def _launch(self, plan: Plan, node_launcher: Launcher, env: Mapping[str, str]) -> Attempt:
-        attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir))
+        attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
         if plan.launcher == "slurm":
             from gputrain_tui.lifecycle import slurm_jobs
 
@@ -214,7 +214,7 @@ class Supervisor:
         self._status_writer.take_over()
         self._begin_report()
         node_launcher = launcher(self._plan.launcher)
-        attempt = Attempt(since=launched.since)
+        attempt = Attempt(since=launched.since, tmp=self._tmp)
         for node in self._plan.nodes:
             identity = launched.processes.get(node.node)
             process = node_launcher.adopt(node, self.dir, identity, leased=self.leased)
@@ -223,6 +223,7 @@ class Supervisor:
                 self._poll.register(process, select.POLLIN)
                 continue
             missing = attempt_outcome.unfinished(self.dir, node.node, node.ranks, attempt.since)
+            self._over_before |= {node.node} if missing else set()
             attempt.ended[node.node] = attempt_outcome.NodeEnd(
                 host=node.host, exit_code=ExitCode.FAILED, unfinished=missing
             )
@@ -247,7 +248,7 @@ class Supervisor:
                 if process is not None and code is not None:
                     self._node_ended(attempt, descriptor, process, code)
                 elif process is not None:  # its identity is known, as its host has answered
-                    write_attempt(self.dir, attempt, str(self._tmp))
+                    write_attempt(self.dir, attempt)
             if time.monotonic() >= self._directory_check_at:
                 self._check_directory()
                 self._check_hosts(attempt)
@@ -373,11 +374,13 @@ class Supervisor:
         ends = attempt.ended.values()
         if len(ends) == len(self._plan.nodes) and not any(end.unfinished for end in ends):
             return AttemptResult(status="finished")
-        if self._stop_request.reason is not None:
-            return AttemptResult(status="stopped", reason=self._stop_request.reason)
+        stop_reason = None if self._failed_before_stop(attempt) else self._stop_request.reason
+        if stop_reason is not None:
+            return AttemptResult(status="stopped", reason=stop_reason)
         if attempt.failure is not None:
             return AttemptResult(status="failed", failure=attempt.failure)
-        if not self._adopting and (stopped := attempt_outcome.first_stopped_node(attempt.ended)) is not None:
+        unasked = not self._adopting and self._stop_request.reason is None
+        if unasked and (stopped := attempt_outcome.first_stopped_node(attempt.ended)) is not None:
             host = attempt.ended[stopped].host
             return AttemptResult(status="stopped", reason=f"node {stopped} was stopped on {host}")
         failure = attempt_outcome.cause(self.dir, attempt.since, attempt.ended, self._now())
@@ -387,9 +390,19 @@ class Supervisor:
         # The record of all ranks shows the lost one better than the failure of a node agent.
         if only_lost and failure.kind in LOST_PEER_KINDS and (missing := self._missing_rank()) is not None:
             failure, recorded = missing, False
-        if self._adopting and not recorded:
+        if self._adopting and attempt_outcome.recorded_cause(self.dir, attempt.since, attempt.ended) is None:
             failure = self._failure("signal", "the run's supervisor was killed, and its ranks ended with it")
         return AttemptResult(status="failed", failure=failure, recorded=recorded)
+
+    def _failed_before_stop(self, attempt: Attempt) -> bool:
+        """Whether the attempt had failed before the stop request, so that its result is the cause of that failure."""
+        if self._stop_request.asked_at is None:
+            return False
+        outcomes = {node: node_outcome(self.dir, node) for node in self._over_before}
+        if any(outcome is None or outcome.failure is not None for outcome in outcomes.values()):
+            return True
+        nodes = [node.node for node in self._plan.nodes]
+        return attempt_outcome.failed_before(self.dir, attempt.since, nodes, self._stop_request.asked_at)
 
     def _missing_rank(self) -> Failure | None:
         """Return the failure of the rank that the others have lost; None if the record does not show which one."""
@@ -401,6 +414,16 @@ class Supervisor:
         except Exception:  # noqa: BLE001 - after a defect of the diagnosis the recorded failures count
             traceback.print_exc()
             return None
+
+    def _record_last_findings(self) -> None:
+        """Record what the last steps show: a short run is over before its first diagnosis."""
+        if self._state_at_end() is None or self._diagnosis is None or self._silent:
+            return
+        try:
+            for finding in self._diagnosis.last_findings():
+                self._status_writer.record(finding)
+        except Exception:  # noqa: BLE001 - a defect of the diagnosis must not keep the run from ending
+            traceback.print_exc()
 
     def _state_at_end(self) -> RunState | None:
         """Return the run's state after its whole record; None if it cannot be read."""
@@ -418,20 +441,26 @@ class Supervisor:
     def _sweep(self) -> list[int]:
         """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
         keep = set() if self._report is None else self._report.pids()
-        left = sorted(kill_descendants(keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait))
+        left = sorted(
+            kill_descendants(run=str(self.dir.path), keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait)
+        )
         reap()
         return left or (leftovers.kill_processes(self.dir.path, keep=keep) if self._adopting else [])
 
     def _close(self, ended: AttemptResult, left: list[int]) -> ExitCode:
-        if self._tmp is not None:
-            shutil.rmtree(self._tmp, ignore_errors=True)
+        delete_temporary_files(self.dir, [node.node for node in self._plan.nodes], self._tmp)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
         self._status_writer.remark = attempt_outcome.describe_missing_record(
             self.dir, [node.node for node in self._plan.nodes]
         )
+        if ended.status == "finished":
+            self._record_last_findings()
         level = self._stop_request.level
-        code = self._status_writer.close(ended, left=left, state=self._state_at_end())
+        state = self._state_at_end()
+        if state is not None and self._status_writer.remark:
+            state.add_gap(self._now(), self._status_writer.remark)
+        code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, hurried=lambda: self._stop_request.level > level)
         return code
@@ -449,12 +478,8 @@ class Supervisor:
         return Failure(time=self._now(), kind=kind, message=message, host=host)
 
     def _environment(self) -> dict[str, str]:
-        """Create the run's temporary folder; return the environment of all nodes: run directory and ``TMPDIR``."""
-        self._tmp = self.dir.tmp
-        if len(str(self._tmp)) > TEMPORARY_LENGTH:
-            self._tmp = Path(tempfile.mkdtemp(prefix=temporary_prefix(self.dir)))
-        self._tmp.mkdir(mode=0o700, exist_ok=True)
-        return {leftovers.MARK: str(self.dir.path), "TMPDIR": str(self._tmp)}
+        """Return the environment of all nodes: the run directory."""
+        return {leftovers.MARK: str(self.dir.path)}
 
 
 def main() -> int:

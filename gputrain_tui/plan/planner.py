@@ -14,6 +14,7 @@ import msgspec
 
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, PENDING_HOST, THIS_MACHINE, LocalFacts, address_of, is_local
 from trainer.contract.errors import RequestError, quoted
+from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
 from trainer.contract.record.events import Rank, WorldSize
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
@@ -85,7 +86,13 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         machines.append(machine)
         assignments.append(allocator.allocate(machine, shown, node, where=where))
     world_size = sum(len(assigned.devices) for assigned in assignments)
-    _check_batch_size(recipe, world_size)
+    if recipe.world_size not in (None, world_size):
+        counts = " + ".join(str(len(assigned.devices)) for assigned in assignments)
+        raise RequestError(
+            f"{recipe.where('distributed_world_size')} is {recipe.world_size}, but cluster.nodes has {counts} = "
+            f"{world_size} ranks: give the nodes {recipe.world_size}, or set it to {world_size}"
+        )
+    require_batch_sizes(recipe.train.batch_size, world_size, where=lambda name: recipe.where("train", name))
     init_method = _init_method(recipe, machines, world_size, local)
     backend = _backend(recipe, assignments)
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
@@ -205,15 +212,6 @@ def _distributed_flags(
     return [*words, "--cpu"] if assigned.cpu else words
 
 
-def _check_batch_size(recipe: Recipe, world_size: int) -> None:
-    count = len(recipe.train.batch_size or ())
-    if count not in (0, 1, world_size):
-        raise RequestError(
-            f"{recipe.where('train', 'batch_size')} has {count} values, but the run has "
-            f"{world_size} rank{'s' if world_size > 1 else ''}: give one value, or one per rank"
-        )
-
-
 def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local: LocalFacts) -> str | None:
     wanted = recipe.cluster.init_method
     where = recipe.where("cluster", "init_method")
@@ -312,4 +310,6 @@ def _environment(
     if assigned.visible:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in assigned.visible)
+    if recipe.script is not None and len(machines) > 1:
+        env["GROUP_WORLD_SIZE"] = str(len(machines))  # as torchrun; a node cannot compute it where nodes are unequal
     return env

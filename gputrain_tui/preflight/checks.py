@@ -19,6 +19,7 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.option_rules import start_option
 from trainer.contract.options import Script
 from trainer.contract.rendezvous_url import scheme_of
 from trainer.host.resource_limits import MIN_SHM_BYTES, RANK_BYTES, SCRIPT_BYTES
@@ -127,9 +128,11 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
         )
     elif recipe.script is None:
         yield CheckResult(status="note", check="data", what="not checked: the task's own code reads it")
-    if recipe.train.resume and nodes[0].node == 0:  # rank 0 reads it for all
-        yield _missing_result("resume", facts.resume) or CheckResult(
-            status="ok", check="resume", what=f"{recipe.train.resume} exists", key="train.resume"
+    start = start_option(recipe.train)
+    if start and nodes[0].node == 0:  # rank 0 reads it for all
+        check = {"resume": "resume", "eval_only": "checkpoint", "finetune_from": "weights"}[start]
+        yield _missing_result(check, facts.resume) or CheckResult(
+            status="ok", check=check, what=f"{getattr(recipe.train, start)} exists", key=f"train.{start}"
         )
 
 
@@ -407,13 +410,14 @@ def _save_dir(recipe: Recipe, folder: Folder) -> Iterator[CheckResult]:
     if scarce:
         what = f"only {size(folder.free_bytes)} free for checkpoints"
         yield CheckResult(status="warning", check=check, what=what, fix="make room, or name another folder", key=key)
-    holds_others = folder.checkpoints and not _resumes_from(recipe.train.resume, folder.path)
+    train = recipe.train
+    saves = train.save and not train.eval_only
+    holds_others = saves and folder.checkpoints and not _resumes_from(train.resume, folder.path)
     if holds_others:
-        # The trainer keeps the newest few checkpoints of a folder, also those of another training.
         files = f"{folder.checkpoints} checkpoint{'s' * (folder.checkpoints != 1)}"
-        what = f"{folder.path} holds {files} of another training; only the newest {recipe.train.keep_last} would stay"
-        fix = "name a new folder, or continue that training with train.resume"
-        yield CheckResult(status="warning", check=check, what=what, fix=fix, key=key)
+        what = f"{folder.path} holds {files} of {folder.owner or 'another run'}, which this run does not continue"
+        fix = f'name another folder, or continue that run with train.resume = "{folder.path}"'
+        yield CheckResult(status="error", check=check, what=what, fix=fix, key=key)
     if not scarce and not holds_others:
         limits = f", {size(folder.free_bytes)} free" if folder.free_bytes is not None else ""
         yield CheckResult(status="ok", check=check, what=f"{folder.path}{limits}", key=key)

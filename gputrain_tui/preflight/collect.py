@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import (
+    Folder,
     Port,
     RendezvousFile,
     folder_facts,
@@ -28,6 +30,8 @@ from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import start_option
+from trainer.contract.record.checkpoints import foreign_run
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import usable_cores
@@ -61,11 +65,11 @@ def collect_facts(
         data_checked=recipe.train.task in BUILT_IN,
         script=_script(recipe),
         report=_missing_sink(recipe),
-        resume=_resume(recipe) if first else None,
+        resume=_start_file(recipe) if first else None,
         port=port,
         rendezvous=rendezvous,
         home=folder_facts(paths.runs_folder()),
-        save_dir=folder_facts(Path(save_dir), count=True) if save_dir and first else None,
+        save_dir=_save_dir(save_dir, recipe.train.resume) if save_dir and first else None,
         limits=limits,
         shm_free_bytes=resource_limits.free_shm_bytes(),
         memory_total_bytes=memory.total_bytes,
@@ -153,21 +157,37 @@ def _missing_sink(recipe: Recipe) -> MissingInput | None:
     return None
 
 
-def _resume(recipe: Recipe) -> MissingInput | None:
-    if not recipe.train.resume:
+def _save_dir(name: str, resume: str | None) -> Folder:
+    """Return the facts of the folder for checkpoints, with those that it holds and this run does not continue."""
+    folder = folder_facts(Path(name))
+    path = Path(folder.path)
+    try:
+        if resume is not None and path.resolve() in (Path(resume).resolve(), Path(resume).resolve().parent):
+            return folder
+        owner, names = foreign_run(path, "")
+    except OSError:
+        return folder
+    return replace(folder, checkpoints=len(names), owner=owner)
+
+
+def _start_file(recipe: Recipe) -> MissingInput | None:
+    """Return the checkpoint or the weights from which the run starts, if they cannot be read."""
+    name = start_option(recipe.train)
+    if not name:
         return None
-    path = Path(recipe.train.resume)
+    key, path = f"train.{name}", Path(getattr(recipe.train, name))
+    takes_folder = name != "finetune_from"
+    fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights"
     try:
         if not path.exists():
-            return MissingInput(
-                key="train.resume", what=f"{path} does not exist", fix="name a checkpoint or a folder of them"
-            )
+            return MissingInput(key=key, what=f"{path} does not exist", fix=fix)
+        if path.is_dir() and not takes_folder:
+            return MissingInput(key=key, what=f"{path} is a folder", fix=fix)
         if path.is_dir() and not any(path.glob("*.pt")):
-            return MissingInput(key="train.resume", what=f"{path} holds no checkpoint", fix="name another folder")
+            return MissingInput(key=key, what=f"{path} holds no checkpoint", fix="name another folder")
     except OSError as error:
-        return MissingInput(
-            key="train.resume", what=f"{path} cannot be read: {error.strerror}", fix="check its path and permissions"
-        )
+        what = f"{path} cannot be read: {error.strerror}"
+        return MissingInput(key=key, what=what, fix="check its path and permissions")
     return None
 
 

@@ -35,6 +35,7 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     report: MissingInput | None = None
     """The package of a live sink, if it is not installed."""
     resume: MissingInput | None = None
+    """The checkpoint or the weights from which the run starts, if they cannot be read."""
     port: Port | None = None
     rendezvous: RendezvousFile | None = None
     home: Folder | None = None

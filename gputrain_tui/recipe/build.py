@@ -23,11 +23,12 @@ from gputrain_tui.recipe.model import (
     SlurmOptions,
     train_options,
 )
-from gputrain_tui.recipe.pytext import is_pytext, translate
+from gputrain_tui.recipe.pytext import is_pytext, share_ranks, translate
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value_text
 from trainer.contract.errors import RequestError, nearest, quoted
+from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.schema import check, describe
@@ -71,19 +72,26 @@ def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     notes: tuple[str, ...] = ()
+    config: Source | None = None
     if is_pytext(source.data):
         before = [setting for setting in overrides if setting.strip().startswith("config.")]
         data, keys = override(source.data, before)
-        source, notes = translate(replace(source, data=data, overridden=keys))
+        config = replace(source, data=data, overridden=keys)
+        source, notes = translate(config)
         overrides = [setting for setting in overrides if setting not in before]
     data, keys = override(source.data, overrides)
     source = replace(source, data=data, overridden=source.overridden | keys)
+    source, world_size = (source, None) if config is None else share_ranks(config, source)
+    data = dict(source.data)
     for key in data:
         if key not in TOP_LEVEL_KEYS:
             raise RecipeError(f"{source.where((key,))} is not known{_table_hint(key)}")
     _refuse_unusable(source, data, ())
     train, launch, script = _train(source)
     slurm = _slurm(source)
+    task_options = _task_options(source, train.task)
+    if script is None:
+        _require_consistent(source, train, task_options)
     return Recipe(
         name=_name(source),
         cluster=_with_slurm_nodes(_cluster(source), slurm, source),
@@ -91,12 +99,13 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
         train=train,
         launch=launch,
         script=script,
-        task_options=_task_options(source, train.task),
+        task_options=_plain(source, task_options),
         report=_check(ReportOptions, _table(source, "report"), source, "report"),
         source=source.name,
         text=source.text,
         notes=notes,
         origin=source,
+        world_size=world_size,
     )
 
 
@@ -311,21 +320,35 @@ def _seed_hint(key: str) -> str:
     return f": {REFUSED[flag]}" if flag in REFUSED else ""
 
 
-def _task_options(source: Source, task: str) -> dict[str, Any]:
+def _task_options(source: Source, task: str) -> Any:
+    """Return the options of the task, by its schema; None without a task."""
     values = _table(source, "task")
     if not task:
         if values:
             raise RecipeError(
                 f"{source.where(('task',))} is for a task, but train.script runs a script; use train.args"
             )
-        return {}
+        return None
     from gputrain_tui.recipe.task_schema import task_schema
 
     try:
         schema = task_schema(task)
     except RequestError as error:
         raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
-    options = _check(schema, values, source, "task")
-    typed = {name: getattr(options, name) for name in values}
+    return _check(schema, values, source, "task")
+
+
+def _plain(source: Source, task_options: Any) -> dict[str, Any]:
+    """Return the options of the task that the recipe gives, as plain values."""
+    typed = {name: getattr(task_options, name) for name in _table(source, "task")}
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(typed))
     return plain
+
+
+def _require_consistent(source: Source, train: Training, task_options: Any) -> None:
+    try:
+        require_consistent(
+            train, task_options, where=lambda name: source.where(("train", name)), named=lambda name: f"train.{name}"
+        )
+    except RequestError as error:
+        raise RecipeError(str(error)) from None

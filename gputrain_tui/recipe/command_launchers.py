@@ -40,6 +40,8 @@ class LaunchCommand:
     """``[cluster]`` without nodes and ``env``."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables that the command sets."""
+    makes_group: bool | None = None
+    """Whether the script makes a process group; None if that is unknown."""
     notes: list[str] = field(default_factory=list)
     """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
 
@@ -296,7 +298,11 @@ def _deepspeed(command: LaunchCommand, flags: dict[str, str], context: Context) 
 
 def _python(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
     command.nodes = [{"ranks": 1}]
-    command.notes.append("python starts one process: raise ranks for more; each gets RANK, WORLD_SIZE and LOCAL_RANK")
+    if command.makes_group is not False:
+        where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
+        command.notes.append(
+            f"python starts one process: raise ranks for more{where}; each gets RANK, WORLD_SIZE and LOCAL_RANK"
+        )
 
 
 def _devices(text: str, flag: str) -> list[int]:

@@ -21,6 +21,7 @@ from gputrain_tui.recipe.command_launchers import (
     choose_devices,
     pop_flag,
 )
+from gputrain_tui.recipe.script_group import makes_group, without_group
 from trainer.contract.errors import RequestError, nearest, quoted
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -103,7 +104,11 @@ def read_launch_command(
         )
     command.env = env
     context = Context(words=given, read_file=read_file, ask_accelerate=lambda asked: ask_accelerate(python, asked))
+    file = command.script.replace(".", "/") + ".py" if command.module else command.script
+    command.makes_group = makes_group(file, read_file)
     launcher.read(command, flags, context)
+    if command.makes_group is False:
+        command.notes.append(without_group(command.script))
     choose_devices(command, visible)
     for flag, value in flags.items():
         command.notes.append(f"--{flag}{f' {value}' if value else ''} has no counterpart and is left out")

@@ -166,6 +166,8 @@ class Recipe:
     """A line for each key of another program's configuration that is accepted without effect."""
     origin: Source
     """The parsed text, with the line of each key for messages."""
+    world_size: int | None = None
+    """Ranks that the nodes must have together, by PyText's ``distributed_world_size``; None: they set it alone."""
 
     @property
     def is_for_slurm(self) -> bool:

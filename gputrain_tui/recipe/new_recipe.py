@@ -36,6 +36,9 @@ COMMENTS = {
 }
 """Comments of a new recipe, by key."""
 
+ONE_RANK = dict.fromkeys(("ranks", "gpus", "cpu_ranks"), "more than one: only once the script makes a process group")
+"""Comments in their place where the script makes no process group."""
+
 MAX_INLINE_VARIABLES = 2
 """Environment variables on one line of a recipe; more are a table."""
 
@@ -58,6 +61,8 @@ class NewRecipe:
     train: Mapping[str, Any]
     task: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    makes_group: bool | None = None
+    """Whether the script makes a process group; None if that is unknown."""
     notes: tuple[str, ...] = ()
     """A line for each part of the command that the recipe lacks, or that the user has to complete."""
 
@@ -77,9 +82,9 @@ class NewRecipe:
         tables += [("[[cluster.nodes]]", node) for node in self.nodes]
         tables += [("[train]", self.train)]
         tables += [("[task]", self.task)] if self.task else []
-        commented = set[str]()
+        comments = COMMENTS | (ONE_RANK if self.makes_group is False else {})
         for title, table in tables:
-            lines += [title, *(_line(key, value, commented) for key, value in table.items()), ""]
+            lines += [title, *(_line(key, value, comments) for key, value in table.items()), ""]
         return "\n".join(lines) + "\n" + REPORT
 
 
@@ -99,6 +104,7 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
         nodes=command.nodes,
         train=train,
         cluster=cluster,
+        makes_group=command.makes_group,
         notes=tuple(map(printable, command.notes)),
     )
 
@@ -109,7 +115,7 @@ def from_words(words: Sequence[str]) -> NewRecipe:
     Raises:
         RequestError: the command cannot be translated.
     """
-    command = read_launch_command(words, read_file=_read_file, ask_accelerate=_ask_accelerate)
+    command = read_launch_command(words, read_file=read_text_file, ask_accelerate=_ask_accelerate)
     shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
     return from_command(command, typed=shell_joined(shown))
 
@@ -145,19 +151,18 @@ def _ask_accelerate(python: str | None, words: Sequence[str]) -> AccelerateLaunc
     return ask_accelerate(python or (str(Path(program).with_name("python")) if program else sys.executable), words)
 
 
-def _read_file(name: str) -> str:
+def read_text_file(name: str) -> str:
+    """Return the text of a file that a command names, or its beginning."""
     with Path(name).expanduser().open(encoding="utf-8", errors="replace") as file:
         return file.read(MAX_RECIPE_BYTES)
 
 
-def _line(key: str, value: Any, commented: set[str] | None = None) -> str:
-    """Return a line of TOML, with the key's comment if the set ``commented`` is given and lacks the key; add it."""
+def _line(key: str, value: Any, comments: dict[str, str] | None = None) -> str:
+    """Return a line of TOML, with the key's comment if there is one left in ``comments``; remove it there."""
     if isinstance(value, Mapping):
         inner = tomlkit.inline_table()
         inner.update(value)
         value = inner
     text = f"{key} = {tomlkit.item(value).as_string()}"
-    if commented is None or key in commented or key not in COMMENTS:
-        return text
-    commented.add(key)
-    return f"{text:<24}  # {COMMENTS[key].format(value=value)}"
+    comment = None if comments is None else comments.pop(key, None)
+    return text if comment is None else f"{text:<24}  # {comment.format(value=value)}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from gputrain_tui.recipe.model import RANK_KEYS
 from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source
 from trainer.contract.errors import nearest, quoted
 
@@ -89,10 +90,15 @@ IGNORED_KEYS = {
 
 def is_pytext(data: Mapping[str, Any]) -> bool:
     """Whether a recipe is a PyText configuration, with or without its ``config`` wrapper."""
-    if "config" in data or "distributed_world_size" in data or "use_cuda_if_available" in data:
+    if "config" in data or WORLD_SIZE in data or CUDA in data:
         return True
     task = data.get("task")
     return isinstance(task, dict) and _task_class(task) is not None and "train" not in data
+
+
+WORLD_SIZE, CUDA = "distributed_world_size", "use_cuda_if_available"
+"""PyText's keys of the number of ranks on all nodes, and of their devices; a recipe's ``origins`` have them too."""
+NODES: Key = ("cluster", "nodes")
 
 
 def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
@@ -118,7 +124,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     for key, value in config.items():
         written = (*prefix, key)
         where = source.where(written)
-        if key in ("distributed_world_size", "use_cuda_if_available"):
+        if key in (WORLD_SIZE, CUDA):
             continue
         if key == "task" and task_class is not None:
             _doc_classification(source, task_class, value[task_class], (*written, task_class), values, origins)
@@ -138,7 +144,7 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
         elif key in IGNORED_KEYS:
             notes.append(f"{where} has no effect: {IGNORED_KEYS[key]}")
         elif value not in (None, False, "", [], {}):
-            known = [*TOP_LEVEL_KEYS, *IGNORED_KEYS, "distributed_world_size", "use_cuda_if_available", "random_seed"]
+            known = [*TOP_LEVEL_KEYS, *IGNORED_KEYS, WORLD_SIZE, CUDA, "random_seed"]
             raise RecipeError(f"{where} is not understood{nearest(key, known)}")
     _add_node(source, config, prefix, tables, values, origins, is_pytext_task=task_class is not None)
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in tables.items()}
@@ -157,29 +163,72 @@ def _add_node(
     *,
     is_pytext_task: bool,
 ) -> None:
-    """Translate world size and ``use_cuda_if_available`` into one node, this machine.
+    """Translate world size and ``use_cuda_if_available`` into one node, this machine, unless nodes are given.
 
     Raises:
-        RecipeError: one of them is given beside ``cluster.nodes``, or ``use_cuda_if_available`` is no boolean.
+        RecipeError: ``use_cuda_if_available`` is no boolean.
     """
-    cuda = config.get("use_cuda_if_available", True)
+    cuda = config.get(CUDA, True)
     if not isinstance(cuda, bool):
-        where = source.where((*prefix, "use_cuda_if_available"))
+        where = source.where((*prefix, CUDA))
         raise RecipeError(f"{where} is {quoted(cuda)}, but must be true or false")
+    origins[(WORLD_SIZE,)] = (*prefix, WORLD_SIZE)
+    origins[(CUDA,)] = (*prefix, CUDA)
     cluster = tables.get("cluster")
     if isinstance(cluster, dict) and "nodes" in cluster:
-        for key in ("distributed_world_size", "use_cuda_if_available"):
-            if key in config:
-                raise RecipeError(
-                    f"{source.where((*prefix, key))} and cluster.nodes both set where ranks run; keep one of them"
-                )
         return
-    if not is_pytext_task and "distributed_world_size" not in config and cuda:
+    if not is_pytext_task and WORLD_SIZE not in config and cuda:
         return
     key = "ranks" if cuda else "cpu_ranks"
-    values[("cluster", "nodes")] = [{key: config.get("distributed_world_size", 1)}]
-    for path in (("cluster", "nodes"), ("cluster", "nodes", 0), ("cluster", "nodes", 0, key)):
-        origins[path] = (*prefix, "distributed_world_size")
+    values[NODES] = [{key: config.get(WORLD_SIZE, 1)}]
+    for path in (NODES, (*NODES, 0), (*NODES, 0, key)):
+        origins[path] = (*prefix, WORLD_SIZE)
+
+
+def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:
+    """Reconcile the world size of a configuration with nodes that are given beside it, in a table or by ``--set``.
+
+    Nodes without a number of ranks share the world size equally: 40 ranks on five servers are eight on each.
+
+    Args:
+        config: the configuration.
+        source: its translation, with all overrides.
+
+    Returns:
+        The translation with the ranks of all nodes, and the world size that they must have together; None if no nodes
+        are given.
+
+    Raises:
+        RecipeError: the world size is no number of ranks or cannot be shared, or CUDA is switched off for GPUs.
+    """
+    keys = config.data.get("config", config.data)
+    cluster = source.data.get("cluster")
+    nodes = cluster.get("nodes") if isinstance(cluster, dict) else None
+    replaced = not source.overridden.isdisjoint({NODES, NODES[:1]})
+    derived = source.origins.get(NODES) == source.origins.get((WORLD_SIZE,)) and not replaced
+    if derived or not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
+        return source, None
+    cuda = keys.get(CUDA, True)
+    for index, node in enumerate(nodes):
+        if not cuda and "cpu_ranks" not in node and (used := [key for key in RANK_KEYS if key in node]):
+            raise RecipeError(
+                f"{source.where((CUDA,))} is false, but cluster.nodes[{index}] has {used[0]}: use cpu_ranks for CPUs"
+            )
+    if WORLD_SIZE not in keys:
+        return source, None
+    world_size, where = keys[WORLD_SIZE], source.where((WORLD_SIZE,))
+    if type(world_size) is not int or world_size < 1:
+        raise RecipeError(f"{where} is {quoted(world_size)}, but must be an integer >= 1")
+    if any(key in node for node in nodes for key in RANK_KEYS):
+        return source, world_size
+    if world_size % len(nodes):
+        raise RecipeError(
+            f"{where} is {world_size}, which {len(nodes)} nodes cannot share equally: give each of cluster.nodes its "
+            f"{'gpus' if cuda else 'cpu_ranks'}"
+        )
+    share = {"gpus" if cuda else "cpu_ranks": world_size // len(nodes)}
+    shared = {**source.data, "cluster": {**source.data["cluster"], "nodes": [{**node, **share} for node in nodes]}}
+    return replace(source, data=shared), world_size
 
 
 def _doc_classification(
@@ -223,6 +272,8 @@ def _doc_classification(
         if target == ("train", "optimizer") and isinstance(value, str):
             value = value.lower()
         values[target], origins[target] = value, place
+    if names is not None:
+        values[("task", "format")], origins[("task", "format")] = "no_header", names[1]
     for column, (name, place) in _columns(source, names, mapping).items():
         values[("task", column)], origins[("task", column)] = name, place
 

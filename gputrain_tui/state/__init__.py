@@ -9,6 +9,5 @@ from __future__ import annotations
 
 from gputrain_tui.state.rank import WINDOW, RankView
 from gputrain_tui.state.run import RunState
-from gputrain_tui.state.synchronisation import OPEN_STEPS
 
-__all__ = ["OPEN_STEPS", "WINDOW", "RankView", "RunState"]
+__all__ = ["WINDOW", "RankView", "RunState"]

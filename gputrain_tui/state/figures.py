@@ -24,14 +24,19 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures(Throughput):
-    """Figures of a whole run, its rates over the ranks' last events; None: not measured."""
+    """Figures of a whole run, as every view shows them; None: not measured.
+
+    Rates, durations and shares are over the ranks' last steps while the run goes on, and over all steps after its end.
+    """
 
     step: int = 0
     epoch: int = 0
     loss: float | None = None
     """Mean of the ranks' losses at ``step``, nats."""
     step_ms: float | None = None
-    """Mean duration of a step over the ranks' last events."""
+    """Mean duration of a step over the ranks."""
+    sync_ms: float | None = None
+    """Mean wait for the gradient synchronisation per step, over the ranks."""
     compute_share: float | None = None
     """Share of step time in which the ranks computed: forward, backward and optimizer, 0 to 1."""
     sync_share: float | None = None
@@ -40,19 +45,21 @@ class RunFigures(Throughput):
 
 def run_figures(views: Iterable[RankView]) -> RunFigures:
     """Return the figures; the step is the newest that every reporting rank has done."""
-    reporting = [(view, view.last, view.recent) for view in views if view.last is not None]
+    reporting = [(view, view.last, view.sums) for view in views if view.last is not None]
     step = min((last.step for _, last, _ in reporting), default=0)
     epoch = min((last.epoch for _, last, _ in reporting), default=0)
     timed_ms, timed_steps = 0.0, 0
     phases_ms = compute_ms = synced_ms = exposed_ms = 0.0
-    for _, _, recent in reporting:
-        timed_ms += recent.step_ms
-        timed_steps += recent.timed_steps
-        phases_ms += recent.phases_ms
-        compute_ms += recent.compute_ms + recent.optimizer_ms
-        synced_ms += recent.synced_ms
-        exposed_ms += recent.exposed_ms
-    rates = _throughput([(view, recent, recent) for view, _, recent in reporting])
+    synced_steps = 0
+    for _, _, sums in reporting:
+        timed_ms += sums.step_ms
+        timed_steps += sums.timed_steps
+        phases_ms += sums.phases_ms
+        compute_ms += sums.forward_ms + sums.backward_ms + sums.optimizer_ms
+        synced_ms += sums.synced_ms
+        synced_steps += sums.synced_steps
+        exposed_ms += sums.exposed_ms
+    rates = _throughput([(view, sums) for view, _, sums in reporting])
     return RunFigures(
         samples_per_s=rates.samples_per_s,
         tokens_per_s=rates.tokens_per_s,
@@ -60,28 +67,30 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
         step=step,
         epoch=epoch,
         loss=mean_loss(
-            last.loss if last.step == step and last.losses is None else view.loss_at(step)
+            last.loss if last.step == step and last.losses is None and last.loss is not None else view.loss_at(step)
             for view, last, _ in reporting
         ),
         step_ms=timed_ms / timed_steps if timed_steps else None,
+        sync_ms=exposed_ms / synced_steps if synced_steps else None,
         compute_share=compute_ms / phases_ms if phases_ms > 0 else None,
         sync_share=exposed_ms / synced_ms if synced_ms > 0 else None,
     )
 
 
 def run_throughput(views: Iterable[RankView]) -> Throughput:
-    """Return the rates over the whole run; the utilization only since the last start, as GPUs may have changed."""
-    return _throughput([(view, view.totals, view.totals.since(view.totals_at_start)) for view in views])
+    """Return the rates over the whole run."""
+    return _throughput([(view, view.totals) for view in views])
 
 
-def _throughput(ranks: Sequence[tuple[RankView, Totals, Totals]]) -> Throughput:
-    """Return the rates of ranks, each with the sums for its rates and those for its utilization."""
-    stepping = [(view, rates, used) for view, rates, used in ranks if rates.step_ms > 0]
-    tokens = [rates.tokens_per_s for _, rates, _ in stepping]
+def _throughput(ranks: Sequence[tuple[RankView, Totals]]) -> Throughput:
+    """Return the rates of ranks, each with its sums; the utilization only since the last start: GPUs may change."""
+    stepping = [(view, sums) for view, sums in ranks if sums.step_ms > 0]
+    tokens = [sums.tokens_per_s for _, sums in stepping]
+    used = [(view, sums.since(view.totals_at_start) if sums is view.totals else sums) for view, sums in stepping]
     return Throughput(
-        samples_per_s=sum(rates.samples_per_s or 0.0 for _, rates, _ in stepping) if stepping else None,
+        samples_per_s=sum(sums.samples_per_s or 0.0 for _, sums in stepping) if stepping else None,
         tokens_per_s=sum(rate or 0.0 for rate in tokens) if tokens and None not in tokens else None,
-        mfu=_utilization([(view, used.samples_per_s) for view, _, used in stepping]),
+        mfu=_utilization([(view, sums.samples_per_s) for view, sums in used]),
     )
 
 

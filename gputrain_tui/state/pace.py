@@ -18,6 +18,8 @@ class Pace:
     def note(self, time: float, step: int) -> None:
         """Record the end of a step."""
         marks = self.marks
+        if marks and time < marks[-1][0]:
+            marks.clear()  # the clock was set back
         if not marks or time - marks[-1][0] >= 1.0:
             marks.append((time, step))
 

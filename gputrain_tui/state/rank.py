@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -30,6 +31,10 @@ class RankView:
     local_rank: int | None = None
     device: str | None = None
     pid: int | None = None
+    threads: int | None = None
+    """Threads on which torch computes on the CPU."""
+    starts: int = 0
+    """How often it was spawned."""
     message: str | None = None
     failure: Failure | None = None
     """Reported by the rank or its node agent."""
@@ -61,8 +66,10 @@ class RankView:
     """Operations of its samples, and the peak of its GPU; None until it has counted them since it was last started."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
     """Totals after each of the last events; the first is the state before the window."""
-    lateness: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """How much later than the first rank it was ready to synchronise, ms, per step that all ranks reported."""
+    loss_is_nan: bool = False
+    """Whether a finding stands that losses are not numbers, which the record leaves out."""
+    over: bool = False
+    """Whether the run has ended, so that its figures are over the whole run."""
     steps: deque[Step] = field(init=False)
     """Its last ``history`` step events since it was last started."""
     started_at: int = 0
@@ -93,14 +100,18 @@ class RankView:
         return self.loss_at(self.step)
 
     def loss_at(self, step: int) -> float | None:
-        """Return its loss at one of its newest steps, nats."""
-        return loss_at((event for event in (self.last, self.before) if event is not None), step)
+        """Return its loss at one of its newest steps, nats; NaN where that is why the record has none."""
+        loss = loss_at((event for event in (self.last, self.before) if event is not None), step)
+        return math.nan if loss is None and self.loss_is_nan and self.last is not None else loss
 
     @property
     def stage(self) -> str:
-        """Its state; ``first_step`` before its first step, ``group`` while it waits for others outside of steps."""
-        if self.doing is not None and self.doing.part == "group":
-            return "group"
+        """Its state, or ``first_step`` before its first step.
+
+        ``group`` while it waits for others outside of steps, ``compile`` while torch.compile is at work.
+        """
+        if self.doing is not None and self.doing.part in ("group", "compile"):
+            return self.doing.part
         if self.state == "training" and self.last is None:
             return "first_step"
         return self.state or "spawned"
@@ -121,6 +132,11 @@ class RankView:
         return self.totals.since(self.totals_window[0])
 
     @property
+    def sums(self) -> Totals:
+        """Sums that its figures are means over: its last steps while the run goes on, all of them after its end."""
+        return self.totals if self.over else self.recent
+
+    @property
     def memory_bytes(self) -> int | None:
         """Memory used: of its GPU where it has one, of its process otherwise."""
         if self.gpu is not None and self.gpu.memory_used_bytes is not None:
@@ -134,8 +150,3 @@ class RankView:
         """Peak memory of its tensors on its GPU, or of its process without one."""
         on_gpu = self.last.memory_peak_bytes if self.last is not None else None
         return on_gpu or self.rss_peak_bytes
-
-    @property
-    def late_ms(self) -> float | None:
-        """Mean lateness over the last steps, ms."""
-        return sum(self.lateness) / len(self.lateness) if self.lateness else None

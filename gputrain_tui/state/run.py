@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gputrain_tui.state.desync import DesyncState
+from gputrain_tui.state.elapsed import elapsed_s
 from gputrain_tui.state.figures import RunFigures, run_figures
+from gputrain_tui.state.finding_text import loss_is_nan
 from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.rank_outcome import rank_outcome
-from gputrain_tui.state.synchronisation import Lateness, bus_bytes_per_s
-from trainer.contract.outcome import root_cause
+from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
+from trainer.contract.outcome import RECORD_END_MISSING, root_cause
 from trainer.contract.record import (
     AnyEvent,
     Checkpoint,
@@ -36,6 +38,9 @@ from trainer.contract.record import (
 )
 from trainer.contract.record.downsampled import DownsampledBlock
 
+RECORD_INCOMPLETE = "record_incomplete"
+"""Kind of the finding that events of the run are not in its record."""
+RECORD_ADVICE = "free space on the disk of the run directory; figures of the run are of the recorded part"
 KEPT = 1000
 """Memory bound of each list: a view shows the newest few."""
 
@@ -79,11 +84,13 @@ class RunState:
         self.checkpoints: deque[Checkpoint] = deque(maxlen=KEPT)
         self.failures: deque[Failure] = deque(maxlen=KEPT)
         self.root_cause: Failure | None = None
-        """The supervisor's failure, or else the earliest one that is no consequence of another."""
+        """The supervisor's failure, or else the earliest one of the last attempt that is no consequence of another."""
         self.findings: dict[tuple[str, int | None], Finding] = {}
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
         """Every finding as it was raised or cleared."""
+        self.unmeasured = ""
+        """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
         """Whether the ranks hold the same model."""
         self.nodes: dict[int, NodeSample] = {}
@@ -93,10 +100,14 @@ class RunState:
         """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
-        self._lateness = Lateness()
         self._pace = Pace()
+        self._attempt = 1
+        """Number of the last attempt: the most starts of any rank."""
+        self._attempt_began = 0.0
+        """Time at which the last restart spawned its first rank, Unix seconds."""
         self._figures = RunFigures()
-        self._figures_version = -1
+        self._late: dict[int, float] = {}
+        self._figures_version = self._late_version = -1
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._run_started,
             RankState: self._rank_state,
@@ -113,7 +124,7 @@ class RunState:
             NodeSample: self._node_sample,
             Finding: self._finding,
             Failure: self._failure,
-            Lost: lambda _: None,  # shown when it arrives, and not kept
+            Lost: self._lost,
             RunEnded: self._run_ended,
             Queued: self._queued,
         }
@@ -152,6 +163,22 @@ class RunState:
         if self._figures_version != self.version:
             self._figures, self._figures_version = run_figures(self.ranks.values()), self.version
         return self._figures
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """How long the run took, seconds, or until its newest event; None before its start."""
+        if self.started is None:
+            return None
+        until = self.time if self.ended is None else self.ended.time
+        ms = None if self.ended is None else self.ended.elapsed_ms
+        return elapsed_s(started=self.started, until=until, measured_s=None if ms is None else ms / 1e3)
+
+    @property
+    def span(self) -> str:
+        """Steps that the mean figures are taken over, as text."""
+        if self.ended is not None:
+            return "whole run"
+        return f"last {max((view.recent.steps for view in self.ranks.values()), default=0):,} steps"
 
     @property
     def updates_total(self) -> int | None:
@@ -199,6 +226,12 @@ class RunState:
         return [rank for rank in sorted(self.ranks) if rank not in joined]
 
     @property
+    def record_gap(self) -> str:
+        """Why the record is incomplete, so that its figures are of a part of the run; empty where it is whole."""
+        finding = self.findings.get((RECORD_INCOMPLETE, None))
+        return "" if finding is None else finding.message
+
+    @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
         found = {rank for _, rank in self.findings if rank is not None}
@@ -206,15 +239,25 @@ class RunState:
         return found.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return the lateness by rank over recent steps: the delay after the first rank to be ready, ms."""
-        return self._lateness.of(self.ranks)
+        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms."""
+        if self._late_version != self.version:
+            self._late, self._late_version = lateness(self.ranks.values()), self.version
+        return self._late
 
     def slowest(self) -> tuple[int, float] | None:
-        """Return the rank that the others wait for most, and its mean lateness in ms."""
-        late = self.lateness()
+        """Return the rank that the others wait for most, and its mean lateness in ms.
+
+        Where a straggler is found it is that one. If the others wait for it in their forward pass, they are as late as
+        it for the synchronisation, and its lateness is the one that was found.
+        """
+        late = dict(self.lateness())
         if len(late) < 2:
             return None
-        rank = max(late, key=lambda r: (late[r], -r))
+        for (kind, rank), finding in self.findings.items():
+            if kind == "straggler" and rank in late and "followers" in finding.evidence:
+                late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
+        found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
+        rank = max(found or late, key=lambda r: (late[r], -r))
         return rank, late[rank]
 
     @property
@@ -237,6 +280,7 @@ class RunState:
         view = self.ranks.get(rank)
         if view is None:
             view = self.ranks[rank] = RankView(rank, self._history)
+            view.over = self.ended is not None
             self.world_size = max(self.world_size, rank + 1)
         return view
 
@@ -265,10 +309,6 @@ class RunState:
                 view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
         view.totals = totals = view.totals.plus(event)
         view.totals_window.append(totals)
-        if event.steps > 1:
-            view.lateness.clear()
-        elif event.sync_exposed_ms is not None:
-            self._lateness.note(event.step, event.rank, event.sync_exposed_ms, self.ranks, self.world_size)
         if event.rank == 0:
             self._pace.note(event.time, event.step)
 
@@ -300,10 +340,16 @@ class RunState:
 
     def _rank_state(self, event: RankState) -> None:
         view = self.rank(event.rank)
-        if event.state == "spawned" and view.last is not None:
-            self._restart_rank(view)
-        if view.state in ("finished", "failed") and event.state == "spawned" and view.pid == event.pid:
-            return  # the node agent's file may be read later than the rank's
+        if event.state == "spawned":
+            view.starts += 1
+            if view.starts > self._attempt:
+                self._attempt, self._attempt_began = view.starts, event.time
+                self._attribute()
+            begun = view.pid is not None and view.state not in (None, "spawned")
+            if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
+                return  # the node agent's file may be read later than the rank's
+            if view.last is not None:
+                self._restart_rank(view)
         if event.state in ("spawned", "failed"):
             view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:
@@ -318,7 +364,7 @@ class RunState:
         if event.state != "failed":
             view.failure = None
         view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
-        for name in ("local_rank", "node", "host", "device", "pid"):
+        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
             value = getattr(event, name)
             if value is not None:
                 setattr(view, name, value)
@@ -328,13 +374,11 @@ class RunState:
         view.totals_at_start, view.flops = view.totals, None
         view.totals_window.clear()
         view.totals_window.append(view.totals)
-        view.lateness.clear()
         for series in (view.steps, view.rss_bytes, view.gpu_bytes):
             series.clear()
         view.bucket_step = view.doing = None
         view.validation_turns = 0
         self.desync.drop_rank(view.rank)
-        self._lateness.reset()
         self._pace.reset()
 
     def _joining(self, event: Joining) -> None:
@@ -373,29 +417,51 @@ class RunState:
         self.past_findings.append(event)
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
+        if event.kind == "not_measured" and event.cause == "no_steps":
+            self.unmeasured = event.message
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:
             self.findings.pop((event.kind, event.rank), None)
+        if event.kind == "non_finite":
+            is_nan = loss_is_nan(self.findings.values())
+            for view in self.ranks.values():
+                view.loss_is_nan = is_nan
 
     def _failure(self, event: Failure) -> None:
         self.failures.append(event)
-        before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in self.failures)
         if event.rank is not None:
             view = self.rank(event.rank)
             view.state, view.time, view.failure = "failed", event.time, event
+        if not self._attribute() and event.rank is not None:
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+
+    def _attribute(self) -> bool:
+        """Attribute the failures of the last attempt to their root cause; return whether that has changed."""
+        recent = [failure for failure in self.failures if failure.time >= self._attempt_began]
+        before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in recent)
         if self.root_cause is not before:
             self._update_outcomes()
+        return self.root_cause is not before
 
     def _queued(self, event: Queued) -> None:
         self.queued = event
 
+    def _lost(self, event: Lost) -> None:
+        self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
+
+    def add_gap(self, time: float, message: str) -> None:
+        """Add the finding that events are missing in the record, so that every view says so."""
+        self._finding(Finding(time=time, kind=RECORD_INCOMPLETE, message=message, advice=RECORD_ADVICE))
+
     def _run_ended(self, event: RunEnded) -> None:
         self.ended = event
+        if RECORD_END_MISSING in (event.message or ""):
+            self.add_gap(event.time, event.message or "")
         self._update_outcomes()
 
     def _update_outcomes(self) -> None:
-        """Update the outcome of every rank."""
+        """Update the outcome of every rank, and whether the run has ended."""
         for view in self.ranks.values():
+            view.over = self.ended is not None
             view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gputrain_tui.state.record_watch import RecordWatch
 from gputrain_tui.state.run import RunState
 from gputrain_tui.tables import duration
 
@@ -11,8 +12,11 @@ MIN_STANDSTILL_S = 2.0
 """Longer than the record of another host takes to arrive."""
 SHOWN_STEPS, LONG_STEPS = 3, 10
 """Missed steps of the usual duration from which the time is shown, and from which rates are out of date."""
-ACTIVITIES = {"validating": "validating for", "saving": "saving for"}
-"""Activity of a run without steps, by the state of a rank."""
+ACTIVITIES = {"validating": "validating for", "saving": "saving for", "compile": "compiling for"}
+"""Activity of a run without steps, by the stage of a rank."""
+
+UNRECORDED = "nothing recorded for"
+"""Text of a run whose record may have stopped, so that steps are not known."""
 
 
 class Standstill(NamedTuple):
@@ -39,9 +43,11 @@ class StepWatch:
         """Time of the newest step, by the clock of its rank."""
         self._arrived_at = 0.0
         """Time at which it was read."""
+        self._record = RecordWatch()
 
     def note(self, state: RunState, now: float, *, live: bool = True) -> None:
         """Record a new step as arrived ``now``, or at its own time in the record of an earlier time (not ``live``)."""
+        self._record.note(state, now)
         if state.step_time != self._step_time:
             self._step_time = state.step_time
             self._arrived_at = now if live else min(now, state.step_time)
@@ -59,5 +65,8 @@ class StepWatch:
         states = {view.state for view in state.ranks.values()}
         if states <= {"finished"}:
             return None
-        activity = next((text for name, text in ACTIVITIES.items() if name in states), "")
+        stages = states | {view.phase for view in state.ranks.values()}
+        activity = next((text for name, text in ACTIVITIES.items() if name in stages), "")
+        if not self._record.is_whole(now):
+            activity = UNRECORDED
         return Standstill(seconds, seconds >= LONG_STEPS * step_s, activity)

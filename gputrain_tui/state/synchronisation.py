@@ -5,54 +5,25 @@ Each wait is measured by one clock, so that clocks need not agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 from gputrain_tui.state.rank import RankView
 
-OPEN_STEPS = 64
-"""Steps kept while some rank has not reported its wait."""
 
+def late_ms(waits: Sequence[float]) -> list[float]:
+    """Return how much later than the first rank each one was ready to synchronise, ms, from the ranks' waits.
 
-class Lateness:
-    """Lateness of each rank: how much later than the first one it was ready to synchronise.
-
-    An all-reduce ends everywhere at about the same moment, so ``late_r = max_k E_k - E_r`` of the exposed waits E needs
-    no common clock. Steps with an event of their own are compared one by one; where events cover several steps, the
-    means of the windows are compared.
+    An all-reduce ends everywhere at about the same moment, so the rank that waits longest was ready first:
+    ``late_r = max_k E_k - E_r`` of the waits E, at one step or of their means over several.
     """
+    longest = max((wait for wait in waits if wait == wait), default=0.0)  # NaN: not measured
+    return [longest - wait for wait in waits]
 
-    def __init__(self) -> None:
-        self.open_steps: dict[int, dict[int, float]] = {}
-        """Exposed wait per rank, ms, of the steps that not all ranks have reported."""
 
-    def note(self, step: int, rank: int, exposed_ms: float, views: Mapping[int, RankView], world_size: int) -> None:
-        """Record a rank's exposed wait; when all ranks have reported the step, add the lateness of each to its view."""
-        waits = self.open_steps.get(step)
-        if waits is None:
-            if len(self.open_steps) >= OPEN_STEPS:
-                del self.open_steps[next(iter(self.open_steps))]
-            waits = self.open_steps[step] = {}
-        waits[rank] = exposed_ms
-        if len(waits) == world_size > 1:
-            del self.open_steps[step]
-            longest = max(waits.values())
-            for r, wait in waits.items():
-                views[r].lateness.append(longest - wait)
-
-    def reset(self) -> None:
-        """Drop all open steps, as after a restart."""
-        self.open_steps.clear()
-
-    def of(self, views: Mapping[int, RankView]) -> dict[int, float]:
-        """Return the mean lateness per rank over recent steps, ms; empty where it is not known."""
-        reporting = {rank: view for rank, view in views.items() if view.last is not None}
-        if reporting and all(view.lateness for view in reporting.values()):
-            return {rank: view.late_ms or 0.0 for rank, view in reporting.items()}
-        waits = {r: wait for r, view in views.items() if (wait := view.recent.mean_exposed_ms) is not None}
-        if len(waits) < 2:
-            return {}
-        longest = max(waits.values())
-        return {rank: longest - wait for rank, wait in waits.items()}
+def lateness(views: Iterable[RankView]) -> dict[int, float]:
+    """Return the lateness by rank, ms, from the ranks' mean waits; empty where fewer than two are known."""
+    waits = {view.rank: wait for view in views if (wait := view.sums.mean_exposed_ms) is not None}
+    return dict(zip(waits, late_ms(list(waits.values())), strict=True)) if len(waits) > 1 else {}
 
 
 def wire_ms(views: Iterable[RankView], world_size: int) -> list[float]:

@@ -21,12 +21,19 @@ class Totals(NamedTuple):
     timed_samples: int = 0
     """Samples of those steps."""
     phases_ms: float = 0.0
-    """Durations of the steps whose phases were measured: denominator of the shares of data, compute and optimizer."""
+    """Durations of the steps whose phases were measured: denominator of the shares of the phases."""
+    phased_steps: int = 0
+    """Steps that ``phases_ms`` sums over."""
     data_ms: float = 0.0
     """Waiting for data and copying it to the device."""
-    compute_ms: float = 0.0
-    """Forward and backward, without the exposed synchronisation."""
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    """Without the exposed synchronisation."""
     optimizer_ms: float = 0.0
+    other_ms: float = 0.0
+    """The rest of the steps, outside of all other phases."""
+    whole_ms: float = 0.0
+    """Durations of the steps of which that was measured."""
     synced_ms: float = 0.0
     """Durations of the steps whose exposed synchronisation was measured."""
     synced_steps: int = 0
@@ -45,8 +52,9 @@ class Totals(NamedTuple):
         Unpacking all fields at once takes half as long as ``_replace``, which counts at 100,000 events a second.
         """
         (
-            steps, samples, tokens, step_ms, timed_steps, timed_samples, phases_ms, data_ms, compute_ms, optimizer_ms,
-            synced_ms, synced_steps, exposed_ms, loss, loss_steps, token_ms, timed_tokens,
+            steps, samples, tokens, step_ms, timed_steps, timed_samples, phases_ms, phased_steps, data_ms, forward_ms,
+            backward_ms, optimizer_ms, other_ms, whole_ms, synced_ms, synced_steps, exposed_ms, loss, loss_steps,
+            token_ms, timed_tokens,
         ) = self  # fmt: skip
         n, duration_ms, waited_ms, event_tokens = event.steps, event.step_ms, event.sync_exposed_ms, event.tokens
         if duration_ms is not None:
@@ -59,9 +67,14 @@ class Totals(NamedTuple):
                 timed_tokens += event_tokens
             if event.forward_ms is not None:
                 phases_ms += covered_ms
+                phased_steps += n
                 data_ms += ((event.data_ms or 0.0) + (event.h2d_ms or 0.0)) * n
-                compute_ms += (event.forward_ms + (event.backward_ms or 0.0)) * n
+                forward_ms += event.forward_ms * n
+                backward_ms += (event.backward_ms or 0.0) * n
                 optimizer_ms += (event.optimizer_ms or 0.0) * n
+                if event.other_ms is not None:
+                    other_ms += event.other_ms * n
+                    whole_ms += covered_ms
             if waited_ms is not None:
                 synced_ms += covered_ms
                 synced_steps += n
@@ -71,8 +84,8 @@ class Totals(NamedTuple):
             loss_steps += n
         return Totals._make((
             steps + n, samples + event.samples, tokens + (event_tokens or 0), step_ms, timed_steps, timed_samples,
-            phases_ms, data_ms, compute_ms, optimizer_ms, synced_ms, synced_steps, exposed_ms, loss, loss_steps,
-            token_ms, timed_tokens,
+            phases_ms, phased_steps, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms, whole_ms, synced_ms,
+            synced_steps, exposed_ms, loss, loss_steps, token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
@@ -105,19 +118,50 @@ class Totals(NamedTuple):
         return self.exposed_ms / self.synced_steps if self.synced_steps else None
 
     @property
+    def mean_data_ms(self) -> float | None:
+        """Mean wait for data, and its copy to the device, per step, ms."""
+        return self.data_ms / self.phased_steps if self.phased_steps else None
+
+    @property
+    def mean_forward_ms(self) -> float | None:
+        """Mean duration of the forward pass per step, ms."""
+        return self.forward_ms / self.phased_steps if self.phased_steps else None
+
+    @property
+    def mean_backward_ms(self) -> float | None:
+        """Mean duration of the backward pass per step, without the wait for the synchronisation, ms."""
+        return self.backward_ms / self.phased_steps if self.phased_steps else None
+
+    @property
+    def mean_optimizer_ms(self) -> float | None:
+        """Mean duration of clipping and the optimizer's step, ms."""
+        return self.optimizer_ms / self.phased_steps if self.phased_steps else None
+
+    @property
+    def mean_other_ms(self) -> float | None:
+        """Mean rest of a step, outside of all measured phases, ms."""
+        share = self.other_share
+        return None if share is None else share * self.phases_ms / self.phased_steps
+
+    @property
     def data_share(self) -> float | None:
-        """Share of step time spent waiting for data, 0 to 1."""
+        """Share of step time spent waiting for data and copying it, 0 to 1."""
         return self.data_ms / self.phases_ms if self.phases_ms > 0 else None
 
     @property
     def compute_share(self) -> float | None:
         """Share of step time in forward and backward, 0 to 1."""
-        return self.compute_ms / self.phases_ms if self.phases_ms > 0 else None
+        return (self.forward_ms + self.backward_ms) / self.phases_ms if self.phases_ms > 0 else None
 
     @property
     def optimizer_share(self) -> float | None:
         """Share of step time in clipping and the optimizer, 0 to 1."""
         return self.optimizer_ms / self.phases_ms if self.phases_ms > 0 else None
+
+    @property
+    def other_share(self) -> float | None:
+        """Share of step time outside of all measured phases, 0 to 1."""
+        return self.other_ms / self.whole_ms if self.whole_ms > 0 else None
 
     @property
     def sync_share(self) -> float | None:

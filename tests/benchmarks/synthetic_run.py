@@ -167,7 +167,7 @@ class SyntheticRun:
         return Finding(
             time=when, kind="straggler", rank=self._straggler, host=self.hosts[(self._straggler or 0) // PER_NODE],
             severity="warning", cause="waits for data", message=f"the others wait 30 ms for rank {self._straggler}",
-            evidence={"late_ms": 30.0},
+            evidence={"excess_ms": 30.0},
         )  # fmt: skip
 
     def _plan(self, run_dir: RunDir) -> bytes:

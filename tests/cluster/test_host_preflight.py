@@ -21,7 +21,7 @@ from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 
 import gputrain_tui
-from trainer.host.gpu_claims import FOLDER, claim_gpus, claims
+from trainer.host.gpu_claims import MACHINE
 
 GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
 INTERFACES = {f"h{number}": f"eth{number}" for number in range(1, 11)}
@@ -183,7 +183,7 @@ def test_another_cuda_or_nccl_on_a_host_is_one_line_with_its_fix(lab: SshLab, tm
     driver = fake_driver(tmp_path)
     nodes = []
     for name, cuda, nccl in (("h2", "12.8", "2.27.5"), ("h3", "12.1", "2.27.5"), ("h4", "12.8", "2.18.1")):
-        start_up(lab, name, f"export LD_LIBRARY_PATH={driver} {FOLDER}={tmp_path}/claims")
+        start_up(lab, name, f"export LD_LIBRARY_PATH={driver} {MACHINE}={tmp_path}/claims")
         path = cuda_torch(tmp_path / name, cuda, nccl)
         nodes.append(f'{{host="{name}", gpus=[1], env={{PYTHONPATH="{path}"}}}}')
     code, found = check(lab, ["h2"], f"cluster.nodes=[{', '.join(nodes)}]")
@@ -198,7 +198,7 @@ def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds
     lab: SshLab, tmp_path: Path
 ) -> None:
     (packages := tmp_path / "packages").mkdir()
-    start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {FOLDER}={tmp_path}/claims")
+    start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {MACHINE}={tmp_path}/claims")
     os.mkfifo(tmp_path / "gate")
     (tmp_path / "own.py").write_text(f"import os\nos.read(os.open('{tmp_path}/gate', os.O_RDONLY), 1)\n")
     env = f'{{ PYTHONPATH = "{cuda_torch(packages, "12.8", "2.27.5")}" }}'
@@ -219,8 +219,14 @@ def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds
         refused = wait_until(lambda: [each for each in both if each.poll() is not None], "one of them has ended")[0]
         late = launch()
         reported = [(each.communicate(timeout=LIMIT_S), each.returncode) for each in (refused, late)]
-        taken = claims(["GPU-bbbb"], {FOLDER: f"{tmp_path}/claims"})["GPU-bbbb"]
-        assert records() == [[taken.run], [taken.run]], "nothing is left of the others"
+        look_up = (
+            "from trainer.host.gpu_claims import claims\n"
+            f"print(claims(['GPU-bbbb'], {{'{MACHINE}': '{tmp_path}/claims'}})['GPU-bbbb'].text)"
+        )
+        holder = lab.hosts[1].run(sys.executable, "-c", look_up).stdout.strip()
+        (run,), on_host = records()
+        assert holder.startswith(f"run {run} (pid ")
+        assert on_host == [run], "nothing is left of the others"
         (trains,) = [each for each in both if each is not refused]
         assert trains.poll() is None
     finally:
@@ -228,8 +234,8 @@ def test_the_second_launch_on_a_gpu_of_a_host_is_refused_with_the_run_that_holds
         ended = [each.communicate(timeout=LIMIT_S) for each in both]
         for host in lab.hosts[:2]:
             shutil.rmtree(lab.disk_of(host) / "home", ignore_errors=True)
-    whose = f"is taken by run {taken.run} (pid {taken.pid} of {taken.user}); choose another GPU"
-    seen = f"is in use by run {taken.run} (pid {taken.pid} of {taken.user}); gpus"
+    whose = f"is taken by {holder}; choose another GPU"
+    seen = f"is in use by {holder}; gpus"
     (_, at_once), (_, later) = (output for output, _ in reported)
     assert f"h2: GPU GPU-bbbb {whose}" in at_once or f"h2: GPU 1 {seen}" in at_once, at_once
     assert f"r.toml:3: cluster.nodes[0].gpus: h2: GPU 1 {seen}" in later
@@ -395,15 +401,24 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
 
 
 def test_missing_and_busy_gpus_of_a_host_are_reported_with_their_holder(lab: SshLab, tmp_path: Path) -> None:
-    environ = {FOLDER: str(tmp_path / "claims")}
-    start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {FOLDER}={tmp_path}/claims")
+    start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {MACHINE}={tmp_path}/claims")
     nodes = ('{host="h1", cpu_ranks=1}', '{host="h2", gpus=2}', '{host="h3", gpus=1}')
-    with claim_gpus(["GPU-bbbb"], "llm-7", shared=False, environ=environ):
+    # On the host itself: a claim is seen in its network namespace.
+    hold = (
+        "import os, sys\nfrom trainer.host.gpu_claims import claim_gpus\n"
+        f"with claim_gpus(['GPU-bbbb'], 'llm-7', shared=False, environ={{'{MACHINE}': '{tmp_path}/claims'}}):\n"
+        "    print(os.getpid(), flush=True)\n    sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": lab.environ}
+    with lab.hosts[1].start(sys.executable, "-c", hold, **pipes) as holder:
+        assert holder.stdout is not None
+        pid = int(holder.stdout.readline())
         code, found = check(lab, ["h1"], f"cluster.nodes=[{', '.join(nodes)}]")
+        holder.communicate("")
     assert code == 3
     reported = [each["what"] for each in found["h2"]]
     assert any(line.startswith("GPU 0 is in use by ") for line in reported), reported
-    assert any(line.startswith(f"GPU 1 is in use by run llm-7 (pid {os.getpid()} of ") for line in reported), reported
+    assert any(line.startswith(f"GPU 1 is in use by run llm-7 (pid {pid} of ") for line in reported), reported
     assert "torch 2.13.0+cpu is built for CPUs only" in reported
     (missing,) = [each for each in found["h3"] if each["check"] == "GPUs"]
     assert missing["what"] == "there is no GPU 0; it has no NVIDIA driver on this machine; CPU ranks work"

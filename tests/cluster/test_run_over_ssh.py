@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_recipe import ENDLESS, check_rank, events, is_training, recipe
+from host_recipe import ENDLESS, TESTS, check_rank, events, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 from taken_names import TakenNames
@@ -351,6 +352,37 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
     shutil.rmtree(folder)
 
 
+def test_a_host_whose_disk_is_full_makes_no_stall_and_its_lost_steps_are_told(cluster: SshCluster) -> None:
+    lab, gate = cluster.lab, cluster.lab.folder / "gate"
+    small = lab.disk_of(cluster.h2) / "small"
+    small.mkdir()
+    cluster.h2.run("mount", "-t", "tmpfs", "-o", "size=40m", "none", lab.disk / "small")
+    script = TESTS / "faults" / "steps_script.py"
+    nodes = [
+        '[[cluster.nodes]]\nhost = "h1"\ncpu_ranks = 1\n',
+        f'[[cluster.nodes]]\nhost = "h2"\ncpu_ranks = 1\nenv = {{ GPUTRAIN_HOME = "{lab.disk}/small" }}\n',
+    ]
+    train = f'[train]\nscript = "{script}"\nargs = ["300", "79", "{gate}"]\n'
+    (lab.folder / "recipe.toml").write_text(f'name = "full"\n{"".join(nodes)}{train}')
+    try:
+        process = cluster.start("run", "recipe.toml")
+        wait_until(lambda: all(gate.with_suffix(f".{rank}").exists() for rank in range(2)), "step 79", [process])
+        cluster.h2.run("sh", "-c", f"cat /dev/zero > {lab.disk}/small/others; true")
+        gate.touch()
+        output, _ = process.communicate(timeout=LIMIT_S)
+    finally:
+        cluster.h2.run("umount", "-l", lab.disk / "small")
+        for path in lab.folder.glob("gate*"):
+            path.unlink()
+    assert process.returncode == 0, output
+    assert "stalled" not in output
+    assert "critical" not in output
+    assert re.search(r"^finished in .*; the end of the record is missing: .*; recorded: \d+ steps", output, re.M), (
+        output
+    )
+    assert "the end of the record is missing" in cluster.status()["message"]
+
+
 @pytest.mark.parametrize(
     "start_up", ["cd {folder}", "export PYTHONPATH={folder}:$PYTHONPATH"], ids=["cd", "PYTHONPATH"]
 )
@@ -361,7 +393,7 @@ def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tm
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     places = "".join(f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 1\n' for name in ("h1", "h3"))
     task = '[train]\ntask = "lm"\nbatch_size = 4\nmax_updates = 3\n[task]\ndata = "text.txt"\n'
-    (folder / "r.toml").write_text(f"{task}context = 16\ndim = 8\nlayers = 1\nheads = 1\n{places}")
+    (folder / "r.toml").write_text(f"{task}context = 16\ndim = 8\nlayers = 1\nheads = 1\nsample_bytes = 0\n{places}")
     for host in (cluster.h1, cluster.h3):
         (cluster.lab.folder / f"start_up.{host.name}").write_text(start_up.format(folder=folder) + "\n")
     try:

@@ -300,16 +300,16 @@ def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: 
     user.folder.mkdir()
     taken = TakenNames(user.folder, tmp_path / "executed")
     shutil.copy(__file__, user.folder / "text.txt")
-    task = {"task": "lm", "batch_size": 4, "max_updates": 3, "data": "text.txt", "context": 16, "dim": 8, "heads": 1}
-    train = "".join(f"{name} = {json.dumps(value)}\n" for name, value in task.items())
+    train = {"task": "lm", "batch_size": 4, "max_updates": 3, "threads": 1}
+    task = {"data": "text.txt", "context": 16, "dim": 8, "layers": 1, "heads": 1, "sample_bytes": 0}
+    tables = [f"{name} = {json.dumps(value)}\n" for name, value in (train | task).items()]
+    tables.insert(len(train), "[task]\n")
     nodes = "[[cluster.nodes]]\ncpu_ranks = 1\n" * 2
-    (user.folder / "r.toml").write_text(
-        f"[train]\n{train.replace('data', '[task]' + chr(10) + 'data')}[slurm]\n{nodes}"
-    )
+    (user.folder / "r.toml").write_text(f"[train]\n{''.join(tables)}[slurm]\n{nodes}")
     if way == "run":
         done = user.run("run", "r.toml", check=False)
     elif way == "srun":
-        words = [word for name, value in task.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        words = [word for name, value in (train | task).items() for word in (f"--{name.replace('_', '-')}", str(value))]
         done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *TRAINER, "--cpu", *words, cwd=user.folder)
     else:
         job = user.folder / "job.sh"

@@ -21,9 +21,9 @@ from gputrain_tui.history.runs import list_runs
 TESTS = Path(__file__).parents[1]
 PYTHON = Path(sys.executable)
 GPUTRAIN, TORCHRUN = PYTHON.with_name("gputrain"), PYTHON.with_name("torchrun")
-SMALL = {"data": "text.txt", "context": 16, "dim": 8, "layers": 1, "heads": 1}
+SMALL = {"data": "text.txt", "context": 16, "dim": 8, "layers": 1, "heads": 1, "sample_bytes": 0}
 LM = ["--task", "lm", "--batch-size", "4", "--max-updates", "3", "--cpu"]
-LM += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+LM += [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 TWO_RANKS = "[[cluster.nodes]]\ncpu_ranks = 2\n"
 BUILT_IN = '[train]\ntask = "lm"\nbatch_size = 4\nmax_updates = {updates}\n[task]\n'
 BUILT_IN += "".join(f"{name} = {json.dumps(value)}\n" for name, value in SMALL.items()) + TWO_RANKS

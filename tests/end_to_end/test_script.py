@@ -232,7 +232,7 @@ sys.exit()
     assert rest == "no newlinea thread ends\nexit functions run\n"
 
 
-def test_sockets_have_room_below_the_longest_temporary_folder_that_the_supervisor_gives() -> None:
+def test_sockets_have_room_below_a_temporary_folder_with_a_long_path() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="") as short:
         given = Path(short, "r" * (60 - len(f"{short}//tmp")), "tmp")
         (Path(short) / "script.py").write_text("")

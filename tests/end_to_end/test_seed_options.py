@@ -164,8 +164,8 @@ def test_activations_that_are_computed_again_give_the_same_gradients_bit_for_bit
         ("sized_task:DeepNormTask", {"activation_checkpointing": True}, "--activation-checkpointing: a module whose"),
         (TINY, {"max_tokens": 8}, "--max-tokens needs the tokens of each sample of the train data: give RecordingTask"),
         (SIZED, {"batch_size": None, "max_tokens": 4}, "has 5 tokens, but --max-tokens is 4"),
-        (TINY, {"reset_optimizer": True}, "--reset-optimizer needs --resume PATH"),
-        (TINY, {"finetune_partial": True}, "--finetune-partial needs --finetune-from FILE"),
+        (TINY, {"reset_optimizer": True}, "--reset-optimizer needs --resume, the checkpoint"),
+        (TINY, {"finetune_partial": True}, "--finetune-partial needs --finetune-from, the file"),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_met_is_one_line(

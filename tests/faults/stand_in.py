@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
         append_events(
             rank, *(Step(time=time.time(), rank=rank, step=n, epoch=1, steps=1, samples=4, loss=2.0) for n in steps)
         )
-    if mode == "gated":
+    if mode in ("gated", "gated-failure"):
         (run_dir.path / "waiting").touch()
         while not (run_dir.path / "go").exists():
             time.sleep(0.005)
@@ -47,11 +47,17 @@ def main(words: list[str]) -> int:
         states("finished")
     if mode == "abort":
         os.abort()
-    if mode == "fail":
+    if mode in ("fail", "gated-failure", "fails", "fails-and-hangs"):
+        attempts = run_dir.path / "attempts"
+        with attempts.open("a") as file:
+            file.write("x")
+        nth = f" {attempts.stat().st_size}" if mode == "fails" else ""  # another message for each attempt
         append_events(
             ranks[-1],
-            Failure(time=time.time(), kind="exception", rank=ranks[-1], message="ValueError: bad batch", step=2),
+            Failure(time=time.time(), kind="exception", rank=ranks[-1], message=f"ValueError: bad batch{nth}", step=2),
         )
+        if mode == "fails-and-hangs":
+            time.sleep(600)
         return 1
     if mode == "peer":
         while not any(b'"exception"' in path.read_bytes() for path in run_dir.events.glob("*.ndjson")):

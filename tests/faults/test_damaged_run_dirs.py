@@ -44,6 +44,7 @@ from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import Step
 from trainer.contract.record.regular_file import open_regular, open_to_append, read_whole
+from trainer.host.temporary_folder import make_temporary_folder
 
 CPU_S = 5.0
 """Of a core, which no command takes; one that waits for ever takes none, and has ``LIMIT_S``."""
@@ -299,13 +300,23 @@ def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_folder_that_a_killed_supervisor_s_file_names_is_not_deleted_unless_it_is_the_run_s(tmp_path: Path) -> None:
-    from gputrain_tui.lifecycle.attempt import read_attempt
+def test_of_a_folder_that_a_killed_supervisor_s_file_names_only_the_run_s_own_folders_are_deleted(
+    tmp_path: Path,
+) -> None:
+    from gputrain_tui.lifecycle.attempt import delete_temporary_files
 
-    run = synthetic.run(tmp_path, steps=0)
-    for named, kept in ((str(tmp_path), False), ("/", False), ("gputrain-abcdefgh", False), (str(run.dir.tmp), True)):
-        run.dir.attempt.write_text(json.dumps({"since": {}, "processes": {}, "tmp": named}))
-        assert read_attempt(run.dir).tmp == (named if kept else str(run.dir.tmp))
+    run, other = (synthetic.run(tmp_path / name, steps=0) for name in ("one", "other"))
+    named = tmp_path / "named"
+    named.mkdir()
+    own = make_temporary_folder(run.dir.path, 0, named)
+    kept = [make_temporary_folder(other.dir.path, 0, named), named / "gt0123456789", named / f"{own.name}.txt"]
+    for path in kept[1:]:
+        path.mkdir()
+    kept.append(named / f"{own.name[:-4]}ffff")
+    kept[-1].symlink_to(kept[0])
+    for folder in (named, Path("relative"), Path(), named / "missing"):
+        delete_temporary_files(run.dir, [0, 1], folder)
+    assert sorted(named.iterdir()) == sorted(kept)
 
 
 # --- any file --------------------------------------------------------------------------------------------------------
@@ -452,7 +463,7 @@ def test_a_lost_run_is_taken_over_and_ended_without_what_is_damaged(
 ) -> None:
     code, out = stop_in_order(template, damage)
     assert code == 0
-    assert " is stopped" in out or " is failed" in out  # by which of the two ends it was ended first
+    assert " is stopped" in out or " has failed" in out  # by which of the two ends it was ended first
     assert "; processes left: none" in out
 
 

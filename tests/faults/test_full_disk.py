@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, until
 from checkpoint_log import newest
+from small_disk import small_file_system
 
+from gputrain_tui.console.widgets.run_condition import run_condition
+from gputrain_tui.diagnosis import Diagnosis
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import leftovers
-from trainer.contract.record import recorded_checkpoints
+from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
+from gputrain_tui.state import RunState
+from trainer.contract.record import RunEnded, recorded_checkpoints
 
 UPDATES = 60
 KEPT = 20
@@ -28,13 +35,8 @@ SETTINGS = (f"train.save_every_updates={KEPT}", "train.keep_last=1", "train.test
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with 8 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting needs the superuser")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_file_system(tmp_path / "disk", "8m") as folder:
+        yield folder
 
 
 def fill(folder: Path) -> None:
@@ -113,6 +115,58 @@ def test_a_full_disk_loses_the_record_only_and_is_reported(small_disk: Path, tmp
     assert last_checkpoint_step(tmp_path / "kept") == UPDATES
     assert list(run.dir.path.rglob("*.tmp")) == []
     assert "Traceback" not in err + run.dir.rank_log(0).read_text()
+
+
+SCRIPT_RECIPE = """\
+name = "script"
+
+[[cluster.nodes]]
+cpu_ranks = 2
+
+[train]
+script = "{script}"
+args = ["{steps}", "{before}", "{gate}"]
+"""
+
+
+def test_a_script_whose_record_lost_steps_says_so_in_every_face_and_is_called_no_stall(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    bench = Bench(small_disk)
+    gate = tmp_path / "gate"
+    script = Path(__file__).with_name("steps_script.py")
+    recipe = tmp_path / "script.toml"
+    recipe.write_text(SCRIPT_RECIPE.format(script=script, steps=300, before=79, gate=gate))
+    process = bench.start("run", recipe)
+    run = until(bench.runs)[0]
+    until(lambda: all(gate.with_suffix(f".{rank}").exists() for rank in range(2)))
+    until(lambda: all((last := last_step(run.dir, rank)) is not None and last.step == 79 for rank in range(2)))
+    change_while_stopped(run, lambda: fill(small_disk))
+    diagnosis = LiveDiagnosis(run.dir)
+    gate.touch()
+    _, err = process.communicate(timeout=LIMIT_S)
+    begun = time.time()
+    state = diagnosis.state_at_end()
+    diagnosis.close()
+    later = Diagnosis()
+    later.update(state, begun)
+    assert [found for found in later.update(state, begun + 300.0) if found.kind == "stalled"] == []
+    assert "critical" not in err
+    assert process.returncode == 0, err
+    reason = "the disk of the run directory is full: the end of the record is missing"
+    assert re.search(rf"^finished in .*; {reason}; recorded: \d+ steps, [\d,]+ samples", err, re.MULTILINE), err
+    (ended,) = bench.runs()
+    assert ended.status.message == reason
+    seen = RunState()
+    reader = RunReader(run.dir)
+    while events := reader.poll():
+        seen.apply_all(events)
+    reader.close()
+    ending = RunEnded(time=begun, status="finished", exit_code=0, message=ended.status.message)
+    if seen.ended is None:
+        seen.apply(ending)
+    assert seen.record_gap == reason
+    assert "the record is incomplete" in str(run_condition(seen, "finished"))
 
 
 @pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])

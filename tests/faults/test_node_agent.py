@@ -19,6 +19,7 @@ from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, Ru
 from trainer.host.ports import free_port
 from trainer.host.processes import descendants
 from trainer.host.stop_request import LEASE_LOST, LEASE_RETURNED
+from trainer.host.temporary_folder import NAME
 
 HERE = Path(__file__).parent
 
@@ -135,7 +136,6 @@ def test_ranks_that_finish_leave_a_record_and_nothing_else(start: Start) -> None
     assert {process.rank for process in sampled} <= {0, 1}  # one may have ended before the other had begun
     assert all(process.rss_bytes for process in sampled)
     assert agent.run_dir.rank_log(1).read_text() == "rank 1 prints\nand complains\n"
-    assert not agent.run_dir.tmp.exists()
     assert agent.errors.read_text() == ""
 
 
@@ -153,13 +153,15 @@ def test_ranks_fork_with_torch_in_memory_and_one_thread(start: Start) -> None:
     agent = start("records_its_context", "forkserver")
     assert agent.wait() == 0
     # Two threads: the main one and the one that watches the parent.
-    assert agent.marks() == [f"True 2 2 1 {agent.run_dir.tmp / '0'}"] * 2
+    assert [mark.rpartition(" ")[0] for mark in agent.marks()] == ["True 2 2 1"] * 2
 
 
 def test_the_spawn_start_method_uses_torch_multiprocessing(start: Start) -> None:
     agent = start("records_its_context", "spawn")
     assert agent.wait() == 0
-    assert agent.marks() == [f"False 2 2 None {agent.run_dir.tmp / '0'}"] * 2
+    assert [mark.rpartition(" ")[0] for mark in agent.marks()] == ["False 2 2 None"] * 2
+    folders = {Path(mark.rpartition(" ")[2]) for mark in agent.marks()}
+    assert [NAME.fullmatch(folder.name) is not None and folder.exists() for folder in folders] == [False]
 
 
 # --- failure --------------------------------------------------------------------------------------------------------

@@ -133,7 +133,6 @@ def test_a_run_whose_ranks_finished_is_finished(make_run: MakeRun) -> None:
     assert state.ended.exit_code == 0
     events = events_of(run)
     assert [type(events[0]), type(events[-1])] == [RunStarted, RunEnded]
-    assert not run.dir.tmp.exists()
 
 
 def test_a_rank_that_aborts_after_it_finished_has_finished(make_run: MakeRun) -> None:
@@ -294,6 +293,15 @@ def test_the_restarts_come_to_an_end(make_run: MakeRun) -> None:
     assert len(state.failures) == 3
 
 
+def test_the_cause_of_a_restarted_run_is_that_of_its_last_attempt(make_run: MakeRun) -> None:
+    run = make_run("fails", recipe="[cluster]\nmax_restarts = 2\n")
+    state = supervise(run)
+    assert [failure.message for failure in state.failures] == [f"ValueError: bad batch {n}" for n in (1, 2, 3)]
+    assert state.ended is not None
+    assert state.root_cause is not None
+    assert state.ended.message == state.root_cause.message == "ValueError: bad batch 3"
+
+
 def test_an_exception_that_comes_again_at_the_same_step_ends_the_restarts(make_run: MakeRun) -> None:
     state = supervise(make_run("fail", recipe="[cluster]\nmax_restarts = 9\n"))
     assert state.status == "failed"
@@ -330,6 +338,31 @@ def test_stop_ends_a_run_whose_supervisor_was_killed(make_run: MakeRun) -> None:
     done = stop(run)
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
     assert processes_of(run) == []
+
+
+def test_a_run_that_failed_without_its_supervisor_has_failed_when_it_is_stopped(make_run: MakeRun) -> None:
+    run = make_run("gated-failure")
+    killed_supervisor(run)
+    until((run.dir.path / "waiting").exists)
+    (run.dir.path / "go").touch()
+    until(lambda: not processes_of(run))
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} has failed: ValueError: bad batch; processes left: none\n")
+    status = read_status(run.dir)
+    assert status is not None
+    assert (status.status, status.exit_code, status.message) == ("failed", 1, "ValueError: bad batch")
+    assert stop(run).stdout == f"{run.id} was failed already; processes left: none\n"
+
+
+def test_a_failure_that_was_recorded_before_the_stop_is_the_end_of_the_run(make_run: MakeRun) -> None:
+    run = make_run("fails-and-hangs")
+    supervisor = start_supervisor(run.dir, leased=False)
+    until(lambda: any(isinstance(event, Failure) for event in events_of(run)))
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(LIMIT_S) == 1
+    status = read_status(run.dir)
+    assert status is not None
+    assert (status.status, status.message) == ("failed", "ValueError: bad batch")
 
 
 def test_stop_waits_until_nothing_is_left(make_run: MakeRun) -> None:

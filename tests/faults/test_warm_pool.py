@@ -23,6 +23,7 @@ from gputrain_tui.lifecycle.warm_pool import WarmPool
 from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
 from gputrain_tui.recipe.build import load
 from trainer.contract.record import RunDir, Step, decode_events
+from trainer.host.temporary_folder import NAME
 
 OWN_TASK = """\
 import json
@@ -167,7 +168,7 @@ def test_ranks_have_the_environment_of_their_run_and_not_the_one_before_it(home:
     assert supervisor.wait(120) == 0, run.dir.rank_log(0).read_text()
     seen = json.loads((run.dir.path / "environment").read_text())
     assert seen["GPUTRAIN_RUN"] == str(run.dir.path)
-    assert seen["TMPDIR"] == str(run.dir.tmp / "0")
+    assert NAME.fullmatch(Path(seen["TMPDIR"]).name)
     assert seen["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert seen["OMP_NUM_THREADS"] == "1"
 
@@ -205,7 +206,8 @@ def test_stop_ends_a_warm_run_whose_run_directory_does_not_mention_it(home: Path
     found = open_run(run.dir.path)
     assert found is not None
     report, left = stop(found)
-    assert report in (f"{run.id} is {how}; processes left: none" for how in ("stopped", "failed"))
+    lost = "has failed: the run's supervisor was killed, and its ranks ended with it"
+    assert report in (f"{run.id} {how}; processes left: none" for how in ("is stopped", lost))
     assert left == []
     until(lambda: not any(process.is_running() for process in everything))
 

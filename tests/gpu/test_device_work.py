@@ -66,7 +66,7 @@ def test_no_step_waits_for_the_device(tmp_path: Path, count_per_sample: int | No
         if begun:
             torch.cuda.set_sync_debug_mode("default")
 
-    task = SyncErrorTask(TinyOptions(masked=True, valid_samples=5, samples=200))
+    task = SyncErrorTask(TinyOptions(masked=count_per_sample is None, valid_samples=5, samples=200))
     task.count_per_sample = count_per_sample
     options = Training(
         batch_size=(5,),

@@ -216,8 +216,9 @@ async def test_keys_typed_at_once_go_where_each_one_leads(home: Path) -> None:
 @played
 async def test_a_run_that_ended_is_compared_edited_and_resumed_from_its_own_screen(home: Path) -> None:
     old, alone, new = (
-        synthetic.run(home / "runs", name=name, steps=20, status="finished") for name in ("demo", "other", "demo")
+        synthetic.run(home / "runs", name=name, steps=20, status="stopped") for name in ("demo", "other", "demo")
     )
+    (new.dir.checkpoints / "step_00000020.pt").write_bytes(b"1")
     app = console(new, runs=lambda: [new, alone, old])
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await settle(pilot)

@@ -96,8 +96,9 @@ def train(task: TaskWithTest, options: Training, ctx: Any, resume: str | None = 
 
 def evaluate(task: TaskWithTest, options: Training, ctx: Any) -> Any:
     from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
+    from trainer.engine.starting_point import open_start
 
-    return evaluate_checkpoint(task, options, ctx)
+    return evaluate_checkpoint(task, options, ctx, open_start(options))
 
 
 class RankRunner:

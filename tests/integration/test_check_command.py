@@ -59,3 +59,27 @@ def test_a_wrong_recipe_is_2_and_not_3(folder: Path, check: Command) -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "one.toml:5: train.max_updates is 0, and nothing would end this training" in wrong.stderr
     assert check("none.toml").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("finetune_from", "none.pt", "none.pt does not exist"),
+        ("finetune_from", "empty", "empty is a folder"),
+        ("eval_only", "none.pt", "none.pt does not exist"),
+        ("eval_only", "empty", "empty holds no checkpoint"),
+        ("resume", "empty", "empty holds no checkpoint"),
+    ],
+)
+def test_a_file_that_the_run_would_start_from_is_looked_for(
+    folder: Path, check: Command, key: str, value: str, what: str
+) -> None:
+    (folder / "empty").mkdir()
+    text = recipe(
+        train=f'task = "lm"\nmax_updates = 1\neval_split = "valid"\n{key} = "{value}"', task='data = "stdlib"'
+    )
+    (folder / "one.toml").write_text(text.text)
+    found = msgspec.json.decode(check("one.toml", "--json").stdout)
+    assert [(result["key"], result["what"]) for result in found["results"] if result["status"] == "error"] == [
+        (f"train.{key}", what)
+    ]

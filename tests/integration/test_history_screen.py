@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from row_texts import row_text
 from run_dirs import run_dir
@@ -14,9 +15,11 @@ from gputrain_tui.console.screens.history import HistoryScreen
 from gputrain_tui.console.widgets.run_list import RunList, columns_for, draw_run
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
+from trainer.contract.record import Finding
 
 T0 = 1_790_000_000.0
 
@@ -168,13 +171,26 @@ async def test_a_run_without_a_checkpoint_cannot_be_resumed(three_runs: list[Run
         await open_screen(pilot, history())
         await pilot.press("r")
         await settle(pilot)
-        assert "broken continues from its newest checkpoint" in screen_text(app)
-        assert notices == []
-        await pilot.pause(LEAST_KEY_GAP_S)
-        await pilot.press("y")
-        await settle(pilot)
-        assert "has no checkpoint" in notices[-1]
+        assert "continues from" not in screen_text(app)
+        (notice,) = notices
+        assert "has no checkpoint" in notice
         assert len(list_runs()) == 3
+
+
+@in_loop
+async def test_a_finished_run_with_findings_is_marked_in_its_line_and_its_card(root: Path) -> None:
+    run = run_dir(root, "nan", started=T0)
+    nan = Finding(time=T0, kind="non_finite", severity="critical", rank=1, step=60, cause="loss", message="NaN")
+    write_status(run.dir, msgspec.structs.replace(run.status, findings=[nan], loss=None))
+    run_dir(root, "fine", started=T0 - 100)
+    app = quiet_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await open_screen(pilot, history())
+        marked, fine = [row for row in screen_text(app).splitlines() if " finished " in row and "20260921" in row][:2]
+        assert "▲ finished" in marked
+        assert " nan " in marked
+        assert "✓ finished" in fine
+        assert "finished, with NaN since step 60 on rank 1" in screen_text(app)
 
 
 @in_loop

@@ -10,6 +10,7 @@ import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
 from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
+from small_disk import small_file_system
 
 from gputrain_tui.console.validate_recipe import remarks_by_field, validate_recipe
 from gputrain_tui.console.widgets.form import draw_field
@@ -158,11 +159,10 @@ async def test_a_launch_checks_the_port_anew_and_names_its_holder() -> None:
 
 @in_loop
 async def test_a_warning_leaves_the_recipe_ready(folder: Path) -> None:
-    (folder / "kept").mkdir()
-    (folder / "kept" / "step_00000001.pt").touch()
-    async with open_launch_screen() as (app, pilot, screen):
-        await set_field(pilot, screen, "train.save_dir", "kept")
-        assert "preflight  ! ready, 1 warning" in screen_text(app)
+    with small_file_system(folder / "kept", "200m"):
+        async with open_launch_screen() as (app, pilot, screen):
+            await set_field(pilot, screen, "train.save_dir", "kept")
+            assert "preflight  ! ready, 1 warning" in screen_text(app)
 
 
 @in_loop

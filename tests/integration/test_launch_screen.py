@@ -11,6 +11,7 @@ import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
 from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
+from small_disk import small_file_system
 from textual.events import Key
 from textual.widgets import Input
 from waiting import LIMIT_S
@@ -337,7 +338,7 @@ async def test_a_plan_beyond_the_machines_is_reported_beside_the_field() -> None
         await pilot.press("enter", *"1,2,3", "enter")
         await settle(pilot)
         row = next(row for row in screen_text(app).splitlines() if "! batch_size" in row)
-        assert "has 3 values, but the run has 2 ranks" in row
+        assert "has 3 values, but there are 2 ranks" in row
 
 
 @in_loop
@@ -419,8 +420,11 @@ async def test_changes_stay_with_their_recipe_while_another_is_selected(folder: 
 
 @in_loop
 async def test_launching_starts_a_supervisor_and_shows_the_run_also_where_a_check_warns(folder: Path) -> None:
-    (folder / "kept").mkdir()
-    (folder / "kept" / "step_00000001.pt").touch()
+    with small_file_system(folder / "kept", "200m"):
+        await launch_with_a_warning()
+
+
+async def launch_with_a_warning() -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await set_field(pilot, screen, "train.save_dir", "kept")
         assert "ready, 1 warning" in screen_text(app)

@@ -181,7 +181,6 @@ def test_two_ranks_train_and_their_node_keeps_the_record(data: Path, tmp_path: P
         events = list(decode_events(run_dir.rank_events(rank).read_bytes()))
         assert sum(event.steps for event in events if isinstance(event, Step)) == 3
         assert [event.state for event in events if isinstance(event, RankState)][-1] == "finished"
-    assert not run_dir.tmp.exists()
 
 
 def test_two_nodes_typed_by_hand_and_a_launchers_ranks_train(data: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at
-from trainer.contract.record import Doing, Step
+from trainer.contract.record import Checkpoint, Doing, Step
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +222,7 @@ async def test_a_finding_opens_with_advice_and_points_at_its_rank(tmp_path: Path
         assert isinstance(screen, RunScreen)
         assert screen.selected_rank == 5
         text = "\n".join(rows(app))
-        assert "late ms 20.10" in text
+        assert "excess ms 20.10" in text
         assert "more loader workers" in text
         await press(pilot, "enter", "down", "enter")
         assert "cheaper" in "\n".join(rows(app))
@@ -301,6 +301,22 @@ async def test_a_run_that_is_over_cannot_be_stopped(tmp_path: Path) -> None:
         assert isinstance(app.screen, RunScreen)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "deleted"])
+@played
+async def test_resume_is_offered_only_where_a_checkpoint_is(kept: bool, tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, status="stopped")
+    saved = run.dir.checkpoints / "step_300.pt"
+    synthetic.write(run.dir.rank_events(0), Checkpoint(time=1.0, step=300, path=str(saved), bytes=1, write_ms=1.0))
+    if kept:
+        saved.write_bytes(b"1")
+    app = console(run)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        whole = "\n".join(rows(app))
+        assert ("r Resume" in whole) == kept
+        assert ("resumes from its checkpoint" in whole) == kept
+
+
 @played
 async def test_the_next_rank_is_a_key_away(tmp_path: Path) -> None:
     app = console(straggler(tmp_path))
@@ -361,7 +377,7 @@ async def test_charts_zoom_into_steps_and_back(tmp_path: Path) -> None:
         await press(pilot, "minus")
         assert "steps 188–337" not in "\n".join(rows(app))
         await press(pilot, "minus")
-        assert "steps " not in "\n".join(row for row in rows(app) if "loss" in row)
+        assert "steps 1" not in "\n".join(row for row in rows(app) if "loss" in row)
 
 
 @played

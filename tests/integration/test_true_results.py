@@ -97,7 +97,7 @@ def test_a_validation_that_is_no_number_is_never_the_best() -> None:
     assert not best.add(math.nan, {}, step=1)
     assert best.add(2.0, {}, step=2)
     assert not best.add(-math.inf, {}, step=3)
-    assert (best.value, best.step, best.since) == (2.0, 2, 1)
+    assert (best.value, best.step, best.since, best.unknown) == (2.0, 2, 0, 1)  # neither better nor worse
     resumed = Best(metric="loss", maximize=False)
     resumed.load_state_dict({"metric": "loss", "value": math.nan, "step": 1, "since": 0})
     assert resumed.add(3.0, {}, step=2)
@@ -379,7 +379,7 @@ def train_without_waits(rank: int, world_size: int, count_per_sample: int | None
                 waits.start()
             return super().loss(model, batch)
 
-    task = HostWaitTask(TinyOptions(masked=True, valid_samples=5))
+    task = HostWaitTask(TinyOptions(masked=count_per_sample is None, valid_samples=5))
     task.count_per_sample = count_per_sample
     loop = Loop(
         task,

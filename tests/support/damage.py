@@ -145,7 +145,7 @@ def lost_run(root: Path) -> Run:
     )
     run.dir.digest.mkdir(exist_ok=True)
     supervisor = json.loads(run.dir.status.read_bytes())["supervisor"]
-    _dump(run.dir.attempt, {"since": {"0.ndjson": 0}, "processes": {"0": supervisor}, "tmp": str(run.dir.tmp)})
+    _dump(run.dir.attempt, {"since": {"0.ndjson": 0}, "processes": {"0": supervisor}, "tmp": str(run.dir.path)})
     _dump(run.dir.node_result(0), {"node": 0, "host": "localhost", "exit_code": 130, "stopped_at": 40, "saved": "a.pt"})
     (run.dir.checkpoints / "step_00000020.pt").write_bytes(b"no checkpoint")
     (path / "mark").write_text(f"GPUTRAIN_RUN={path}")

@@ -200,6 +200,34 @@ def has_children(assignment: RankAssignment) -> None:
     raise ZeroDivisionError
 
 
+def makes_orphans(assignment: RankAssignment) -> None:
+    """Start processes whose parents end before them, more than the cgroup in TEST_CGROUP allows at a time."""
+    if group := os.environ.get("TEST_CGROUP"):
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    count = 300
+    failed = sum(os.system("true &") != 0 for _ in range(count))
+    _mark(assignment, f"{failed} of {count} failed")
+    assert assignment.run_dir is not None
+    while not Path(assignment.run_dir, "go").exists():
+        time.sleep(0.005)
+    assignment.finished()
+
+
+def leaves_children_that_fork(assignment: RankAssignment) -> None:
+    """Fail, and leave children that fork and exit in a loop: each process lives for a moment only."""
+    for name in (b"forks-1", b"forks-2"):
+        if os.fork() == 0:
+            ctypes.CDLL(None).prctl(15, name)  # PR_SET_NAME, which forked children keep
+            while True:
+                if os.fork():
+                    os._exit(0)
+    _mark(assignment)
+    _await_marks(assignment)
+    if assignment.rank == 1:
+        raise ZeroDivisionError("one over nothing")
+    _hang_without_gil()
+
+
 def records_its_context(assignment: RankAssignment) -> None:
     """Record the modules, threads and environment that a rank has inherited."""
     import tempfile

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, get_worker_info
 
 from trainer.data.dataset import SizedDataset
+from trainer.distributed import get_rank
 
 
 class NormTask(TinyTask):
@@ -122,3 +123,30 @@ __all__ = [
     "TwoValueTask",
     "WrongTask",
 ]
+
+
+class StatedOptions(TinyOptions, kw_only=True):
+    names: tuple[str, ...] = ("a", "b")
+    """The names that stand for what a task has learnt from its data."""
+    restores: bool = False
+    odd: str = ""
+    """A state that is refused: ``a set``, ``a list``, or one that differs ``by rank``."""
+
+
+class StatedTask(TinyTask):
+    """Task with a state, which it can restore or not."""
+
+    Options = StatedOptions
+    options: StatedOptions
+
+    def __init__(self, options: StatedOptions) -> None:
+        super().__init__(options)
+        self.names = list(options.names)
+
+    def state_dict(self) -> Any:
+        names: Any = {"a set": set(self.names), "by rank": get_rank()}.get(self.options.odd, self.names)
+        return [names] if self.options.odd == "a list" else {"names": names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.options.restores:
+            self.names = list(state["names"])

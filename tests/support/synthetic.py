@@ -124,8 +124,8 @@ def step_of(rank: int, step: int, noise: random.Random, *, late_ms: float = 0.0,
     return Step(
         time=BEGIN + 4 + step * 0.1, rank=rank, step=step, epoch=1 + step // 200, steps=1, samples=16, loss=loss,
         lr=0.002, grad_norm=0.9 + noise.gauss(0, 0.05), local_grad_norm=1.1 + noise.gauss(0, 0.08), step_ms=total,
-        data_ms=data, h2d_ms=0.2, forward_ms=forward, backward_ms=backward, optimizer_ms=1.9, sync_ms=exposed + 9,
-        sync_exposed_ms=exposed, sync_bytes=4_200_000, sync_buckets=3,
+        data_ms=data, h2d_ms=0.2, forward_ms=forward, backward_ms=backward, optimizer_ms=1.9, other_ms=0.0,
+        sync_ms=exposed + 9, sync_exposed_ms=exposed, sync_bytes=4_200_000, sync_buckets=3,
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _ranks(
                       message="waiting for data takes 52 % of a step (21.4 of 41.0 ms)"),
               Finding(time=BEGIN + 4 + steps * 0.08, kind="straggler", rank=straggler, host=hosts[node], device="cpu",
                       step=int(steps * 0.8), severity="warning", cause="data",
-                      message=f"rank {straggler} is 20.1 ms late in each step (29 % of a step), "
+                      message=f"rank {straggler} takes 20.1 ms longer than the others in each step (29 % of a step), "
                               "because of its data loading",
-                      evidence={"late_ms": 20.1, "step_ms": 64.6, "late_share": 0.29, "data_ms": 21.6,
+                      evidence={"excess_ms": 20.1, "step_ms": 64.6, "excess_share": 0.29, "data_ms": 21.6,
                                 "usual_data_ms": 1.6}, advice=ADVICE["data"]))  # fmt: skip

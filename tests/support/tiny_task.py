@@ -149,3 +149,9 @@ class JumpingCounts(TinyTask):
         total, count, sums = super().loss(model, batch)
         factor = 1e6 if model.training and self.calls % 4 >= 2 else 1.0
         return total * factor, count * factor, sums
+
+
+class UncheckedTinyTask(TinyTask):
+    """Task whose loss is not checked before the training."""
+
+    check_loss = False

@@ -353,10 +353,10 @@ def held_writer(
     go, begun = threading.Event(), threading.Event()
     write = writing.write_file
 
-    def slow(path: Path, state: Any, *, sequence: int) -> int:
+    def slow(path: Path, state: Any, **options: Any) -> int:
         begun.set()
         assert go.wait(30)
-        return write(path, state, sequence=sequence)
+        return write(path, state, **options)
 
     monkeypatch.setattr(writing, "write_file", slow)
     writer = log.writer(folder, keep_last=9)

@@ -45,7 +45,7 @@ def make_run(home: Path, *, own: str, elsewhere: str, recorded: str, name: str =
         ("", "step_2.pt best.pt", "step_1.pt* step_2.pt", None, "kept/best.pt"),
         ("", "step_2.pt best.pt", "step_1.pt* step_2.pt", "step_2.pt", "kept/step_2.pt"),
         # Another training left its best one in the folder, or still has its files there.
-        ("", "step_2.pt best.pt", "step_1.pt step_2.pt", None, "kept"),
+        ("", "step_2.pt best.pt", "step_1.pt step_2.pt", None, "kept/step_2.pt"),
         ("", "step_2.pt best.pt step_9.pt", "step_1.pt* step_2.pt", None, "kept/step_2.pt"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from test_diagnosis import SimulatedRun, balanced, summaries
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
-from trainer.contract.record import Finding, NodeSample, RankSample
+from trainer.contract.record import Finding, NodeSample, RankSample, RankState
 
 
 def sampled(
@@ -19,6 +19,7 @@ def sampled(
     cores: int | None = 1,
     busy_threads: float | None = 1.0,
     other_cpu_percent: float | None = None,
+    children: int | None = None,
     node: int = 0,
 ) -> list[Finding]:
     """Let as many seconds pass, each with a sample of a host whose ranks are all alike."""
@@ -26,9 +27,12 @@ def sampled(
     for _ in range(seconds):
         run.now += 1.0
         samples = [
-            RankSample(rank=node * 2 + n, cpu_percent=cpu_percent, wait_percent=wait_percent, busy_threads=busy_threads)
+            RankSample(
+                rank=node * 2 + n, cpu_percent=cpu_percent, wait_percent=wait_percent, busy_threads=busy_threads,
+                children=children,
+            )
             for n in range(ranks)
-        ]
+        ]  # fmt: skip
         run.state.apply(
             NodeSample(
                 time=run.now, node=node, host=f"node{node}", cores=cores, ranks=samples,
@@ -64,10 +68,30 @@ def test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_t
     assert found[0].host == "node0"
     assert f"wait {sample['wait_percent']:.0f} % of the time for a free core" in found[0].message
     assert found[0].severity == ("critical" if sample["wait_percent"] >= 50.0 else "warning")
-    assert found[0].evidence["threads_to_set"] == threads
+    assert found[0].evidence.get("threads_to_set") == threads
     assert found[0].advice == advice
     assert sampled(run, 60, **sample) == [], "it stands for as long as it lasts"  # type: ignore[arg-type]
     assert summaries(sampled(run, 10, wait_percent=2.0)) == [("cpu_contention", "cleared", None, "core_wait")]
+
+
+@pytest.mark.parametrize(
+    ("sample", "severity", "advice"),
+    [
+        ({"busy_threads": 1.6}, "info", "nothing in the run's settings takes more cores than this host has"),
+        ({"other_cpu_percent": 150.0, "children": 0}, "warning", "stop other jobs on this host"),
+        ({"other_cpu_percent": 150.0, "children": 2}, "warning",
+         "use fewer loader workers (num_workers) and stop other jobs on this host"),
+    ],
+    ids=["threads", "no loader workers", "loader workers"],
+)  # fmt: skip
+def test_no_advice_is_given_that_is_followed_already(sample: dict[str, float], severity: str, advice: str) -> None:
+    run = SimulatedRun(2)
+    for rank in (0, 1):
+        run.state.apply(RankState(time=run.now, rank=rank, state="training", threads=1))
+    run.steps(10)
+    (found,) = sampled(run, 12, **{"ranks": 2, "cores": 2, "wait_percent": 40.0, **sample})  # type: ignore[arg-type]
+    assert (found.kind, found.severity, found.advice) == ("cpu_contention", severity, advice)
+    assert "threads_to_set" not in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -185,11 +209,11 @@ def test_stragglers_of_one_node_are_shown_as_one_and_recorded_one_by_one() -> No
     ((shown, stands),) = newest_findings(run.state)
     assert stands
     assert (shown.rank, shown.host, shown.evidence["ranks"]) == (5, "node2", 2)
-    assert shown.message.startswith("2 ranks of node2 are 33.")
+    assert shown.message.startswith("2 ranks of node2 take 33.")
     assert shown.message.endswith("of a step), because of their data loading")
     over = run.steps(40)
     assert [finding.message for finding in roll_up(over, run.state.ranks)] == [
-        "2 ranks of node2 are late in each step, because of their data loading"
+        "2 ranks of node2 take longer than the others in each step, because of their data loading"
     ]
     assert [stands for _, stands in newest_findings(run.state)] == [False]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,10 @@ from tiny_task import TinyOptions, TinyTask
 from torch import Tensor, nn
 
 from trainer.contract.errors import TrainingError
+from trainer.contract.record import Validation
+from trainer.contract.record.json_lines import encode_event
 from trainer.data.batches import EvalBatches
-from trainer.engine.evaluation import evaluate
+from trainer.engine.evaluation import Evaluation, evaluate
 
 
 class UncountedTask(TinyTask):
@@ -22,18 +25,34 @@ class UncountedTask(TinyTask):
         return loss, 0, metrics
 
 
-def test_a_split_without_an_item_is_a_failure_with_a_message() -> None:
-    task = UncountedTask(TinyOptions(valid_samples=3))
+class TensorMetricTask(TinyTask):
+    def metrics(self, totals: Mapping[str, float], count: float) -> Any:
+        return {"accuracy": torch.tensor(totals["accuracy"]) / count}
+
+
+def evaluation_of(kind: type[TinyTask]) -> Evaluation | None:
+    task = kind(TinyOptions(valid_samples=3))
     batches = EvalBatches(
         task.datasets()["valid"], collate=task.collate, batch_sizes=(2,), rank=0, split="valid", num_workers=0
     )
+    return evaluate(
+        task,
+        task.model(),
+        batches,
+        device=torch.device("cpu"),
+        autocast=nullcontext(),
+        stop_requested=lambda: False,
+        before_wait=lambda: None,
+    )
+
+
+def test_a_split_without_an_item_is_a_failure_with_a_message() -> None:
     with pytest.raises(TrainingError, match="returned a count of 0"):
-        evaluate(
-            task,
-            task.model(),
-            batches,
-            device=torch.device("cpu"),
-            autocast=nullcontext(),
-            stop_requested=lambda: False,
-            before_wait=lambda: None,
-        )
+        evaluation_of(UncountedTask)
+
+
+def test_a_metric_that_the_task_gives_as_a_tensor_is_a_number_in_the_record() -> None:
+    found = evaluation_of(TensorMetricTask)
+    assert found is not None
+    event = Validation(time=0.0, step=1, epoch=1, split="valid", loss=found.loss, metrics=found.metrics)
+    assert json.loads(encode_event(event))["metrics"] == {"accuracy": found.metrics["accuracy"]}

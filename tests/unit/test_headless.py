@@ -10,12 +10,13 @@ from row_texts import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
 from gputrain_tui.headless.number_text import number, ranks_text
-from gputrain_tui.headless.progress import ProgressView, event_line, plain_line, progress_line
+from gputrain_tui.headless.progress import LOG_CELLS, ProgressView, event_line, plain_line, progress_line, wrapped
 from gputrain_tui.headless.styled_text import clip, length, paint
 from gputrain_tui.state import RunState
 from trainer.contract.record import (
     Checkpoint,
     Checksum,
+    Doing,
     Failure,
     Finding,
     Joining,
@@ -64,6 +65,7 @@ def trained(world_size: int = 2, *, limit: bool = True, tokens: int | None = Non
                     forward_ms=10.0,
                     backward_ms=15.0 + 10 * (rank == 1),
                     optimizer_ms=2.0,
+                    other_ms=10.0,
                     sync_exposed_ms=12.0 - 10 * (rank == 1),
                 )
             )
@@ -120,6 +122,16 @@ def test_the_progress_line_names_the_ranks_that_are_waited_for() -> None:
     assert plain_line(state, now=1004.0) == "joined 1 of 3, waiting for ranks 1, 2  4 s"
 
 
+def test_a_cause_is_shown_as_soon_as_it_is_known_until_the_next_attempt() -> None:
+    state = started(1)
+    state.apply(RankState(time=1001.0, rank=0, state="spawned", host="node-a", device="cpu"))
+    state.apply(Failure(time=1002.0, kind="exception", rank=0, message="ValueError: bad batch"))
+    text = "rank 0 failed: ValueError: bad batch  ending all processes"
+    assert paint(progress_line(state, 80, now=1003.0), colour=False) == plain_line(state, now=1003.0) == text
+    state.apply(RankState(time=1004.0, rank=0, state="spawned", host="node-a", device="cpu"))
+    assert plain_line(state, now=1005.0) == "starting 1 rank  5 s"
+
+
 def test_a_plain_line_has_every_measure() -> None:
     assert plain_line(trained(), now=1007.0) == (
         "epoch 2/4  step 120/400 (30%)  loss 3.1050  1,280 samples/s  slowest r1 +10.0 ms  sync 14.0%  eta 14 s"
@@ -128,13 +140,13 @@ def test_a_plain_line_has_every_measure() -> None:
 
 TABLES = {
     80: """\
-rank  host    device  steps    loss  samples/s  data  compute   sync  optimizer
-   0  node-a  cpu       120  3.1000      640.0  2.0%    50.0%  24.0%       4.0%
-   1  node-a  cpu       120  3.1100      640.0  2.0%    70.0%   4.0%       4.0%""",
+rank  host    steps    loss  samples/s  data  compute   sync  optimizer  other
+   0  node-a    120  3.1000      640.0  2.0%    50.0%  24.0%       4.0%  20.0%
+   1  node-a    120  3.1100      640.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
     120: """\
-rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer
-   0  node-a  cpu       120  3.1000      640.0     50.0  2.0%    50.0%  24.0%       4.0%
-   1  node-a  cpu       120  3.1100      640.0     50.0  2.0%    70.0%   4.0%       4.0%""",
+rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer  other
+   0  node-a  cpu       120  3.1000      640.0     50.0  2.0%    50.0%  24.0%       4.0%  20.0%
+   1  node-a  cpu       120  3.1100      640.0     50.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
 }
 
 
@@ -145,7 +157,7 @@ def test_the_closing_table_has_a_row_per_rank(width: int) -> None:
 
 def test_a_narrow_closing_table_keeps_the_numbers() -> None:
     table = plain(closing_table(trained(), 60)).splitlines()
-    assert table[0].split() == ["rank", "steps", "loss", "samples/s", "data", "compute", "sync"]
+    assert table[0].split() == ["rank", "steps", "loss", "samples/s", "data", "compute", "sync", "other"]
     assert max(map(len, table)) <= 60
 
 
@@ -173,6 +185,34 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -
         "  │ ␛[2Jself",
     ]
     assert paint(status_line(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+
+
+def test_figures_of_an_incomplete_record_are_called_those_of_the_recorded_part() -> None:
+    state = trained()
+    message = "the end of the record is missing: No space left on device"
+    state.apply(RunEnded(time=state.time, status="finished", exit_code=0, message=message))
+    line = paint(status_line(state), colour=False)
+    assert line.endswith(f"; {message}; recorded: 120 steps, 7,680 samples")
+    assert message in plain(finding_lines(state))
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["with the reason", "without a reason"])
+def test_a_script_without_measured_steps_is_not_said_to_have_done_none(seen: bool) -> None:
+    state = started()
+    message = "no optimizer's step was seen, so nothing of this training is measured"
+    if seen:
+        finding = Finding(time=2.0, kind="not_measured", severity="info", rank=0, cause="no_steps", message=message)
+        state.apply(finding)
+    state.apply(RunEnded(time=4.0, status="finished", exit_code=0))
+    assert paint(status_line(state), colour=False).endswith(f"; {message if seen else 'no step was measured'}")
+
+
+def test_before_the_first_step_a_compilation_has_its_name() -> None:
+    state = started()
+    for rank in (0, 1):
+        state.apply(RankState(time=1.0, rank=rank, state="training"))
+    state.apply(Doing(time=2.0, rank=1, step=1, part="compile", parts_done=0, waited_ms=2e3))
+    assert "2 ranks, compiling" in plain_line(state, now=40.0)
 
 
 def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agree() -> None:
@@ -308,7 +348,7 @@ def test_colour_is_left_out_where_it_is_not_wanted() -> None:
 
 def view(state: RunState, clock: ManualClock, *, live: bool) -> tuple[ProgressView, io.StringIO]:
     stream = io.StringIO()
-    return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock), stream
+    return ProgressView(state, stream, live=live, colour=False, width=lambda: 80, now=clock, clock=clock), stream
 
 
 def test_a_terminal_is_drawn_at_most_ten_times_a_second_and_only_when_something_changed() -> None:
@@ -356,8 +396,9 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     clock = [1000.0]
     stream = io.StringIO()
     view = ProgressView(
-        RunState(world_size=2), stream, live=False, colour=False, width=lambda: 80, now=lambda: clock[0]
-    )
+        RunState(world_size=2), stream, live=False, colour=False, width=lambda: 80, now=lambda: clock[0],
+        clock=lambda: clock[0],
+    )  # fmt: skip
     view.introduce([("run one", "")])
     clock[0] += 14.0  # torch loads on a slow machine; a rank may still refuse
     view.update([])
@@ -365,3 +406,18 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     clock[0] += 2.0
     view.update([])
     assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]
+
+
+def test_a_line_in_a_log_is_wrapped_and_a_terminals_is_not() -> None:
+    clock = ManualClock(1007.0)
+    finding = Finding(
+        time=1007.0, kind="cpu_contention", message="the rank waits " * 9, advice="set threads = 1; " * 12
+    )
+    for live in (False, True):
+        screen, stream = view(trained(), clock, live=live)
+        screen.update([finding])
+        lines = stream.getvalue().partition("\r")[0].splitlines()
+        assert (max(map(len, lines)) > LOG_CELLS) == live
+        assert " ".join(" ".join(lines).split()).count("set threads = 1") == 12
+    plain = plain_line(trained(), now=1007.0)
+    assert wrapped(plain) == [plain]

@@ -126,6 +126,34 @@ def test_the_threads_of_a_rank_that_waits_for_a_core_are_counted(tmp_path: Path)
     assert sample.cores == usable_cores()
 
 
+def test_the_children_of_an_idle_rank_are_sampled_and_those_of_a_busy_one_are_not(tmp_path: Path) -> None:
+    """A rank that waits for its child, which computes in a child of its own; one tick is a hundredth of a second."""
+    proc = tmp_path / "proc"
+
+    def write(pid: int, parent: int, ticks: int) -> None:
+        (proc / str(pid)).mkdir(parents=True, exist_ok=True)
+        fields = ["S", str(parent), *["0"] * 9, str(ticks), "0", *["0"] * 40]
+        (proc / str(pid) / "stat").write_text(f"{pid} (py) {' '.join(fields)}")
+        (proc / str(pid) / "statm").write_text("900 25 3")
+
+    sampler = NodeSampler(
+        0, "here", {0: 77, 1: 90}, writer=EventWriter(tmp_path / "events"), proc=proc, record=tmp_path
+    )
+    counted = []
+    for second in range(4):
+        write(77, 1, 0)
+        write(78, 77, 0)
+        write(79, 78, 100 * second)
+        write(90, 1, 100 * second)
+        write(91, 90, 100 * second)
+        sample = sampler.poll(1000.0 + second)
+        assert sample is not None
+        counted.append([rank.children_percent for rank in sample.ranks])
+    assert counted == [[None, None], [None, None], [100.0, None], [100.0, None]]
+    assert sample.record_free_bytes is not None
+    assert sample.record_free_bytes > 0
+
+
 def test_the_memory_of_a_container_is_its_limit_less_unreclaimable_memory(tmp_path: Path) -> None:
     assert read_container_memory(tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")

@@ -88,39 +88,6 @@ def test_total_num_update_wins_over_max_updates() -> None:
     assert built.lr_at(5) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"lr_scheduler": "polynomial_decay"},
-            "--lr-scheduler polynomial_decay needs --total-num-update or --max-updates, the step at which it ends",
-        ),
-        (
-            {"lr": (0.1, 0.01), "lr_scheduler": "inverse_sqrt"},
-            "--lr has 2 values, one per epoch, but --lr-scheduler inverse_sqrt computes all from one: give one, "
-            "or --lr-scheduler fixed",
-        ),
-        (
-            {"lr_scheduler": "cosine"},
-            "--lr-scheduler cosine needs --total-num-update or --max-updates, the step at which it ends",
-        ),
-        (
-            {"lr_scheduler": "cosine", "max_updates": 100, "warmup_updates": 100},
-            "--warmup-updates is 100, but --lr-scheduler cosine ends at --max-updates 100; the warm-up must be shorter",
-        ),
-        (
-            {"lr_scheduler": "step"},
-            "--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays",
-        ),
-        ({"optimizer": "sgd", "nesterov": True}, "--nesterov needs a --momentum above 0"),
-    ],
-)
-def test_a_setting_that_is_missing_is_named_in_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError) as refusal:
-        schedule(**options)
-    assert str(refusal.value) == message
-
-
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(RequestError, match="no parameters to train"):
         build_optimizer(Training(), [])

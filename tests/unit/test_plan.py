@@ -377,7 +377,7 @@ def test_gpus_and_cpus_together_use_gloo_on_every_node() -> None:
         (
             ["cpu_ranks = 4"],
             {"train": "batch_size = [8, 8, 8]"},
-            "r.toml:7: train.batch_size has 3 values, but the run has 4 ranks: give one value, or one per rank",
+            "r.toml:7: train.batch_size has 3 values, but there are 4 ranks; give one, or one per rank",
         ),
     ],
 )

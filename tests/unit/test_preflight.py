@@ -29,6 +29,7 @@ from gputrain_tui.preflight import (
 )
 from gputrain_tui.preflight.facts import MissingInput
 from gputrain_tui.recipe.model import Recipe
+from trainer.checkpoint import write_file
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory
 from trainer.host.resource_limits import ResourceLimits
@@ -134,9 +135,9 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
         (
             PreflightFacts(save_dir=Folder(path="/keep", checkpoints=3)),
             SAVING,
-            "warning",
+            "error",
             "train.save_dir",
-            "3 checkpoints of",
+            "/keep holds 3 checkpoints of another run, which this run does not continue",
         ),
         (
             PreflightFacts(limits=ResourceLimits(processes=None, files=None, memory_bytes=8 * GIB)),
@@ -371,7 +372,7 @@ def test_an_init_file_must_be_new_and_its_folder_there(folder: Path) -> None:
 def test_folders_that_do_not_exist_yet_are_judged_by_their_parents(folder: Path) -> None:
     (folder / "file").touch()
     (folder / "kept").mkdir()
-    (folder / "kept" / "step_00000002.pt").touch()
+    write_file(folder / "kept" / "step_00000002.pt", {"updates": 2}, run="other")
     found = {
         name: facts_of(recipe(train=f'{TRAIN}\nsave_dir = "{name}"')).save_dir for name in ("new/deep", "file", "kept")
     }

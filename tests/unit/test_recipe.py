@@ -418,6 +418,7 @@ def test_pytexts_own_configuration_becomes_a_docnn_recipe() -> None:
         "train_path": "base_dir/train_tiny.tsv",
         "eval_path": "base_dir/test_tiny.tsv",
         "test_path": "base_dir/test_tiny.tsv",
+        "format": "no_header",
         "text_column": "0",
         "label_column": "1",
     }
@@ -497,6 +498,7 @@ def test_pytexts_columns_are_found_by_number_or_by_name(
 ) -> None:
     options = recipe_of(tsv_source(**source)).task_options
     assert (options.get("text_column"), options.get("label_column")) == columns
+    assert options.get("format") == ("no_header" if "field_names" in source else None)
 
 
 REPORT = '[train]\nscript = "a.py"\n[report]\n'
@@ -539,6 +541,8 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
     assert "task.text_column is 1.5, but must be text or an integer" in refusal(recipe + "text_column = 1.5\n")
     both = refusal(recipe + 'text_column = 1\nformat = "glue"\n')
     assert "text_column is '1', but format is glue, which fixes both columns" in both
+    unnamed = refusal(recipe + 'text_column = "phrase"\nformat = "no_header"\n')
+    assert "text_column is 'phrase', but format is no_header, so that no line names the columns: give the" in unnamed
 
 
 @pytest.mark.parametrize(
@@ -568,7 +572,10 @@ def test_a_column_may_be_given_by_number_as_well_as_by_name() -> None:
         ),
         (pytext(use_cuda_if_available="yes"), "config.use_cuda_if_available is 'yes', but must be true or false"),
         (pytext(load_snapshot_path="m.pt"), "config.load_snapshot_path is not understood"),
-        (pytext(cluster={"nodes": [{"gpus": 1}]}), "config.distributed_world_size and cluster.nodes both set where"),
+        (
+            pytext(cluster={"nodes": [{"gpus": 1}]}, use_cuda_if_available=False),
+            "config.use_cuda_if_available is false, but cluster.nodes[0] has gpus: use cpu_ranks for CPUs",
+        ),
         (json.dumps({**PYTEXT, "name": "x"}), "name is outside of config"),
         ('{"config": 3}', "r.toml:1: config is 3, but must be a table"),
     ],

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import make_run
 
+from gputrain_tui.commands.runs import report
 from gputrain_tui.history.run_columns import run_filter, sorted_runs
-from gputrain_tui.history.summary import SUMMARY_KEYS, UNREADABLE
+from gputrain_tui.history.summary import SUMMARY_KEYS, UNREADABLE, summarize
 from trainer.contract.errors import RequestError
 
 
@@ -88,3 +91,11 @@ def test_a_loss_that_is_no_number_comes_last() -> None:
 def test_a_column_that_is_not_there_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match="no column 'startd' to sort by; did you mean 'started'"):
         sorted_runs(RUNS, "startd")
+
+
+def test_a_long_cause_is_cut_where_no_terminal_limits_the_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path, status="failed", message="ValueError: " + "a batch of another shape, " * 12)
+    assert len(run.status.message or "") > 300
+    line = report([summarize(run, now=run.status.started)]).splitlines()[1]
+    assert len(line) <= 200
+    assert line.endswith("…")

@@ -6,15 +6,18 @@ import errno
 import json
 import os
 import select
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gputrain_tui.headless import safe_stream
-from gputrain_tui.headless.foreground import JsonStream
+from gputrain_tui.headless.foreground import JsonStream, conclude
 from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
 from gputrain_tui.history.runs import Run, create
+from gputrain_tui.state import RunState
+from trainer.contract.record import Step
 
 
 @pytest.fixture
@@ -42,6 +45,30 @@ def test_output_longer_than_a_pipe_arrives_in_order(pipe: tuple[int, int]) -> No
             read += os.read(reader, 1 << 16)
         assert bytes(read) == text
         out.settle(hurried=lambda: False)
+
+
+def test_the_closing_table_waits_until_the_progress_line_is_erased(pipe: tuple[int, int], run: Run) -> None:
+    """Both are written by threads of their own, and to the same terminal."""
+    table_reader, table_writer = os.pipe()
+    state = RunState(world_size=1)
+    state.apply(Step(time=1.0, rank=0, step=1, epoch=1, steps=1, samples=8, loss=1.0))
+    with os.fdopen(os.dup(pipe[1]), "w") as err_file, os.fdopen(table_writer, "w") as out_file:
+        out, err = SafeStream(out_file), SafeStream(err_file)
+        err.write_bytes(b"x" * (1 << 20))  # more than a pipe holds: the erased line is not written yet
+        end = threading.Thread(
+            target=conclude,
+            args=(run, 0, state),
+            kwargs={"narrate": True, "environ": {}, "out": out, "err": err, "hurried": lambda: False},
+        )
+        end.start()
+        early = select.select([table_reader], [], [], 0.5)[0]
+        read = b""
+        while b"record " not in read[-400:]:
+            read += os.read(pipe[0], 1 << 16)
+        end.join()
+        assert not early
+        assert os.read(table_reader, 1 << 16).startswith(b"rank")
+    os.close(table_reader)
 
 
 def test_unread_narration_is_dropped_and_not_kept(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

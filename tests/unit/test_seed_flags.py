@@ -6,7 +6,7 @@ import pytest
 
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
-from trainer.contract.options import Distributed, Training, require_consistent
+from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import describe, read_flags
 from trainer.contract.seed_flags import NO_EFFECT, REFUSED, settle
 
@@ -74,10 +74,3 @@ def test_a_flag_without_an_equal_option_is_refused_with_its_replacement(words: s
     with pytest.raises(RequestError) as refusal:
         settle(words.split())
     assert str(refusal.value).startswith(line)
-
-
-@pytest.mark.parametrize("name", ["reset_optimizer", "reset_dataloader", "reset_meters", "finetune_partial"])
-def test_an_option_that_belongs_to_another_is_refused_alone(name: str) -> None:
-    with pytest.raises(RequestError, match=rf"^--{name.replace('_', '-')} needs --"):
-        require_consistent(Training(**{name: True}))  # type: ignore[arg-type]
-    require_consistent(Training(**{name: True}, resume="a", finetune_from="b"))  # type: ignore[arg-type]

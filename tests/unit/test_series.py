@@ -254,7 +254,7 @@ def test_lateness_is_the_longest_wait_less_the_ranks_own() -> None:
     series = Series(3)
     for rank, wait in enumerate((30.0, 5.0, 28.0)):
         series.apply(step(rank, 1, sync_exposed_ms=wait))
-    assert [series.rank_value("late_ms", rank) for rank in range(3)] == [0, 25, 2]
+    assert [series.rank_line("late_ms", rank, 1) for rank in range(3)] == [[0], [25], [2]]
 
 
 def test_smoothing_keeps_a_constant_and_its_gaps() -> None:

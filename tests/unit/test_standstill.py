@@ -8,7 +8,7 @@ from gputrain_tui.headless.progress import plain_line, progress_line
 from gputrain_tui.headless.styled_text import paint
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
-from trainer.contract.record import RankState, RunEnded, Step, TrainingPlan
+from trainer.contract.record import Doing, NodeSample, RankState, RunEnded, Step, TrainingPlan
 
 
 def trained(step_s: float, *, steps: int = 20, state: str = "training") -> RunState:
@@ -68,6 +68,18 @@ def test_a_standstill_names_the_activity_in_place_of_a_step(state: str, text: st
     still = watched(trained(0.1, state=state), 5.0)
     assert still is not None
     assert still.text == text
+
+
+def test_a_standstill_names_the_compiler_and_a_record_that_has_stopped_in_place_of_a_step() -> None:
+    state = trained(0.1)
+    state.apply(Doing(time=3.0, rank=0, step=21, part="compile", parts_done=1, waited_ms=5e3))
+    still = watched(state, 61.0)
+    assert still is not None
+    assert still.text == "compiling for 1:01"
+    state.apply(NodeSample(time=3.0, node=0, host="here", record_free_bytes=0))
+    still = watched(state, 61.0)
+    assert still is not None
+    assert still.text == "nothing recorded for 1:01"
 
 
 def test_a_run_that_has_ended_or_has_no_step_yet_does_not_stand_still() -> None:

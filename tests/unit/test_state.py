@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gputrain_tui.state import OPEN_STEPS, WINDOW, RunState
+from gputrain_tui.state import WINDOW, RunState
 from gputrain_tui.state.desync import OPEN_CHECKS
 from gputrain_tui.state.figures import run_figures
 from gputrain_tui.state.synchronisation import wire_ms
@@ -16,6 +16,7 @@ from trainer.contract.record import (
     Finding,
     GpuSample,
     Joining,
+    Lost,
     NodeSample,
     RankSample,
     RankState,
@@ -165,23 +166,37 @@ def test_merged_steps_are_compared_by_the_means_of_their_windows() -> None:
     assert state.lateness() == {0: 0.0, 1: pytest.approx(7.0)}
 
 
-def test_lateness_of_single_steps_is_forgotten_once_steps_are_merged() -> None:
+def test_lateness_of_older_steps_is_forgotten() -> None:
     single = [step(r, n, sync_exposed_ms=40.0 * (r == 0)) for n in range(1, 6) for r in (0, 1)]
     merged = [step(r, n, steps=50, sync_exposed_ms=4.0 * (r == 1)) for n in range(50, 50 * 60, 50) for r in (0, 1)]
     assert fold(*single, *merged).slowest() == (0, pytest.approx(4.0))
 
 
+def test_the_slowest_rank_is_the_straggler_that_was_found_though_those_that_wait_for_its_buffers_are_as_late() -> None:
+    waits = {0: 1.0, 1: 1.2, 2: 9.0}
+    state = fold(*(step(r, n, sync_exposed_ms=waits[r]) for n in range(1, 6) for r in range(3)), world_size=3)
+    assert state.slowest() == (0, pytest.approx(8.0))
+    evidence = {"followers": 1.0, "forward_wait_ms": 30.0}
+    state.apply(Finding(time=2.0, kind="straggler", rank=1, evidence=evidence))
+    assert state.slowest() == (1, pytest.approx(30.0))
+    assert state.lateness()[1] == pytest.approx(7.8), "a table's figure stays as it is defined"
+    state.apply(Finding(time=3.0, kind="straggler", rank=1, state="cleared"))
+    assert state.slowest() == (0, pytest.approx(8.0))
+
+
+def test_lost_events_are_a_finding_of_the_run_until_its_end() -> None:
+    state = fold(step(0, 1))
+    assert state.record_gap == ""
+    state.apply(Lost(time=2.0, rank=0, events=7, message="No space left on device"))
+    assert state.record_gap == "7 events were not recorded: No space left on device"
+    assert ("record_incomplete", None) in state.findings
+    message = "the disk of the run directory is full: the end of the record is missing"
+    state.apply(RunEnded(time=3.0, status="finished", exit_code=0, message=message))
+    assert state.record_gap == message
+
+
 def test_one_rank_alone_is_never_the_slowest() -> None:
     assert fold(step(sync_exposed_ms=1.0), world_size=1).slowest() is None
-
-
-def test_steps_that_a_dead_rank_never_reports_are_forgotten() -> None:
-    steps = OPEN_STEPS + 10
-    state = fold(*(step(0, n, sync_exposed_ms=1.0) for n in range(1, steps + 1)))
-    state.apply(step(1, 1, sync_exposed_ms=9.0))
-    assert state.ranks[0].late_ms is None
-    state.apply(step(1, steps, sync_exposed_ms=9.0))
-    assert state.ranks[0].late_ms == pytest.approx(8.0)
 
 
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:

@@ -243,6 +243,7 @@ def test_a_step_runs_from_the_end_of_the_last_and_micro_steps_add_up(tmp_path: P
     for event in _events(tmp_path):
         parts = (event.data_ms, event.h2d_ms, event.forward_ms, event.backward_ms, event.optimizer_ms, event.step_ms)
         assert parts == pytest.approx((2, 4, 8, 16, 16, 51))
+        assert event.other_ms == pytest.approx(5)
         assert (event.loss, event.grad_norm, event.samples, event.tokens, event.lr) == (0.5, 2.0, 4, 40, 0.1)
         assert event.gc_ms == 0.0
         assert event.sync_ms is event.sync_exposed_ms is event.sync_bytes is event.local_grad_norm is None

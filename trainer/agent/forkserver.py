@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import tempfile
 import time
@@ -26,6 +27,10 @@ FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment in which importing torch starts no thread and does not initialise CUDA: neither survives a fork."""
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 """Environment variable with the pid of the server's node agent; ``trainer.agent.preload_first`` reads it."""
+
+TRACKER_EXIT_S = 1.0
+"""Time-out of the resource tracker's end: it outlives this process's end of its pipe as long as another process, which
+no kill has reached, holds that too."""
 
 _environment: dict[str, str] | None = None
 """Environment of this process at the start of the server, which inherited it."""
@@ -118,7 +123,8 @@ def environment_changes() -> dict[str, str | None]:
 
 def stop() -> None:
     """End the server and its resource tracker; call it after all processes forked from the server have ended."""
-    # The standard library ends both at the exit of this process, too late for its report that no process is left.
+    # The standard library ends both at the exit of this process, too late for its report that no process is left, and
+    # waits without limit for the tracker.
     global _environment
     _environment = None
     server: Any = forkserver._forkserver
@@ -131,7 +137,24 @@ def stop() -> None:
         _close_socket()
     tracker: Any = resource_tracker._resource_tracker
     if tracker._pid is not None:
-        tracker._stop()
+        os.close(tracker._fd)
+        _end(tracker._pid, TRACKER_EXIT_S)
+        tracker._fd = tracker._pid = None
+
+
+def _end(pid: int, timeout_s: float) -> None:
+    """Wait for a child that is about to end, and kill it after a time-out."""
+    descriptor = os.pidfd_open(pid)
+    if not select.select([descriptor], [], [], timeout_s)[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(descriptor)
+    os.waitpid(pid, 0)
+
+
+def own_pids() -> set[int]:
+    """Return the pids of the server and the resource tracker, children of this process whose ends it follows."""
+    server: Any = forkserver._forkserver
+    return {pid for pid in (server._forkserver_pid, tracker_pid()) if pid is not None}
 
 
 def tracker_pid() -> int | None:

@@ -19,6 +19,7 @@ from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
+from trainer.agent.scratch import delete_scratch, scratch_folder
 from trainer.contract.errors import ExitCode, narration_line
 from trainer.contract.outcome import (
     SAVE_TIMEOUT_S,
@@ -33,6 +34,7 @@ from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
+from trainer.host.proc_environ import RUN
 from trainer.host.stop_request import LEASE, StopRequest
 
 FLUSH_S = 0.15
@@ -44,7 +46,11 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
     process_guard.adopt_orphans()
-    with StopRequest(lease=environ.get(LEASE) == "stdin", main_thread_is_free=False) as stop_request:
+    node_dir = run_dir if assignment.local_world_size == 1 else None
+    with (
+        StopRequest(lease=environ.get(LEASE) == "stdin", main_thread_is_free=False) as stop_request,
+        scratch_folder(node_dir, assignment.node),
+    ):
         agent = _InProcessAgent(assignment, run_dir, stop_request)
         threading.Thread(target=agent.follow_stop_request, name="stop-request", daemon=True).start()
         if run_dir is not None:
@@ -64,7 +70,7 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
         code = agent.exit_code(code)
     # torch's DataLoader raises in its handler when one of its workers is killed, as by the next line.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    kill_descendants()
+    kill_descendants(run=environ.get(RUN))
     return code
 
 
@@ -108,7 +114,14 @@ class _InProcessAgent:
         local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
         writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
         log_of = self._run_dir.rank_log
-        sampler = NodeSampler(assignment.node, assignment.host, local_ranks.pids, writer=writer, log_of=log_of)
+        sampler = NodeSampler(
+            assignment.node,
+            assignment.host,
+            local_ranks.pids,
+            writer=writer,
+            log_of=log_of,
+            record=self._run_dir.events,
+        )
         gpus_known = False
         while not self._over.wait(SAMPLE_S):
             local_ranks.read()
@@ -170,7 +183,9 @@ class _InProcessAgent:
         if self._reported is None:
             self._write_outcome(ExitCode.STOPPED)
         time.sleep(FLUSH_S)
-        kill_descendants(timeout_s=1.0)
+        kill_descendants(run=os.environ.get(RUN), timeout_s=1.0)
+        if self._run_dir is not None and self._assignment.local_world_size == 1:
+            delete_scratch(self._run_dir, self._assignment.node)
         os._exit(ExitCode.STOPPED)
 
     def _write_outcome(

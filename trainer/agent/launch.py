@@ -24,7 +24,7 @@ from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
 from trainer.environments import slurm
 from trainer.environments.decision import Decision, apply_counts
-from trainer.host.gpu_claims import GpuTakenError, claim_gpus
+from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
 from trainer.host.ports import free_port
 from trainer.host.proc_environ import RUN
 from trainer.host.visible_devices import Device, label
@@ -77,7 +77,7 @@ def launch(
     ):
         run_dir = _run_dir(options)
         if script is None:
-            words = _with_resume(words, run_dir, environ)
+            words = _with_resume(words, run_dir, run_id, environ)
         assignments = assign(
             decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
@@ -173,18 +173,18 @@ def _run_dir(options: Distributed) -> Path | None:
     return path
 
 
-def _with_resume(words: Sequence[str], run_dir: Path | None, environ: Mapping[str, str]) -> Sequence[str]:
+def _with_resume(words: Sequence[str], run_dir: Path | None, run_id: str, environ: Mapping[str, str]) -> Sequence[str]:
     """Return the flags, with ``--resume`` added in a job that Slurm has requeued after it wrote a checkpoint.
 
     Every node finds the same checkpoint: nodes share the run directory, and the ranks compare their flags.
     """
     if run_dir is None or not slurm.is_requeued(environ):
         return words
-    checkpoint = checkpoint_to_resume(RunDir(run_dir))
+    checkpoint = checkpoint_to_resume(RunDir(run_dir), {run_id})
     if checkpoint is None:
         return words
     narrate(f"Slurm has requeued this job; resuming from {checkpoint}", program="trainer")
-    return [*words, "--resume", str(checkpoint)]
+    return [*words, "--resume", str(checkpoint), "--checkpoint-run", run_id]
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
     """Claim the GPUs of this node's ranks in the body.
 
     Raises:
-        MachineNotReadyError: another run has claimed one of them.
+        MachineNotReadyError: another run has claimed one of them, or they cannot be claimed.
     """
     known = [uuid for uuid in uuids if uuid]
     with contextlib.ExitStack() as held:
@@ -219,6 +219,8 @@ def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Map
             raise MachineNotReadyError(
                 f"{error}; choose another GPU, or allow sharing it with --share-devices"
             ) from None
+        except GpuClaimError as error:
+            raise MachineNotReadyError(f"{error}; accept that with --share-devices") from None
         yield
 
 

@@ -6,11 +6,11 @@ before its teardown decides about success, not its exit code (pytorch issue 1904
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from typing import Literal
@@ -28,7 +28,9 @@ from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
+from trainer.host.proc_environ import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
+from trainer.host.unmarked_processes import UnmarkedProcesses
 
 UNKNOWN_EXIT = 255
 """Exit code that ``multiprocessing`` assigns to a process whose fork server has ended."""
@@ -61,15 +63,20 @@ def run_node(
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
     process_guard.adopt_orphans()
-    with StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request, scratch_folder(node_dir, first.node):
-        agent = _NodeAgent(writer, stop_request)
+    with (
+        StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request,
+        _woken_by_children(),
+        scratch_folder(node_dir, first.node) as folder,
+    ):
+        unmarked = UnmarkedProcesses(folder) if folder is not None and environ.get(RUN) else None
+        agent = _NodeAgent(writer, stop_request, unmarked)
         try:
             agent.start(assignments, start_method, target, preloaded)
             agent.watch()
         except StopRequested:
             agent.abandon()
         finally:
-            survivors = _kill_leftovers()
+            survivors = _kill_leftovers(environ.get(RUN))
             agent.close()
     outcome = agent.outcome(first)
     outcome.left = sorted(survivors)
@@ -82,13 +89,20 @@ def run_node(
     return outcome
 
 
-def _kill_leftovers() -> set[int]:
+@contextlib.contextmanager
+def _woken_by_children() -> Iterator[None]:
+    """Make the stop request's descriptor readable at the end of each child."""
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _kill_leftovers(run: str | None) -> set[int]:
     """Kill the fork server and all processes of ended ranks, such as data loading ones; return the survivors' pids."""
     tracker = forkserver.tracker_pid()
-    survivors = kill_descendants(keep=() if tracker is None else (tracker,))
-    if survivors and tracker is not None:
-        # The tracker ends by itself only after all processes that hold its pipe, so after the survivors.
-        os.kill(tracker, signal.SIGKILL)
+    survivors = kill_descendants(run=run, keep=() if tracker is None else (tracker,), unreaped=forkserver.own_pids())
     forkserver.stop()
     reap()
     return survivors
@@ -97,8 +111,11 @@ def _kill_leftovers() -> set[int]:
 class _NodeAgent:
     """Agent of the ranks of this node, from the start of the first to the end of the last."""
 
-    def __init__(self, writer: EventWriter, stop_request: StopRequest) -> None:
+    def __init__(self, writer: EventWriter, stop_request: StopRequest, unmarked: UnmarkedProcesses | None) -> None:
         self._writer = writer
+        self._unmarked = unmarked
+        self._unmarked_at = 0.0
+        """Time of the next update of the list of unmarked processes, on the monotonic clock."""
         self._stop_request = stop_request
         self._ranks: list[WorkerProcess] = []
         self._attribution = FailureAttribution(writer)
@@ -146,6 +163,7 @@ class _NodeAgent:
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
             log_of=RunDir(first.run_dir).rank_log,
+            record=RunDir(first.run_dir).events,
         )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
@@ -172,6 +190,9 @@ class _NodeAgent:
                 if self._local_ranks is not None:
                     self._pids.update(self._local_ranks.read())
                 self._sampler.poll(time.time())
+            if self._unmarked is not None and time.monotonic() >= self._unmarked_at:
+                self._unmarked_at = time.monotonic() + SAMPLE_S
+                self._unmarked.update()
             sources: list[object] = [self._stop_request]
             for rank in running:
                 sources.append(rank.process.sentinel)
@@ -179,6 +200,8 @@ class _NodeAgent:
                     sources.append(rank.reports)
             wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
             self._stop_request.drain()
+            # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
+            reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
 
     def _wait_s(self, running: list[WorkerProcess]) -> float | None:
         due_s = self._shutdown.due_in_s(running)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,15 @@ from trainer.contract.record.regular_file import size_of
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
 from trainer.host.memory import read_usable_memory
 from trainer.host.proc_files import PROC
-from trainer.host.processes import CLOCK_TICKS_HZ, ProcessUsage, busy_ns, read_usage, sleeps_in
+from trainer.host.processes import (
+    CLOCK_TICKS_HZ,
+    ProcessUsage,
+    busy_ns,
+    child_count,
+    descendants_of_each,
+    read_usage,
+    sleeps_in,
+)
 
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
@@ -37,6 +45,15 @@ def rank_sample(
     if before.wait_ns is not None and after.wait_ns is not None:
         sample.wait_percent = min(100.0, _percent((after.wait_ns - before.wait_ns) / 1e9, seconds))
     return sample
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the space that this user may still use on a folder's disk; None if that cannot be read."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return None
+    return disk.f_bavail * disk.f_frsize
 
 
 def _percent(part: float, whole: float) -> float:
@@ -121,6 +138,7 @@ class NodeSampler:
         gpus: the GPUs of this node's ranks; None for CPU ranks.
         writer: writer of the events; if it is not enabled, nothing is sampled.
         log_of: returns the log of a rank, whose size is sampled; None samples no logs.
+        record: folder of the record, the free space of whose disk is sampled; None samples none.
         proc: mount point of procfs.
     """
 
@@ -133,6 +151,7 @@ class NodeSampler:
         writer: EventWriter,
         gpus: Gpus | None = None,
         log_of: Callable[[int], Path] | None = None,
+        record: Path | None = None,
         proc: Path = PROC,
     ) -> None:
         self._node = node
@@ -142,12 +161,15 @@ class NodeSampler:
         self._proc = proc
         self._gpus = gpus
         self._log_of = log_of
+        self._record = record
         self._last: float | None = None
         self._usable_cores = usable_cores()
         self._cores: CoreTimes | None = None
         self._processes: dict[int, ProcessUsage] = {}
         self._busy_ns: dict[int, dict[str, int]] = {}
         """Rank to ``busy_ns`` of its process, for ranks whose threads were in the last sample."""
+        self._children: dict[int, dict[int, int]] = {}
+        """Rank to the clock ticks of its descendants by pid, for ranks that were nearly idle in the last sample."""
 
     def poll(self, now: float) -> NodeSample | None:
         """Take a sample when one is due, write it and return it.
@@ -186,6 +208,7 @@ class NodeSampler:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
             if (of_rank.wait_percent or 0.0) >= WAITS_PERCENT:
                 threads[rank] = busy_ns(pid, proc=self._proc)
+                of_rank.children = child_count(pid, proc=self._proc)
                 if rank in self._busy_ns:
                     previous = self._busy_ns[rank]
                     busy = sum(total - previous.get(thread, 0) for thread, total in threads[rank].items())
@@ -194,6 +217,7 @@ class NodeSampler:
                 of_rank.log_bytes = size_of(self._log_of(rank))
             sample.ranks.append(of_rank)
             processes[rank] = process
+        self._sample_children(sample.ranks, seconds)
         self._processes, self._busy_ns = processes, threads
         if before is not None and after is not None and seconds > 0 and self._usable_cores == os.cpu_count():
             others = after.busy - after.stolen - before.busy + before.stolen
@@ -203,8 +227,26 @@ class NodeSampler:
             )
         if self._gpus is not None:
             sample.gpus = self._gpus.sample()
+        if self._record is not None:
+            sample.record_free_bytes = free_bytes(self._record)
         self._writer.write(sample)
         return sample
+
+    def _sample_children(self, ranks: Sequence[RankSample], seconds: float) -> None:
+        """Sample the processes that nearly idle ranks have started, such as those of ``mp.spawn``: they may train."""
+        idle = {
+            self._pids[sample.rank]: sample
+            for sample in ranks
+            if sample.cpu_percent is not None and sample.cpu_percent < ASLEEP_PERCENT and sample.rank in self._pids
+        }
+        of_pid = descendants_of_each(idle, proc=self._proc) if idle else {}
+        children = {idle[pid].rank: ticks for pid, ticks in of_pid.items()}
+        for sample in idle.values():
+            before = self._children.get(sample.rank)
+            if before is not None and seconds > 0:
+                used = sum(max(0, ticks - before.get(pid, 0)) for pid, ticks in children[sample.rank].items())
+                sample.children_percent = _percent(used / CLOCK_TICKS_HZ, seconds)
+        self._children = children
 
     def watch_gpus(self, gpus: Gpus | None) -> None:
         """Replace the sampled GPUs; under a launcher they are known only after all ranks have started."""

@@ -1,4 +1,4 @@
-"""Temporary files of a run, kept in its run directory and deleted at its end."""
+"""TMPDIR of a node's processes: a folder of the run, deleted at its end."""
 
 from __future__ import annotations
 
@@ -6,56 +6,69 @@ import contextlib
 import getpass
 import multiprocessing
 import os
-import shutil
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainer.agent.forkserver import environment
+from trainer.contract.errors import MachineNotReadyError
 from trainer.contract.record import RunDir
+from trainer.host.temporary_folder import SHORT, delete_temporary_folders, make_temporary_folder, system_folder
 
 LONGEST_SOCKET_FOLDER = 71
-"""Maximum bytes of a folder's path: sockets in its subfolders have 36 more, and the kernel's limit is 108.
-
-The supervisor limits the folder above that of the node to 60, so its folders are never too long.
-"""
+"""Maximum bytes of the path of a folder for sockets of ``multiprocessing``: they have 36 more, of at most 107."""
 
 
 @contextlib.contextmanager
-def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[None]:
-    """Set TMPDIR of this process and its children to a folder of the run directory, and delete that afterwards.
+def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[Path | None]:
+    """Set TMPDIR of this process and its children to a folder of the run, and delete that afterwards.
 
     Killed ranks cannot delete their own temporary files. Without a run directory nothing is changed.
+
+    Raises:
+        MachineNotReadyError: there is no folder for temporary files.
     """
     if run_dir is None:
-        yield
+        yield None
         return
-    # Nodes may share the run directory and do not end at the same time.
-    folder = run_dir.tmp / str(node)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    system = tempfile.gettempdir()
-    # The compile cache stays outside, since it speeds up the next run.
-    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(Path(system) / f"torchinductor_{_user()}")
-    short = len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER
-    sockets = str(folder) if short else tempfile.mkdtemp(prefix="gputrain-")
+    try:
+        system = system_folder()
+        folder = make_temporary_folder(run_dir.path, node, system)
+        short = len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER
+        sockets = folder if short else make_temporary_folder(run_dir.path, node, SHORT)
+    except OSError as error:
+        raise MachineNotReadyError(
+            f"temporary files cannot be written ({error.filename or error}: {error.strerror}); "
+            "set TMPDIR to a folder of this machine that can be written"
+        ) from None
+    # The compile cache stays where it is without a run, since it speeds up the next one.
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(system / f"torchinductor_{_user()}")
     # multiprocessing, here and in ranks, puts its sockets there, and makes no folder that a kill would leave behind.
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     with environment({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": cache}):
-        settings["tempdir"] = sockets
+        settings["tempdir"] = str(sockets)
+        tempfile.tempdir = None  # tempfile has cached the system's folder
         try:
-            yield
+            yield folder
         finally:
             del settings["tempdir"]
-            for path in {str(folder), sockets}:
-                shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                run_dir.tmp.rmdir()
+            tempfile.tempdir = None
+            delete_scratch(run_dir, node)
+
+
+def delete_scratch(run_dir: RunDir, node: int) -> None:
+    """Delete the temporary folders of a node of a run."""
+    for within in {system_folder(), SHORT}:
+        delete_temporary_folders(run_dir.path, [node], within)
 
 
 def _user() -> str:
+    """Return the user's name as torch has it in the name of its cache."""
     try:
-        return getpass.getuser()
+        name = getpass.getuser()
     except (KeyError, OSError):
         # A container's user may have no entry in the password file.
-        return str(os.getuid())
+        name = f"uid_{os.getuid()}"
+    return re.sub(r'[\\/:*?"<>|]', "_", name)

@@ -39,13 +39,14 @@ MODULE = "-m"
 
 
 def run_script(
-    assignment: RankAssignment, *, at_end: Callable[[], None] = lambda: None, hidden: str | None = None
+    assignment: RankAssignment, *, at_end: Callable[[bool], str] = lambda _: "", hidden: str | None = None
 ) -> int:
     """Run the script, report its end, and return the exit code for ``os._exit``.
 
     Args:
         assignment: the rank.
-        at_end: called when the script's code has ended, before its end is recorded.
+        at_end: called when the script's code has ended, before its end is recorded, with whether it failed; returns
+            why the end of the rank's record is not on disk, empty where it is.
         hidden: folder whose frames are removed from the script's tracebacks.
     """
     pid = os.getpid()
@@ -57,16 +58,17 @@ def run_script(
     if os.getpid() != pid:
         return code  # a process that the script has forked: its end is not the rank's
     own_package.restore()
-    at_end()
+    not_recorded = at_end(failure is not None)
     if failure is not None:
-        _write(assignment, _state(assignment, "failed", failure.message), failure)
-        assignment.failed(failure)
+        not_recorded = _write(assignment, _state(assignment, "failed", failure.message), failure) or not_recorded
+        assignment.failed(failure, not_recorded=not_recorded)
         return code
     if assignment.stop_requested():
-        assignment.stopped(None, None)  # it exited on the stop request: its training may be incomplete
+        # It exited on the stop request: its training may be incomplete.
+        assignment.stopped(None, None, not_recorded=not_recorded)
         return ExitCode.STOPPED
-    _write(assignment, _state(assignment, "finished"))
-    assignment.finished()
+    not_recorded = _write(assignment, _state(assignment, "finished")) or not_recorded
+    assignment.finished(not_recorded=not_recorded)
     return ExitCode.FINISHED
 
 
@@ -210,18 +212,24 @@ def _state(assignment: RankAssignment, state: RankStateName, message: str | None
         host=assignment.host,
         device=assignment.device,
         pid=os.getpid(),
+        threads=int(threads) if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else None,
         message=message,
     )
 
 
-def _write(assignment: RankAssignment, *events: Event) -> None:
-    """Write events, and end the writer's thread, so that the script's process has no thread of ours."""
+def _write(assignment: RankAssignment, *events: Event) -> str:
+    """Write events, and end the writer's thread, so that the script's process has no thread of ours.
+
+    Returns:
+        Why they are not on disk; empty if they are.
+    """
     if assignment.run_dir is None:
-        return
+        return ""
     writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
     for event in events:
         writer.write(event)
     writer.close()
+    return writer.write_error
 
 
 def _log(assignment: RankAssignment) -> Path | None:

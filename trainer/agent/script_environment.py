@@ -16,6 +16,8 @@ RANK_PID = "GPUTRAIN_RANK_PID"
 """Environment variable with the pid of the rank whose states and end ``trainer.agent.script`` records."""
 NO_RUN_ID = "none"
 """Run id of torchrun for a run without one."""
+GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
+"""Environment variable of torchrun with the number of nodes; a plan with several nodes sets it."""
 TORCHRUN_STORE_VARIABLES = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
@@ -71,6 +73,7 @@ def launcher_environment(
         "LOCAL_RANK": str(assignment.local_rank),
         "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
         "GROUP_RANK": str(assignment.node),
+        GROUP_WORLD_SIZE: _node_count(assignment, environ),
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
@@ -105,3 +108,14 @@ def _torchrun_store_settings(init_method: str | None, environ: Mapping[str, str]
     if init_method is None or scheme_of(init_method) != "env":
         return {}
     return {name: environ[name] for name in TORCHRUN_STORE_VARIABLES if name in environ}
+
+
+def _node_count(assignment: RankAssignment, environ: Mapping[str, str]) -> str | None:
+    """Return the number of nodes; None if nodes with unequal numbers of ranks were typed by hand without it."""
+    local, world = assignment.local_world_size, assignment.world_size
+    if local == world:
+        return "1"
+    if given := environ.get(GROUP_WORLD_SIZE) or environ.get("SLURM_STEP_NUM_NODES"):
+        return given
+    even = world % local == 0 and assignment.rank // local == assignment.node
+    return str(world // local) if even else None

@@ -1,7 +1,7 @@
 """Format of a checkpoint file: written atomically, and verified by a checksum.
 
 The file is the zip archive of ``torch.save``, which ``torch.load(path, weights_only=True)`` reads, followed by a
-trailer with a checksum. A file gets its name only when all of it is on disk.
+trailer with a checksum and the run that the file belongs to. A file gets its name only when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import contextlib
 import hashlib
 import os
 import shutil
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from trainer.contract.checkpoint_trailer import DIGEST_BYTES, head_of, owner_of, read_trailer, trailer_of
 from trainer.contract.errors import CheckpointError
 
 BEST = "best.pt"
@@ -24,11 +24,6 @@ BEST = "best.pt"
 EPOCH = "epoch_{}.pt"
 """Name of the checkpoint at the end of an epoch, if those are kept: a second name of its step's file."""
 
-MAGIC = b"gputrain ckpt 1\n"
-_TRAILER = struct.Struct("<16sQQ32s")
-"""Magic, size of the payload in bytes, sequence number in the folder, BLAKE2b of everything before the hash."""
-MAX_SEQUENCE = 2**64 - 1
-"""Highest sequence number that a file can have."""
 _CHUNK = 1 << 22
 """Bytes read at once."""
 _TEMPORARY = ".{name}.tmp"
@@ -43,7 +38,7 @@ class _HashingFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self.hash = hashlib.blake2b(digest_size=32)
+        self.hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.size = 0
         self.error: OSError | None = None
 
@@ -66,13 +61,14 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}.pt"
 
 
-def write_file(path: Path, state: Mapping[str, Any], *, sequence: int = 0) -> int:
+def write_file(path: Path, state: Mapping[str, Any], *, sequence: int = 0, run: str = "") -> int:
     """Write a checkpoint under a temporary name, sync it and rename it; return its size in bytes.
 
     Args:
         path: final name of the file.
         state: state that ``load`` will return.
         sequence: sequence number, higher than those of all checkpoints saved in the folder before.
+        run: id of the run that the file belongs to; empty if there is none.
 
     Raises:
         OSError: the file could not be written; nothing of it remains, and an existing file at ``path`` is unchanged.
@@ -84,9 +80,9 @@ def write_file(path: Path, state: Mapping[str, Any], *, sequence: int = 0) -> in
             torch.save(dict(state), hashing)  # type: ignore[arg-type]  # it needs write() and flush() only
             if hashing.error is not None:
                 raise hashing.error
-            head = MAGIC, hashing.size, sequence
-            hashing.hash.update(_TRAILER.pack(*head, b"")[:-32])
-            file.write(_TRAILER.pack(*head, hashing.hash.digest()))
+            head = head_of(payload=hashing.size, sequence=sequence, run=run)
+            hashing.hash.update(head)
+            file.write(head + hashing.hash.digest())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -95,7 +91,7 @@ def write_file(path: Path, state: Mapping[str, Any], *, sequence: int = 0) -> in
             temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
-    return hashing.size + _TRAILER.size
+    return hashing.size + len(head) + DIGEST_BYTES
 
 
 def link(path: Path, name: Path) -> None:
@@ -113,6 +109,51 @@ def link(path: Path, name: Path) -> None:
     # rename(2) does nothing if both names are links to one file.
     temporary.unlink(missing_ok=True)
     _sync_folder(name.parent)
+
+
+def copy_for(run: str, path: Path, name: Path) -> None:
+    """Write a copy of a checkpoint that belongs to another run, atomically.
+
+    Raises:
+        CheckpointError: the file is torn or altered.
+        OSError: it cannot be read, or the copy not written; nothing of the copy remains.
+    """
+    temporary = name.with_name(_TEMPORARY.format(name=name.name))
+    try:
+        with path.open("rb") as source, temporary.open("wb") as target:
+            check(path, source)
+            trailer = read_trailer(path, source)
+            found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+            for chunk in _chunks(source, trailer.payload):
+                found.update(chunk)
+                target.write(chunk)
+            head = head_of(payload=trailer.payload, sequence=trailer.sequence, run=run)
+            found.update(head)
+            target.write(head + found.digest())
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(name)
+    except (OSError, CheckpointError):
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(name.parent)
+
+
+def set_aside(path: Path, *, run: str) -> Path:
+    """Rename a file whose name this run is about to use, if it belongs to another run: its work is kept.
+
+    Args:
+        path: the name.
+        run: id of this run.
+
+    Returns:
+        The name of the file now.
+    """
+    if not path.is_file() or (owner := owner_of(path)) == run:
+        return path
+    mark = hashlib.blake2b(owner.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+    return path.rename(path.with_name(f"{path.name.partition('.')[0]}.of-{mark}.pt"))
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -135,24 +176,17 @@ def _sync_folder(folder: Path) -> None:
 def sequence_of(path: Path) -> int:
     """Return a checkpoint's sequence number in its folder; a later save has a higher one.
 
-    It is a counter and no time, because the clock may be set back between two saves. Files of earlier versions have
-    the time of writing in Unix nanoseconds, from which the counter continues.
-
     Raises:
         CheckpointError: the file is torn or not a checkpoint of this package.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        return _trailer(path, file)[2]
+        return read_trailer(path, file).sequence
 
 
 def has_trailer(path: Path) -> bool:
     """Return whether a file ends with the trailer of a checkpoint; the checksum is not verified."""
-    try:
-        sequence_of(path)
-    except (CheckpointError, OSError):
-        return False
-    return True
+    return trailer_of(path) is not None
 
 
 def check(path: Path, file: BinaryIO) -> None:
@@ -161,29 +195,18 @@ def check(path: Path, file: BinaryIO) -> None:
     Raises:
         CheckpointError: the file is torn, altered or not a checkpoint of this package.
     """
-    magic, payload, sequence, digest = _trailer(path, file)
-    found = hashlib.blake2b(digest_size=32)
-    file.seek(0)
-    left = payload
-    while left and (chunk := file.read(min(_CHUNK, left))):
+    trailer = read_trailer(path, file)
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for chunk in _chunks(file, trailer.payload):
         found.update(chunk)
-        left -= len(chunk)
-    found.update(_TRAILER.pack(magic, payload, sequence, b"")[:-32])
-    if found.digest() != digest:
+    found.update(trailer.head)
+    if found.digest() != trailer.digest:
         raise CheckpointError(f"{path}: is damaged: its checksum does not match")
 
 
-def _trailer(path: Path, file: BinaryIO) -> tuple[bytes, int, int, bytes]:
-    size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        raise CheckpointError(f"{path}: is empty")
-    file.seek(max(size - _TRAILER.size, 0))
-    tail = file.read(_TRAILER.size)
-    if len(tail) == _TRAILER.size and tail.startswith(MAGIC):
-        magic, payload, sequence, digest = _TRAILER.unpack(tail)
-        if payload + _TRAILER.size == size:
-            return magic, payload, sequence, digest
+def _chunks(file: BinaryIO, count: int) -> Iterator[bytes]:
+    """Yield the first bytes of a file."""
     file.seek(0)
-    if file.read(4) != b"PK\x03\x04":
-        raise CheckpointError(f"{path}: is not a checkpoint")
-    raise CheckpointError(f"{path}: is incomplete, or was written by another program: its checksum is missing")
+    while count and (chunk := file.read(min(_CHUNK, count))):
+        yield chunk
+        count -= len(chunk)

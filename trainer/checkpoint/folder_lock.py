@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pwd
 import socket
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.errors import RequestError
+from trainer.contract.record.regular_file import open_regular
 
 LOCK = ".lock"
 """Name of the locked file. It is never deleted: two processes could then lock two inodes of that name."""
@@ -19,6 +21,8 @@ RELEASE_S = 5.0
 """Time-out for a process of the same run to release the lock: a restarted run may overlap with its previous process."""
 POLL_S = 0.05
 """Time between two attempts to take the lock."""
+HOLDER_START = b'{"run":'
+"""First bytes of a holder's line in the lock file."""
 _WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 """Errors of file systems without locks, such as NFS without its lock service."""
 
@@ -47,15 +51,16 @@ class FolderLock:
         run_id: id of this run; empty if there is none.
 
     Raises:
-        RequestError: another training holds the lock; one line that names it.
-        OSError: the lock file cannot be opened.
+        RequestError: another training holds the lock, or something else is in its place; one line that names it.
+        OSError: the lock file cannot be made.
     """
 
     def __init__(self, folder: Path, *, run_id: str = "") -> None:
         self.why_not = ""
         """Reason why the folder is not locked, on a file system without locks; empty if it is."""
-        self._fd: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd: int | None = _open_lock(folder / LOCK)
         try:
+            _require_lock(self._fd, folder / LOCK)
             self._take(self._fd, folder, run_id)
         except BaseException:  # also Ctrl-C while it waits
             self._close()
@@ -98,6 +103,41 @@ class FolderLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _open_lock(path: Path) -> int:
+    """Open or make a lock file, never through a link."""
+    try:
+        return open_regular(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if not os.path.lexists(path):
+            raise
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise _foreign(path, f"belongs to {_owner(path)} and cannot be written") from None
+        raise _foreign(path, "is a link, a folder or a device, and no lock of a training") from None
+
+
+def _require_lock(fd: int, path: Path) -> None:
+    """Refuse a file that no training has made: its content would be lost.
+
+    Raises:
+        RequestError: it is another file.
+    """
+    content = os.pread(fd, 4096, 0).strip(b"\0")  # zeros after a power failure
+    if os.fstat(fd).st_nlink > 1 or (content and not content.startswith(HOLDER_START)):
+        raise _foreign(path, "is another file, and no lock of a training")
+
+
+def _foreign(path: Path, what: str) -> RequestError:
+    return RequestError(f"{path} {what}: delete it, or choose another folder")
+
+
+def _owner(path: Path) -> str:
+    uid = path.lstat().st_uid
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def _holder(fd: int) -> Holder | None:

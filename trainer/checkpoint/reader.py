@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.checkpoint import file as files
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import CheckpointError, RequestError
+from trainer.contract.record.checkpoints import checkpoints_in
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -73,39 +75,56 @@ def _reason(error: Exception) -> str:
     return "".join(char for char in line.strip() if char.isprintable())
 
 
-def good_ones(folder: Path | str, *, on_skipped: Callable[[str], None]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def good_ones(
+    folder: Path | str, *, run: str = "", on_skipped: Callable[[str], None]
+) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the intact checkpoints of a folder with their states, newest first.
 
     Args:
         folder: folder of a ``CheckpointWriter``; may be missing.
+        run: only those of this run, and of no known one; empty for all.
         on_skipped: called with one line about each file that cannot be used.
     """
     for path in in_order(Path(folder), on_skipped):
+        if run and owner_of(path) not in ("", run):
+            continue
         try:
-            yield path, load(path)
+            state = load(path)
         except CheckpointError as error:
             on_skipped(f"skipped: {error}")
+            continue
+        if not run or run_of(path, state) in ("", run):
+            yield path, state
 
 
-def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], list[str]]:
+def run_of(path: Path, state: Mapping[str, Any]) -> str:
+    """Return the run that a loaded checkpoint belongs to; empty if it names none, as one of an earlier version may."""
+    return owner_of(path) or str(state.get("run") or "")
+
+
+def open_checkpoint(path: Path, *, asked: str, run: str = "") -> tuple[Path, dict[str, Any], list[str]]:
     """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
 
     Args:
         path: the file or the folder.
         asked: flag with which the user named it, for the message.
+        run: only a checkpoint of this run; empty for any.
 
     Raises:
-        RequestError: the folder has no intact checkpoint.
+        RequestError: the folder has no intact checkpoint, or the file is of another run.
         CheckpointError: the file cannot be loaded.
     """
     if not path.is_dir():
-        return path, load(path), []
+        state = load(path)
+        if run and (found_run := run_of(path, state)) not in ("", run):
+            raise RequestError(f"{asked} {path}: it is a checkpoint of {found_run}, not of {run}")
+        return path, state, []
     passed_over: list[str] = []
-    found = next(good_ones(path, on_skipped=passed_over.append), None)
+    found = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
     if found is not None:
         return *found, passed_over
     if not passed_over:
-        raise RequestError(f"{asked} {path}: the folder holds no checkpoint")
+        raise RequestError(f"{asked} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}")
     newest, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""
     raise RequestError(f"{asked} {path}: the folder holds no intact checkpoint: {newest}{more}")
@@ -114,7 +133,7 @@ def open_checkpoint(path: Path, *, asked: str) -> tuple[Path, dict[str, Any], li
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     """Return the folder's checkpoints, newest first; of the names of one file ``step_*`` comes first."""
     found = []
-    for path in (path for name in ("step_*.pt", files.EPOCH.format("*"), files.BEST) for path in folder.glob(name)):
+    for path in (folder / name for name in checkpoints_in(folder)):
         try:
             if not path.is_file():  # opening a pipe without a writer would block
                 on_skipped(f"skipped: {path}: is not a file")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], *, metadata: Ma
         OSError: the file could not be written; nothing of it remains, and an existing file at ``path`` is unchanged.
         RequestError: the format does not support the dtype of a tensor.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         _serialize(temporary, weights, metadata)
         with temporary.open("rb+") as file:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from trainer.checkpoint.file import has_trailer
@@ -56,14 +58,41 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     return weights
 
 
+def exported_task_state(path: Path) -> dict[str, Any]:
+    """Return the entries ``task`` and ``task_state`` in the metadata of exported weights, as far as they are there.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    with _safetensors(path) as file:
+        metadata = file.metadata() or {}
+    entries: dict[str, Any] = {"task": metadata.get("task")}
+    try:
+        entries["task_state"] = msgspec.json.decode(metadata.get("task_state", "null"))
+    except msgspec.DecodeError:
+        raise CheckpointError(f"{path}: its metadata task_state is not JSON") from None
+    return entries
+
+
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
+    with _safetensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+@contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise CheckpointError(f"{path}: needs the package safetensors, which is not installed here") from None
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            yield file
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:

@@ -14,17 +14,20 @@ from typing import Any
 from trainer.checkpoint.file import (
     BEST,
     EPOCH,
-    MAX_SEQUENCE,
     clear_unfinished,
+    copy_for,
     link,
     sequence_of,
+    set_aside,
     step_name,
     write_file,
 )
 from trainer.checkpoint.folder_lock import FolderLock
 from trainer.checkpoint.reader import in_order
 from trainer.checkpoint.state import HostTensors, copy_to_cpu
-from trainer.contract.errors import CheckpointError, printable
+from trainer.contract.checkpoint_trailer import MAX_SEQUENCE, owner_of
+from trainer.contract.errors import CheckpointError, RequestError, printable
+from trainer.contract.record.checkpoints import foreign_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ class CheckpointWriter:
     If saves come faster than the disk writes them, the next save supersedes one whose writing has not begun, so that at
     most three copies of the state are in memory. A save that fails is reported and the training continues; unless a
     newer one supersedes it, it is tried again when the writer is closed.
+
+    The files belong to the run: only its own are deleted, and a file of another run whose name it needs is renamed.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class CheckpointWriter:
         keep_last: int,
         keep_last_epochs: int = 0,
         run_id: str = "",
+        continues: bool = False,
         on_saved: Callable[[Saved], None] | None = None,
         on_failed: Callable[[int, str], None] | None = None,
         host_tensors: Callable[[], HostTensors] = HostTensors,
@@ -113,7 +119,8 @@ class CheckpointWriter:
             folder: folder of the files ``step_<step>.pt`` and ``best.pt``.
             keep_last: number of newest files to keep, besides the best one.
             keep_last_epochs: number of newest epoch ends to keep too, as ``epoch_<epoch>.pt``; -1 for all.
-            run_id: id of the run, written into the lock file; empty if there is none.
+            run_id: id of the run that the files belong to; empty if there is none.
+            continues: whether the run continues from a checkpoint of this folder, which may hold those of other runs.
             on_saved: called in the writing thread when a checkpoint is on disk.
             on_failed: called in the writing thread with the step and one line: why its checkpoint could not be written,
                 or that the folder had been deleted with the earlier ones; default: the line goes to stderr.
@@ -121,7 +128,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: the folder cannot be created or written to.
-            RequestError: another training holds the folder.
+            RequestError: another training holds the folder, or it holds checkpoints of another run.
         """
         assert keep_last >= 1
         self.folder = Path(folder)
@@ -142,6 +149,12 @@ class CheckpointWriter:
             ) from None
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{self.folder}: checkpoints cannot be written here (Permission denied)")
+        if not continues:
+            try:
+                self._require_own()
+            except BaseException:
+                self._lock.release()
+                raise
         if self._lock.why_not:
             _print(
                 f"{self.folder}: cannot be locked ({self._lock.why_not}); another training could write here unnoticed"
@@ -157,7 +170,8 @@ class CheckpointWriter:
     def inherit_best(self, path: Path, *, step: int) -> None:
         """Keep the best checkpoint of the resumed training, which is in another folder, as the best of this one.
 
-        It is linked here once a checkpoint of this folder is on disk: before, it would be the newest one here.
+        It is copied here once a checkpoint of this folder is on disk: before, it would be the newest one here. A copy,
+        because the file of the other run stays that run's.
 
         Args:
             path: file of the best checkpoint.
@@ -168,7 +182,9 @@ class CheckpointWriter:
             OSError: the file cannot be read.
         """
         if path.parent.resolve() == self.folder.resolve():
-            return
+            if owner_of(path) == self._run_id:
+                return
+            path = self.folder / path.name
         self._sequence = max(self._sequence, sequence_of(path))
         self._inherited = path, step
 
@@ -247,26 +263,51 @@ class CheckpointWriter:
         job.tensors.wait()
         self._require_folder(job.step)
         path = self.folder / step_name(job.step)
-        size = write_file(path, job.state, sequence=job.sequence)
-        inherited, self._inherited = self._inherited, None
+        self._free(path)
+        size = write_file(path, job.state, sequence=job.sequence, run=self._run_id)
+        if job.best or self._inherited is not None:
+            self._free(self.folder / BEST)
         if job.best:
             link(path, self.folder / BEST)
-        elif inherited is not None:
-            self._link_inherited(*inherited)
+        elif self._inherited is not None:
+            self._copy_inherited(*self._inherited)
+        self._inherited = None
         if job.epoch is not None:
+            self._free(self.folder / EPOCH.format(job.epoch))
             link(path, self.folder / EPOCH.format(job.epoch))
         self._prune(path)
         write_ms = (time.perf_counter() - began) * 1000
         if self._on_saved is not None:
             self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
 
-    def _link_inherited(self, path: Path, step: int) -> None:
+    def _require_own(self) -> None:
+        """Require that the folder holds no checkpoint of another run.
+
+        Raises:
+            RequestError: it does; the message names the run and the ways out.
+        """
+        other, names = foreign_run(self.folder, self._run_id) if self._run_id else ("", [])
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise RequestError(
+                f"{self.folder}: holds checkpoints of {f'run {other}' if other else 'another run'} ({names[0]}{more}), "
+                "which this run does not continue: name another folder with --save-dir (in a recipe train.save_dir), "
+                f"or continue that run with --resume {self.folder} (train.resume)"
+            )
+
+    def _free(self, path: Path) -> None:
+        """Free a name that this run needs: a file of another run gets another one."""
+        moved = set_aside(path, run=self._run_id)
+        if self._inherited is not None and self._inherited[0].absolute() == path.absolute():
+            self._inherited = moved, self._inherited[1]
+
+    def _copy_inherited(self, path: Path, step: int) -> None:
         began = time.perf_counter()
         best = self.folder / BEST
         try:
-            link(path, best)
+            copy_for(self._run_id, path, best)
             size = best.stat().st_size
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._on_failed(step, f"the earlier best checkpoint, {path}, was not copied to this folder: {_why(error)}")
             return
         if self._on_saved is not None:
@@ -287,8 +328,8 @@ class CheckpointWriter:
         self._on_failed(step, f"{self.folder} and its checkpoints were deleted; the folder was created again")
 
     def _prune(self, written: Path) -> None:
-        """Delete all checkpoints but the newest and the one just written; torn and foreign files stay."""
-        found = in_order(self.folder, lambda _: None)
+        """Delete this run's checkpoints but the newest and the one just written; torn and foreign files stay."""
+        found = [path for path in in_order(self.folder, lambda _: None) if owner_of(path) == self._run_id]
         epochs = [path for path in found if path.match(EPOCH.format("*"))] if self._keep_last_epochs > 0 else []
         for path in [path for path in found if path.match("step_*")][self._keep_last :]:
             if path != written:

@@ -12,8 +12,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from trainer.contract.errors import RequestError
-
 DEFAULT_BATCH_SIZE = 32
 """Samples per rank and micro-step if neither ``--batch-size`` nor ``--max-tokens`` is given."""
 
@@ -602,6 +600,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    checkpoint_run: Annotated[
+        str,
+        Meta(
+            description="resume, eval_only: take only checkpoints of the run with this id, where a folder holds those "
+            "of several; default: of any",
+            extra={"group": "Checkpoints", "per_rank": True},
+        ),
+    ] = ""
     reset_optimizer: Annotated[
         bool,
         Meta(
@@ -638,34 +644,3 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             extra={"group": "Checkpoints"},
         ),
     ] = False
-
-
-def require_stop_condition(options: Training) -> None:
-    """Require a limit that ends the training; an evaluation ends by itself.
-
-    Raises:
-        RequestError: no limit is set.
-    """
-    if options.eval_only:
-        return
-    if options.max_epochs or options.max_updates or options.stop_time or options.patience or options.min_lr >= 0:
-        return
-    raise RequestError("nothing would end this training: set max_epochs, max_updates, stop_time, patience or min_lr")
-
-
-RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
-"""Options that leave out a part of the checkpoint on resuming."""
-
-
-def require_consistent(options: Training) -> None:
-    """Require ``resume`` for the options of ``RESETS``, and ``finetune_from`` for ``finetune_partial``.
-
-    Raises:
-        RequestError: the required option is missing.
-    """
-    incomplete = [name for name in RESETS if getattr(options, name) and not options.resume]
-    if options.finetune_partial and not options.finetune_from:
-        incomplete.append("finetune_partial")
-    if incomplete:
-        needed = "--finetune-from FILE" if incomplete[0] == "finetune_partial" else "--resume PATH"
-        raise RequestError(f"--{incomplete[0].replace('_', '-')} needs {needed}")

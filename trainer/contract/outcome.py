@@ -27,6 +27,8 @@ BEST_NOT_TESTED = "best_not_tested"
 """Kind of the finding that the last weights were tested because ``best.pt`` is gone."""
 EVALUATED_CHECKPOINT = "evaluated_checkpoint"
 """Kind of the finding that names the checkpoint of an evaluation."""
+RECORD_END_MISSING = "the end of the record is missing"
+"""Part of a run's final message where events could not be written, as on a full disk."""
 STOP_STEPS = 3
 """Steps that ranks may take to answer a stop request: the one under way, the next, at whose end all ranks agree to
 stop, and one more because step times vary."""

@@ -7,7 +7,7 @@ Relative paths start at the working directory; ``~`` is the home folder. No name
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -39,13 +39,35 @@ COLUMN = "its name in the header, or its number from 0; default: by the usual na
 TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
 
-class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class BuiltInOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Options of a built-in task, with what is known of the task without torch."""
+
+    has_sizes: ClassVar[bool] = False
+    """Whether the task gives the tokens of each sample."""
+    has_checkpointed_modules: ClassVar[bool] = False
+    """Whether the task names modules whose activations may be computed again."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that the task makes of its data."""
+        return ("train",)
+
+
+class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of the text for ``lm`` and ``masked_lm``."""
+
+    has_sizes: ClassVar[bool] = True
+    has_checkpointed_modules: ClassVar[bool] = True
 
     data: Text
     valid_data: ValidText | None = None
     pattern: Pattern = TEXT_PATTERN
     valid_fraction: ValidFraction = 0.05
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return ``train``, and ``valid`` if text is given or held out for it."""
+        return ("train", "valid") if self.valid_data or self.valid_fraction else ("train",)
 
     def check_data(self) -> None:
         """Check that the text exists, without reading it.
@@ -77,7 +99,7 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(f"dim / heads is {self.dim // self.heads}, but must be even; change dim or heads")
 
 
-class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``docnn``, PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
     train_path: Annotated[
@@ -90,8 +112,12 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[str, option_meta("Data", "TSV file to test on at the end; default: none", per_rank=True)] | None
     ) = None
     format: Annotated[
-        Literal["auto", "text_label", "label_text", "glue"],
-        option_meta("Data", "columns of the TSV files: glue has a header with sentence and label; auto: detect"),
+        Literal["auto", "text_label", "label_text", "glue", "no_header"],
+        option_meta(
+            "Data",
+            "columns of the TSV files: glue has a header with sentence and label; no_header: line 1 is a row, and the "
+            "columns have numbers, 0 and 1 by default; auto: detect",
+        ),
     ] = "auto"
     text_column: Annotated[str, option_meta("Data", f"column of the sentences: {COLUMN}", or_kind="int")] | None = None
     label_column: Annotated[str, option_meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] | None = None
@@ -104,11 +130,25 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("text_column", "label_column"):
-            if self.format != "auto" and (column := getattr(self, name)) is not None:
+            column = getattr(self, name)
+            if column is None or self.format == "auto":
+                continue
+            if self.format == "no_header" and not column.isdecimal():
+                raise RequestError(
+                    f"{name} is {quoted(column)}, but format is no_header, so that no line names the columns: "
+                    "give the column's number, from 0"
+                )
+            if self.format != "no_header":
                 raise RequestError(
                     f"{name} is {quoted(column)}, but format is {self.format}, which fixes both columns; "
                     "leave out one of them"
                 )
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the splits that have a file."""
+        given = {"train": self.train_path, "valid": self.eval_path, "test": self.test_path}
+        return tuple(split for split, path in given.items() if path is not None)
 
     def check_data(self) -> None:
         """Check that the files exist, without reading them.
@@ -121,7 +161,7 @@ class DocNNOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 require_file(path)
 
 
-class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MnistOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``mnist``, HetSeq's digit recognition."""
 
     data: Annotated[
@@ -130,6 +170,11 @@ class MnistOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     valid_subset: Annotated[
         Literal["test", "none"], option_meta("Data", "validate on the test images, as HetSeq does, or not at all")
     ] = "test"
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return ``train`` and ``test``, and ``valid`` unless ``valid_subset`` is none."""
+        return ("train", "valid", "test") if self.valid_subset == "test" else ("train", "test")
 
     def check_data(self) -> None:
         """Check that all four files exist.

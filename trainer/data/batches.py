@@ -45,6 +45,8 @@ class Update:
     consumed: int
     """Position in the epoch after this update."""
     batches: Iterator[MicroBatch]
+    data_rank: int = 0
+    """The lowest rank with samples in the most micro-steps; with samples by index it is rank 0, which has the first."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self.batches

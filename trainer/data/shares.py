@@ -6,21 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import DEFAULT_BATCH_SIZE
 
 
 def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
     """Return the batch size of each rank from ``--batch-size``: one value for all, or one value per rank."""
-    batch_size = batch_size or (DEFAULT_BATCH_SIZE,)
-    if len(batch_size) == 1:
-        return tuple(batch_size) * world_size
-    if len(batch_size) != world_size:
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-        raise RequestError(
-            f"--batch-size has {len(batch_size)} values, but there are {ranks}; give one, or one per rank"
-        )
-    return tuple(batch_size)
+    require_batch_sizes(batch_size, world_size)
+    sizes = tuple(batch_size or (DEFAULT_BATCH_SIZE,))
+    return sizes * world_size if len(sizes) == 1 else sizes
 
 
 class MicroSteps(Protocol):

@@ -205,7 +205,9 @@ class StreamBatches:
         consumed = self._total * micro_steps if self._reader.shards else sum(total for _, total in sizes)
         after = Position(before.epoch, before.consumed + consumed)
         samples = sum(samples for each, *_ in gathered for samples, _ in each)
-        return Update(micro_steps, samples, after.consumed, self._micro_batches(blocks, after)), after
+        filled = [sum(samples > 0 for samples, _ in each) for each, *_ in gathered]
+        batches = self._micro_batches(blocks, after)
+        return Update(micro_steps, samples, after.consumed, batches, data_rank=filled.index(max(filled))), after
 
     def _require_same(self, gathered: list[Any], head: str, before: Position) -> None:
         """Require that all ranks read one stream, and the same one as before the checkpoint.

@@ -1,15 +1,18 @@
 """Join and leave the process group, with the interface of fairseq's ``distributed_utils``, on CPU and GPU.
 
-Without a process group every function works too, as in a world of one rank.
+Its functions take what fairseq and HetSeq pass to them: their ``args``, ``group=`` and ``max_size=``. Without a process
+group every function works too, as in a world of one rank.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
-from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous
+from trainer.contract.rendezvous_url import tcp_url
+from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous, seed_arguments
 from trainer.distributed.collectives import (
     all_gather_list,
     all_reduce,
@@ -34,6 +38,7 @@ from trainer.distributed.collectives import (
 )
 from trainer.distributed.request import require_same
 from trainer.distributed.store import JoinTimeoutError, OnWaiting, RendezvousStore, Wait, open_store, remove_store_file
+from trainer.host.ports import free_port
 
 __all__ = [
     "JoinTimeoutError",
@@ -52,6 +57,7 @@ __all__ = [
     "get_world_size",
     "infer_init_method",
     "is_master",
+    "join_group",
     "max_async",
     "report_failure",
     "require_same",
@@ -87,11 +93,40 @@ _group: _GroupState | None = None
 # ------------------------------------------------------------------------------------------------------- join, leave
 
 
-def infer_init_method(options: Distributed, *, device_count: int = 0) -> str | None:
-    """Return the init method for the options and the environment; None for a single process."""
-    from trainer.environments.dispatch import decide
+def infer_init_method(args: Any, force_distributed: bool = False, *, device_count: int | None = None) -> str | None:
+    """Set ``args.distributed_*`` by the environment and the devices, as fairseq does; return the init method.
 
-    return decide(options, os.environ, device_count).init_method
+    An init method that is set already is kept. On one machine it is a free port of this machine.
+
+    Args:
+        args: fairseq's or HetSeq's arguments, or ``Distributed``.
+        force_distributed: set an init method in a world of one rank too.
+        device_count: GPUs of this machine; default: those that torch sees.
+
+    Returns:
+        The init method; None for a single process.
+
+    Raises:
+        RequestError: the request contradicts itself, the environment or the machine.
+    """
+    from trainer.agent.count_exchange import exchange_counts
+    from trainer.environments.decision import apply_counts
+    from trainer.environments.dispatch import SINGLE_NODE_INIT, decide
+
+    settings = seed_arguments.settings_of(args)
+    if not isinstance(args, Distributed) and settings.distributed_init_method is not None:
+        return str(settings.distributed_init_method)
+    count = torch.cuda.device_count() if device_count is None else device_count
+    options = seed_arguments.options_of(args, os.environ, count)
+    decision = decide(options, os.environ, count)
+    if decision.exchange is not None:
+        counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
+        decision = apply_counts(decision, counts)
+    init_method = decision.init_method
+    if init_method == SINGLE_NODE_INIT or (init_method is None and force_distributed):
+        init_method = tcp_url("127.0.0.1", free_port())
+    seed_arguments.set_decision(args, decision, init_method)
+    return init_method
 
 
 def bind_device(index: int | None) -> torch.device:
@@ -117,7 +152,42 @@ def device_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def distributed_init(
+def distributed_init(args: Any = None, **group: Any) -> int:
+    """Join the process group and return this process's rank; do nothing in a world of one rank.
+
+    Args:
+        args: fairseq's or HetSeq's arguments, or ``Distributed``, of which ``distributed_rank`` is this process's rank;
+            it is set to the rank in the group. A process that is in a group already stays in it, with a warning.
+        group: without ``args``, the arguments of ``join_group``.
+
+    Raises:
+        RequestError: the request cannot be met, see ``join_group``.
+        JoinTimeoutError: ranks are missing; the message names them.
+    """
+    if args is None:
+        join_group(**group)
+        return get_rank()
+    settings = seed_arguments.settings_of(args)
+    if dist.is_initialized():
+        warnings.warn("this process is in a process group already, and stays in it", stacklevel=2)
+    else:
+        on_cpu = seed_arguments.runs_on_cpu(args, torch.cuda.device_count()) or not torch.cuda.is_available()
+        defaults = Distributed()
+        join_group(
+            init_method=settings.distributed_init_method,
+            world_size=settings.distributed_world_size or 1,
+            rank=seed_arguments.rank_of(args),
+            backend=getattr(settings, "distributed_backend", None) or defaults.distributed_backend,
+            device=bind_device(None if on_cpu else settings.device_id or 0),
+            timeout_s=getattr(settings, "distributed_timeout", defaults.distributed_timeout),
+            join_timeout_s=getattr(settings, "join_timeout", defaults.join_timeout),
+            share_devices=getattr(settings, "share_devices", defaults.share_devices),
+        )
+    settings.distributed_rank = get_rank()
+    return get_rank()
+
+
+def join_group(
     *,
     init_method: str | None,
     world_size: int,
@@ -185,7 +255,7 @@ def distributed_init(
         variables = (name,)
     # Set before the group exists, so that shutdown removes the store's file even if the backend fails to connect.
     _group = _GroupState(rdzv, rank, variables, result.machines, interface)
-    collectives.reset_exchange_count()
+    collectives.reset_exchange_counts()
     dist.init_process_group(
         backend,
         store=PrefixStore("group", rdzv.store),

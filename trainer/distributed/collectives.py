@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.encoding import decode, encode
 from trainer.distributed.host_copies import HostCopies, begin_copy, host_copies, on_device
+from trainer.distributed.seed_arguments import settings_of
 
 Op = Literal["sum", "max", "min"]
 Number = TypeVar("Number", Tensor, float, int)
@@ -26,32 +27,38 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 BROADCAST_BYTES = 64 << 20
 """Bytes of a broadcast that are on the GPU at a time: a checkpoint may be larger than its free memory."""
 
-_exchanges = 0
-"""Calls of ``all_gather_list`` in this group so far; ranks at the same point of the program have equal counts."""
+Group = dist.ProcessGroup | None
+"""A group of ranks; None is that of all."""
+
+_exchanges: dict[str, int] = {}
+"""Calls of ``all_gather_list`` by name of the group; ranks at the same point of the program have equal counts."""
 
 
-def reset_exchange_count() -> None:
-    """Set the count of exchanges to 0 for a new group."""
-    global _exchanges
-    _exchanges = 0
+def reset_exchange_counts() -> None:
+    """Set the counts of exchanges to 0 for new groups."""
+    _exchanges.clear()
 
 
 # ---------------------------------------------------------------------------------------------------------- queries
 
 
-def get_rank() -> int:
-    """Return this process's rank; 0 without a group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def get_rank(group: Group = None) -> int:
+    """Return this process's rank in a group; 0 without one."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def get_world_size() -> int:
-    """Return the number of ranks; 1 without a group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def get_world_size(group: Group = None) -> int:
+    """Return the number of ranks of a group; 1 without one."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def is_master() -> bool:
-    """Return whether this is rank 0, which reports, validates and saves for all."""
-    return get_rank() == 0
+def is_master(args: Any = None) -> bool:
+    """Return whether this is rank 0, which reports, validates and saves for all.
+
+    Args:
+        args: fairseq's or HetSeq's arguments, whose ``distributed_rank`` counts; default: the rank in the group.
+    """
+    return (get_rank() if args is None else settings_of(args).distributed_rank) == 0
 
 
 def get_default_group() -> dist.ProcessGroup | None:
@@ -62,9 +69,9 @@ def get_default_group() -> dist.ProcessGroup | None:
 # ------------------------------------------------------------------------------------------------------ collectives
 
 
-def _on_backend_device(tensor: Tensor) -> Tensor:
+def _on_backend_device(tensor: Tensor, group: Group = None) -> Tensor:
     """Return the tensor on a device that the backend supports: nccl takes CUDA tensors only."""
-    if dist.get_backend() == "nccl":
+    if dist.get_backend(group) == "nccl":
         return tensor.to(torch.device("cuda", torch.cuda.current_device())).contiguous()
     return tensor.contiguous()
 
@@ -74,17 +81,26 @@ def _as_tensor(value: Tensor | float) -> Tensor:
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def barrier() -> None:
-    """Block until every rank has called this."""
-    if get_world_size() > 1:
-        dist.barrier()
+def barrier(group: Group = None) -> None:
+    """Block until every rank of the group has called this."""
+    if get_world_size(group) > 1:
+        dist.barrier(group)
 
 
-def all_reduce(tensor: Tensor, op: Op = "sum") -> Tensor:
-    """Reduce the tensor over all ranks, in place, and return it."""
-    if get_world_size() > 1:
-        moved = _on_backend_device(tensor.detach())
-        dist.all_reduce(moved, _OPS[op])
+def all_reduce(tensor: Tensor, group: Group | Op = None, op: Op = "sum") -> Tensor:
+    """Reduce the tensor over all ranks of the group, in place, and return it.
+
+    Args:
+        tensor: the tensor.
+        group: the ranks; default: all. An operation in its place is ``op``, for all ranks.
+        op: the operation.
+    """
+    if isinstance(group, str):
+        op = group
+        group = None
+    if get_world_size(group) > 1:
+        moved = _on_backend_device(tensor.detach(), group)
+        dist.all_reduce(moved, _OPS[op], group=group)
         if moved.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(moved)
     return tensor
@@ -150,14 +166,17 @@ def max_async(values: Sequence[int] | Tensor, copies: HostCopies | None = None) 
     return copies.begin(moved).numbers
 
 
-def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = None) -> dict[str, Number]:
-    """Sum numbers and tensors by name over all ranks, in float64; keep the order of keys.
+def all_reduce_dict(
+    data: Mapping[str, Number], device: torch.device | None = None, group: Group = None
+) -> dict[str, Number]:
+    """Sum numbers and tensors by name over all ranks of the group, in float64; keep the order of keys.
 
     A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
 
     Args:
         data: values by name; names and shapes are equal on every rank, in any order.
         device: device of the reduction; default: the one that the backend needs.
+        group: the ranks; default: all.
 
     Raises:
         TrainingError: the names or shapes differ between ranks.
@@ -166,9 +185,9 @@ def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = No
     values: list[Tensor] = [_as_tensor(data[name]) for name in names]
     where = device or torch.device("cpu")
     sizes = [value.numel() for value in values]
-    _require_same_shapes({name: tuple(value.shape) for name, value in zip(names, values, strict=True)}, where)
+    _require_same_shapes({name: tuple(value.shape) for name, value in zip(names, values, strict=True)}, where, group)
     flat = torch.cat([torch.empty(0, dtype=torch.float64), *(value.cpu().double().reshape(-1) for value in values)])
-    parts = torch.split_with_sizes(all_reduce(flat.to(where)), sizes) if sizes else ()
+    parts = torch.split_with_sizes(all_reduce(flat.to(where), group), sizes) if sizes else ()
     sums: dict[str, Any] = {}
     for name, value, part in zip(names, values, parts, strict=True):
         summed = part.reshape(value.shape)
@@ -176,48 +195,57 @@ def all_reduce_dict(data: Mapping[str, Number], device: torch.device | None = No
     return {name: sums[name] for name in data}
 
 
-def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.device, group: Group) -> None:
     """Compare a checksum of names and shapes over the ranks.
 
     A collective over unequal sizes would hang or fail without naming the values.
     """
     own = zlib.crc32(repr(shapes).encode())
-    extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), "max").tolist()
+    extremes = all_reduce(torch.tensor([own, -own], dtype=torch.int64, device=device), group, "max").tolist()
     if extremes != [own, -own]:
         raise TrainingError(f"ranks reduce different values: rank {get_rank()} has {', '.join(shapes) or 'none'}")
 
 
-def all_gather_list(data: Any) -> list[Any]:
-    """Return every rank's data, in rank order; the ranks exchange the sizes first, then the bytes.
+def all_gather_list(data: Any, group: Group = None, max_size: int | None = None) -> list[Any]:
+    """Return the data of every rank of the group, in rank order; the ranks exchange the sizes first, then the bytes.
 
     Args:
         data: None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
             the CPU. Every rank holds world size times the largest rank's bytes while it gathers.
+        group: the ranks; default: all.
+        max_size: accepted as in fairseq and HetSeq, and not needed: data may have any size.
 
     Raises:
         TypeError: a value has another type.
         TrainingError: the ranks have called this function a different number of times.
     """
-    global _exchanges
     # Counted before encoding can fail, so that a rank whose data was refused is detected at the next exchange.
-    _exchanges += 1
+    exchange = _next_exchange(group)
     mine = encode(data)
-    if get_world_size() == 1:
+    if get_world_size(group) == 1:
         return [decode(mine)]
-    sizes = _exchange_sizes(mine.numel())
+    sizes = _exchange_sizes(exchange, mine.numel(), group)
     sent = torch.zeros(max(sizes), dtype=torch.uint8)
     sent[: mine.numel()] = mine
-    sent = _on_backend_device(sent)
+    sent = _on_backend_device(sent, group)
     received = [torch.empty_like(sent) for _ in sizes]
-    dist.all_gather(received, sent)
+    dist.all_gather(received, sent, group=group)
     return [decode(part[:size]) for part, size in zip(received, sizes, strict=True)]
 
 
-def _exchange_sizes(size: int) -> list[int]:
+def _next_exchange(group: Group) -> int:
+    """Return the number of this exchange in its group, from 1."""
+    named = group or get_default_group()
+    name = "" if named is None else named.group_name
+    _exchanges[name] = _exchanges.get(name, 0) + 1
+    return _exchanges[name]
+
+
+def _exchange_sizes(exchange: int, size: int, group: Group) -> list[int]:
     """Return the number of bytes that each rank will send; raise if ranks are at different exchanges."""
-    mine = _on_backend_device(torch.tensor([_exchanges, size], dtype=torch.int64))
-    gathered = [torch.empty_like(mine) for _ in range(get_world_size())]
-    dist.all_gather(gathered, mine)
+    mine = _on_backend_device(torch.tensor([exchange, size], dtype=torch.int64), group)
+    gathered = [torch.empty_like(mine) for _ in range(get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
     pairs = torch.stack(gathered).tolist()
     counts = [count for count, _ in pairs]
     if len(set(counts)) > 1:
@@ -227,18 +255,25 @@ def _exchange_sizes(size: int) -> list[int]:
     return [size for _, size in pairs]
 
 
-def broadcast_object(data: Any, source: int = 0) -> Any:
-    """Return the source's data on every rank; ``data`` is ignored on the others. Same types as ``all_gather_list``."""
-    if get_world_size() == 1:
+def broadcast_object(data: Any, src_rank: int = 0, group: Group = None, dist_device: torch.device | None = None) -> Any:
+    """Return the source's data on every rank of the group. Same types as ``all_gather_list``.
+
+    Args:
+        data: the data; ignored on the other ranks.
+        src_rank: the source, a rank among all.
+        group: the ranks; default: all.
+        dist_device: accepted as in fairseq; the data goes over the device that the backend needs.
+    """
+    if get_world_size(group) == 1:
         return decode(encode(data))
-    sends = get_rank() == source
+    sends = get_rank() == src_rank
     mine = encode(data) if sends else torch.empty(0, dtype=torch.uint8)
-    size = _on_backend_device(torch.tensor([mine.numel()], dtype=torch.int64))
-    dist.broadcast(size, source)
+    size = _on_backend_device(torch.tensor([mine.numel()], dtype=torch.int64), group)
+    dist.broadcast(size, src_rank, group=group)
     data_bytes = mine if sends else torch.empty(int(size), dtype=torch.uint8)
     for piece in torch.split(data_bytes, BROADCAST_BYTES):
-        wire = _on_backend_device(piece)
-        dist.broadcast(wire, source)
+        wire = _on_backend_device(piece, group)
+        dist.broadcast(wire, src_rank, group=group)
         if not sends and wire.data_ptr() != piece.data_ptr():
             piece.copy_(wire)
     return decode(data_bytes)

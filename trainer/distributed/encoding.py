@@ -5,7 +5,6 @@ No pickle: decoding bytes of a foreign process builds values and never runs code
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,7 +27,8 @@ ALIGNMENT = 16
 
 _SIZE_BYTES = 8
 """Length of the header, which holds the size of the tree."""
-_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
+_SCALARS: tuple[type, ...] = (float, str, bytes)
+_CONTAINERS: dict[str, type[Any]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -37,7 +37,7 @@ def encode(data: Any) -> Tensor:
 
     The layout is the size of the tree (8 bytes, little-endian), the tree in MessagePack, then each tensor's raw
     bytes. The tree holds scalars as they are, a container as a list that begins with its kind, and a tensor as dtype,
-    shape and offset.
+    shape and offset. Values of derived types are sent as plain ones.
 
     Raises:
         TypeError: a value is not None, a number, string, bytes, list, tuple, set, dict or dense tensor.
@@ -82,19 +82,23 @@ def _bytes(data: Tensor) -> bytes:
 
 def _to_tree(data: Any, tensors: list[Tensor], end: list[int]) -> Any:
     """Return the tree of ``data`` and append its tensors' bytes; ``end[0]`` is the offset of the next tensor."""
-    kind = type(data)
-    if data is None or kind in (bool, float, str, bytes):
+    if data is None or isinstance(data, bool):
         return data
-    if kind is int:
-        return data if data in _INT64 else ["i", str(data)]
+    for scalar in _SCALARS:
+        if isinstance(data, scalar):
+            return scalar(data)  # MessagePack takes no derived type, such as a scalar of numpy or torch's version
+    if isinstance(data, int):
+        number = int(data)
+        return number if number in _INT64 else ["i", str(number)]
     if isinstance(data, Tensor):
         return _to_leaf(data, tensors, end)
     for name, container in _CONTAINERS.items():
-        if kind is container:
+        if isinstance(data, container):
             return [name, *(_to_tree(item, tensors, end) for item in data)]
     if isinstance(data, dict):
         pairs = (_to_tree(part, tensors, end) for pair in data.items() for part in pair)
         return ["d", *pairs]
+    kind = type(data)
     raise TypeError(f"ranks exchange plain data and tensors, not {kind.__module__}.{kind.__qualname__}")
 
 

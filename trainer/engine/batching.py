@@ -99,24 +99,11 @@ def evaluation_batches(
 
 
 def token_limit(options: Training) -> TokenLimit | None:
-    """Return the limits on a batch's tokens and samples; None without ``--max-tokens``.
-
-    Raises:
-        RequestError: the options contradict each other.
-    """
+    """Return the limits on a batch's tokens and samples; None without ``--max-tokens``."""
     if not options.max_tokens:
-        if options.required_batch_size_multiple > 1:
-            raise RequestError("--required-batch-size-multiple cuts the batches of --max-tokens: give that too")
         return None
-    sizes = options.batch_size or (0,)
-    if len(sizes) > 1:
-        raise RequestError(
-            f"--batch-size has {len(sizes)} values, but --max-tokens makes batches that any rank may get: give one, "
-            "the most samples of a batch"
-        )
-    return TokenLimit(
-        max_tokens=options.max_tokens, max_samples=sizes[0], multiple=options.required_batch_size_multiple
-    )
+    (most,) = options.batch_size or (0,)
+    return TokenLimit(max_tokens=options.max_tokens, max_samples=most, multiple=options.required_batch_size_multiple)
 
 
 def sample_lengths(task: Task, split: str, dataset: Any, limit: TokenLimit | None) -> Sequence[int] | None:

@@ -9,7 +9,9 @@ from torch import nn
 
 from trainer import distributed
 from trainer.checkpoint import BEST, CheckpointError, copy_to_cpu, load, peek, step_name, weights_of
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.outcome import BEST_NOT_TESTED
+from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.engine import reports
 from trainer.engine.stopping import Best
 from trainer.engine.worker_context import WorkerContext
@@ -50,8 +52,9 @@ class BestWeights:
             return None
         path = Path(source)
         folder = path.parent
-        for candidate in dict.fromkeys((folder / BEST, folder / step_name(best.step), path)):
-            if candidate.is_file() and _is_of(candidate, best):
+        others = sorted(folder / name for name in checkpoints_in(folder))
+        for candidate in dict.fromkeys((folder / BEST, folder / step_name(best.step), path, *others)):
+            if candidate.is_file() and owner_of(candidate) == owner_of(path) and _is_of(candidate, best):
                 self._file = candidate
                 return candidate
         self._missing_reason = f"{folder}, from which the training was resumed, has no checkpoint of that step"

@@ -2,57 +2,79 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from trainer import distributed
-from trainer.checkpoint import open_checkpoint
 from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
-from trainer.engine.data_sample import require_same_data, samples_to_compare
+from trainer.engine.data_sample import (
+    DataSample,
+    NoDataSample,
+    data_samples,
+    require_same_data,
+    samples_to_compare,
+)
 from trainer.engine.evaluation import evaluate
 from trainer.engine.model import autocast
-from trainer.engine.resuming import require_weights
+from trainer.engine.resuming import DataDigests, require_weights
+from trainer.engine.starting_point import StartingPoint
 from trainer.engine.stopping import Best, TrainingOutcome
+from trainer.engine.task_state import TASK_STATE, digest, state_of, without_task_state
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
 
-def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> TrainingOutcome:
-    """Evaluate one split with a checkpoint's weights, which rank 0 reads and sends; write nothing but the record.
+def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start: StartingPoint) -> TrainingOutcome:
+    """Evaluate one split with a checkpoint's weights, which rank 0 has read; write nothing but the record.
+
+    Args:
+        task: the task, with the state of the checkpoint.
+        options: the options.
+        ctx: context of this rank.
+        start: the opened checkpoint.
 
     Raises:
         RequestError: the task lacks the split, or the checkpoint is damaged or of another task or model.
-        TrainingError: the loss is not finite.
+        TrainingError: the loss or a metric is not finite.
     """
     assert options.eval_only is not None
-    if options.resume:
-        raise RequestError("--eval-only does not train, and --resume does: leave one of them out")
-    split, path = options.eval_split, Path(options.eval_only)
+    require_consistent(options, task.options)
+    split = options.eval_split
+    distributed.from_master(lambda: start.checkpoint() and None)
     seed_all(options.seed)  # as in training, so that a random split is the same one
     splits = task.datasets()
+    reports.remark(ctx, "data_read", task.data_note())
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
-        raise RequestError(f"--eval-split {split}: the task has no such split; it has {known}")
+        raise RequestError(f"--eval-split is {split}, but the task has no such split; it has {known}")
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
     model = task.model()
-    samples = samples_to_compare({split: splits[split]}, task.collate, world_size=ctx.world_size)
+    own_state = state_of(task)
+    samples = data_samples({split: splits[split]}, task.collate, num_workers=options.num_workers)
+    compared = samples_to_compare(samples, world_size=ctx.world_size)
     ctx.before_wait()
-    require_same_data(samples, ctx.request)
+    require_same_data(compared, {**ctx.request, "state of the task": digest(own_state)})
+    source = start.source
 
-    def read() -> tuple[str, dict[str, Any], int, int, list[str]]:
-        source, state, passed_over = open_checkpoint(path, asked="--eval-only")
-        checkpoint = require_weights(state, model, task=options.task, source=str(source))
-        return str(source), checkpoint.weights, checkpoint.updates, checkpoint.epoch, passed_over
+    def read() -> tuple[dict[str, Any], int, int, list[tuple[str, str]]]:
+        opened = start.checkpoint()
+        found = require_weights(opened.state, model, task=options.task, task_state=own_state, source=source)
+        notes = [("checkpoint_passed_over", "; ".join(opened.passed_over))]
+        if own_state and not found.has_task_state:
+            notes.append((TASK_STATE, without_task_state(source)))
+        notes.append(("data_changed", _data_change(found.data, split, samples[split], source)))
+        return found.weights, found.updates, found.epoch, notes
 
-    source, weights, updates, epoch, passed_over = distributed.from_master(read)
-    reports.remark(ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
+    weights, updates, epoch, notes = distributed.from_master(read)
+    for kind, text in notes:
+        reports.remark(ctx, kind, text, severity="warning")
     reports.remark(ctx, EVALUATED_CHECKPOINT, f"evaluating {split} with the weights of step {updates}: {source}")
     try:
         model.load_state_dict(weights)
@@ -69,9 +91,21 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext) -> Tr
         before_wait=ctx.before_wait,
     )
     if result is not None:
-        if not math.isfinite(result.loss):
-            raise TrainingError(f"the loss of {split} is {result.loss} with the weights of step {updates}, {source}")
         reports.report_validation(ctx, split, result, step=updates, epoch=epoch, weights_step=updates)
+        if result.non_finite:
+            raise TrainingError(
+                f"{split} is not finite with the weights of step {updates}, {source}: {result.non_finite}"
+            )
     return TrainingOutcome(
         updates=updates, epoch=epoch, reason="evaluated", best=Best.of(options), stopped=result is None
     )
+
+
+def _data_change(known: Mapping[str, DataDigests], split: str, sample: DataSample | NoDataSample, source: str) -> str:
+    """Describe how a split differs from that of the checkpoint's training; empty if it does not, or is not known."""
+    if not known:
+        return ""
+    if split not in known:
+        return f"the training of {source} had no {split} split: there is none to compare this one with"
+    changed = sample.altered(known[split].samples, known[split].known)
+    return f"the {split} split differs from that of the training of {source}: {changed}" if changed else ""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 from trainer import distributed
 from trainer.checkpoint import ENTRIES, CheckpointWriter, Saved, capture_rng, kinds
 from trainer.contract import record
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError
+from trainer.contract.record.checkpoints import foreign_run
 from trainer.engine.worker_context import WorkerContext
 
 State = dict[str, Any]
@@ -27,7 +30,8 @@ class Saving:
         """Open the folder for checkpoints; every rank calls this.
 
         Raises:
-            RequestError: another rank has a folder and rank 0, which writes, has none.
+            RequestError: another rank has a folder and rank 0, which writes, has none; or the folder holds checkpoints
+                of another run, which this one does not continue.
         """
         has_folder = distributed.all_gather_list(ctx.checkpoints is not None)
         self.enabled = has_folder[0]
@@ -48,13 +52,21 @@ class Saving:
         """Updates done at the last save of this training; -1 before the first."""
         self._on_disk: Saved | None = None
         """Newest checkpoint that was written; its file may have been deleted since."""
+        self.run = ctx.run_id
+        """Id of the run that the checkpoints belong to."""
         self._writer: CheckpointWriter | None = None
         if ctx.checkpoints is not None and ctx.rank == 0:
+            # A restart of a command without an id: its first start has refused a folder of another run.
+            continues = (ctx.is_restart and not ctx.run_id) or (
+                ctx.resumed_from is not None and ctx.resumed_from.parent.resolve() == ctx.checkpoints.resolve()
+            )
+            self.run = ctx.run_id or (_run_to_continue(ctx) if continues else "") or _new_run_id()
             self._writer = CheckpointWriter(
                 ctx.checkpoints,
                 keep_last=keep_last,
                 keep_last_epochs=keep_last_epochs,
-                run_id=ctx.run_id,
+                run_id=self.run,
+                continues=continues,
                 on_saved=self._saved,
                 on_failed=self._failed,
             )
@@ -79,7 +91,7 @@ class Saving:
         if self._writer is not None:
             self._ctx.set_state("saving")
             self._begun = step
-            entries = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self._ctx.run_id}
+            entries = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self.run}
             self._writer.save({**entries, ENTRIES: kinds(entries)}, step=step, best=best, epoch=epoch)
             self._ctx.set_state("training")
 
@@ -119,6 +131,7 @@ class Saving:
                 bytes=saved.bytes,
                 write_ms=saved.write_ms,
                 best=saved.best,
+                run=self.run,
             )
         )
 
@@ -138,3 +151,16 @@ class Saving:
                 "tries the next checkpoint",
             )
         )
+
+
+def _run_to_continue(ctx: WorkerContext) -> str:
+    """Return the run whose checkpoints a training without an id of its own continues: it is that run, going on."""
+    if ctx.resumed_from is not None:
+        return owner_of(ctx.resumed_from)
+    assert ctx.checkpoints is not None
+    return foreign_run(ctx.checkpoints, "")[0]
+
+
+def _new_run_id() -> str:
+    """Return the id of a training that was started by hand and has no run directory."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-by-hand-{secrets.token_hex(4)}"

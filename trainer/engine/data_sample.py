@@ -122,6 +122,13 @@ class NoDataSample:
         return ""
 
 
+def data_samples(
+    splits: Mapping[str, AnyDataset], collate: Collate, *, num_workers: int
+) -> dict[str, DataSample | NoDataSample]:
+    """Return the samples of all splits; they are read when they are first needed."""
+    return {split: data_sample(data, collate, num_workers=num_workers) for split, data in splits.items()}
+
+
 def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> DataSample | NoDataSample:
     """Return the sample of a dataset."""
     if is_stream(dataset):
@@ -129,27 +136,10 @@ def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> D
     return DataSample(cast(SizedDataset, dataset), collate, num_workers=num_workers)
 
 
-def samples_to_compare(
-    splits: Mapping[str, AnyDataset],
-    collate: Collate,
-    *,
-    world_size: int,
-    train: DataSample | NoDataSample | None = None,
-) -> dict[str, DataSample]:
-    """Read the samples by which the ranks compare their data, by split; none if there is one rank.
-
-    Args:
-        splits: data by split.
-        collate: makes a batch of one sample.
-        world_size: number of ranks.
-        train: the sample of the training data; None leaves that out.
-    """
+def samples_to_compare(every: Mapping[str, DataSample | NoDataSample], *, world_size: int) -> dict[str, DataSample]:
+    """Read the samples by which the ranks compare their data, by split; none if there is one rank."""
     if world_size == 1:
         return {}
-    others = {split: data for split, data in splits.items() if split != "train"}
-    every = {split: data_sample(data, collate, num_workers=0) for split, data in others.items()}
-    if train is not None:
-        every["train"] = train
     samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
     for sample in samples.values():
         sample.state_dict()

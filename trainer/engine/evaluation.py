@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.contract.errors import TrainingError
+from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.loader import MicroBatch
 from trainer.data.stream_batches import StreamEvalBatches
 from trainer.engine.model import to_device
@@ -26,6 +26,12 @@ class Evaluation:
     loss: float
     """Mean over the split, in nats."""
     metrics: dict[str, float]
+
+    @property
+    def non_finite(self) -> str:
+        """The names of the results that are NaN or infinite, as words; empty if all are finite."""
+        results = {"loss": self.loss, **self.metrics}
+        return ", ".join(f"{name} {value}" for name, value in results.items() if not math.isfinite(value))
 
 
 @torch.no_grad()
@@ -54,6 +60,7 @@ def evaluate(
         before_wait: called before this rank waits for the others.
 
     Raises:
+        RequestError: the loss computes a gradient.
         TrainingError: the ranks sum different metrics, or no item counts.
     """
     training = model.training
@@ -62,7 +69,7 @@ def evaluate(
     stopped = False
     try:
         for micro in batches:
-            with autocast:
+            with autocast, refuse_gradients(task):
                 loss, items, metrics = summed_loss(task, model, to_device(micro.batch, device))
             sums = {"loss": loss, "count": items, **{f"metric:{name}": value for name, value in metrics.items()}}
             for name, value in sums.items():
@@ -89,7 +96,27 @@ def evaluate(
     if not count:
         raise TrainingError("loss() returned a count of 0 for every batch of the split")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
-    return Evaluation(loss=totals["loss"] / count, metrics=task.metrics(summed, count))
+    # Floats: a task may compute with tensors, which the record does not hold.
+    numbers = {name: float(value) for name, value in task.metrics(summed, count).items()}
+    return Evaluation(loss=totals["loss"] / count, metrics=numbers)
+
+
+@contextmanager
+def refuse_gradients(task: Task) -> Iterator[None]:
+    """Explain torch's error about a gradient that the task's loss computes, where no graph is recorded.
+
+    Raises:
+        RequestError: in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad and does not have a grad_fn" not in str(error):
+            raise
+        raise RequestError(
+            f"{type(task).__name__}.loss() computes a gradient in a validation, which records none: put what it is "
+            "computed from into `with torch.enable_grad():`"
+        ) from error
 
 
 def _exact_sum(values: Sequence[float]) -> float:

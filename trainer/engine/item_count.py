@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer import distributed
 from trainer.contract.errors import TrainingError
-from trainer.engine.model import gradients
+from trainer.engine.model import gradients, scale
 from trainer.engine.non_finite import FiniteCheck, no_item
 
 
@@ -53,13 +53,5 @@ class ItemCount:
             self._finite.require_count(total, step=step)
             self.estimate = torch.where(total > 0, total, estimate)
         if isinstance(self.estimate, Tensor) or self.estimate != estimate:
-            found = gradients(self._parameters)  # empty before the first backward pass
-            for dtype in {gradient.dtype for gradient in found}:
-                same = [gradient for gradient in found if gradient.dtype is dtype]
-                torch._foreach_mul_(same, factor_for(estimate / self.estimate, dtype))
+            scale(gradients(self._parameters), estimate / self.estimate)  # none before a backward pass
         return self.estimate / estimate
-
-
-def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """Return a factor for tensors of a dtype, cast if it is a tensor [], so that their product keeps the dtype."""
-    return factor.to(dtype) if isinstance(factor, Tensor) else factor

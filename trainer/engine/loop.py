@@ -14,22 +14,24 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, RequestError, TrainingError
-from trainer.contract.options import Training, require_consistent, require_stop_condition
+from trainer.contract.option_rules import ends_without_validation, require_consistent, require_end
+from trainer.contract.options import Training
 from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
 from trainer.distributed.host_copies import host_copies
-from trainer.engine import reports
+from trainer.engine import reports, task_state
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.batching import batch_sizes, evaluation_batches, training_batches
 from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import data_sample, require_same_data, samples_to_compare
+from trainer.engine.data_sample import data_samples, require_same_data, samples_to_compare
 from trainer.engine.ema import WeightAverage
 from trainer.engine.evaluation import Evaluation, evaluate
-from trainer.engine.item_count import ItemCount, factor_for
+from trainer.engine.item_count import ItemCount
+from trainer.engine.loss_check import check_loss, read_sample_batches
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
     Accumulation,
@@ -37,17 +39,20 @@ from trainer.engine.model import (
     checkpoint_activations,
     clip,
     compression,
-    has_sparse_gradients,
+    factor_for,
+    keep_buffers,
+    require_trainable,
     share_buffers,
     trainable,
     unwrap,
     wrap,
 )
 from trainer.engine.model_flops import FlopCount
-from trainer.engine.non_finite import FiniteCheck
+from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.one_sample import require_batches_for_norms
-from trainer.engine.optimizers import Schedule, build_optimizer
+from trainer.engine.optimizers import Schedule, training_optimizer
 from trainer.engine.out_of_memory import OutOfMemoryError, describe_out_of_memory, is_out_of_memory
+from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.stopping import Best, StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
 from trainer.engine.worker_context import WorkerContext
@@ -64,36 +69,48 @@ class Loop:
         Raises:
             RequestError: the options do not fit the task, the data or the number of ranks.
         """
-        require_stop_condition(options)
-        require_consistent(options)
+        require_consistent(options, task.options)
+        require_end(options, task.options)
         self.task, self.options, self.ctx = task, options, ctx
         seed_all(options.seed)  # so that a random split is the same on all ranks
         self.splits = task.datasets()
+        reports.remark(ctx, "data_read", task.data_note())
         if "train" not in self.splits:
             raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
+        if "valid" not in self.splits and not ends_without_validation(options):
+            raise RequestError(
+                f"--patience is {options.patience}, but nothing is validated, as the task has no validation data, and "
+                "nothing would end this training: set --max-epochs, --max-updates or --stop-time too"
+            )
         self.train_batches = training_batches(task, self.splits["train"], options, ctx)
         self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
-        train_sample = data_sample(self.splits["train"], task.collate, num_workers=options.num_workers)
+        samples = data_samples(self.splits, task.collate, num_workers=options.num_workers)
+        sample_batches = read_sample_batches(task, self.splits, num_workers=options.num_workers)
         seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
         model = task.model()
+        require_trainable(model)
         require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
         if options.activation_checkpointing:
             checkpoint_activations(task, model)
-        samples = samples_to_compare(self.splits, task.collate, train=train_sample, world_size=ctx.world_size)
+        compared = samples_to_compare(samples, world_size=ctx.world_size)
+        state = {"state of the task": task_state.digest(task_state.state_of(task))}
         ctx.before_wait()  # until the others have read their data and built their models, which DDP compares
-        require_same_data(samples, ctx.request)
+        require_same_data(compared, {**ctx.request, **state})
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
         self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
+        self.autocast = autocast(options, ctx.device)
+        metrics = check_loss(task, self.raw_model, sample_batches, ctx, autocast=self.autocast)
+        self.best = Best.of(options)
+        if metrics is not None and self._validates:
+            self.best.require_known(metrics)
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
         self.parameters = trainable(self.raw_model)
-        self.optimizer = task.optimizer(self.raw_model) or build_optimizer(
-            options, self.parameters, sparse=has_sparse_gradients(self.raw_model)
-        )
+        self.optimizer = training_optimizer(task, self.raw_model, options)
+        self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
         self.schedule = Schedule(options, self.optimizer)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
-        self.autocast = autocast(options, ctx.device)
         wire = compression(options)
         self._compresses = wire.hook is not None
         self.meter = StepMeter(
@@ -112,12 +129,13 @@ class Loop:
         self._finite = FiniteCheck(
             task, self.raw_model, autocast=self.autocast, scaled=self.scaler.enabled, copies=self._copies
         )
-        self.best = Best.of(options)
         self._tests = options.test and "test" in self.splits
         self._best_weights = BestWeights(wanted=self._tests and options.test_best and ctx.rank == 0)
         self._holds_best = False
         """Whether the model holds the best weights in place of the last ones, at the very end."""
         self.epoch = 1
+        self._data_rank = 0
+        """A rank that had data in the last step, if one had."""
         # One item per sample until a count is known; a far smaller estimate would overflow the first gradient in fp16.
         self._items = ItemCount(
             float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
@@ -125,6 +143,7 @@ class Loop:
             finite=None if self._copies is None else self._finite,
         )
         self._progress = reports.Progress(ctx, every=options.log_interval)
+        self._validation_findings = reports.ValidationFindings(ctx)
         self._flops = FlopCount(options, ctx)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
@@ -138,7 +157,8 @@ class Loop:
             scaler=self.scaler,
             items=self._items,
             train_batches=self.train_batches,
-            data_sample=train_sample,
+            task=task,
+            data_samples=samples,
             best=self.best,
             best_weights=self._best_weights,
             saving=self._saving,
@@ -231,19 +251,25 @@ class Loop:
         loss_sum: Tensor | float = 0.0
         count: Tensor | int = 0
         samples = 0
+        self._data_rank = update.data_rank
         for index, micro in enumerate(update):
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
             last = index == update.micro_steps - 1
+            samples += micro.samples
+            # A dummy is for the other ranks' collectives; it counts for nothing.
+            counted = nullcontext() if micro.samples else keep_buffers(self.raw_model)
             try:
-                with self.accumulation(last=last), self._flops.count(batch, micro.samples):
+                with self.accumulation(last=last), self._flops.count(batch, micro.samples), counted:
                     with self.autocast:
                         local_sum, local_count, _ = summed_loss(self.task, self.model, batch)
-                    if not micro.samples:  # a dummy, for the other ranks' collectives; it counts for nothing
+                    if not micro.samples:
                         local_sum, local_count = local_sum * 0.0, 0
                     count = count + local_count
-                    if last and not per_sample:
+                    if last and per_sample:
+                        self._finite.require_items(count, samples=samples, step=self.updates + 1)
+                    elif last:
                         self._items.begin(count, device)
                         if self._compresses:
                             self._items.correct(step=self.updates + 1)
@@ -255,15 +281,17 @@ class Loop:
                     self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
                     meter.lap("backward")
             except (RuntimeError, MemoryError) as error:
+                if unused := self._use.describe(error):
+                    raise RequestError(unused) from error
                 if not is_out_of_memory(error):
                     raise
                 cause = describe_out_of_memory(batch, error)
                 raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {cause}") from error
-            samples += micro.samples
+        gradients = self._use.gradients(step=self.updates + 1)
         if not per_sample and not self._compresses:
             grad_scale *= self._items.correct(step=self.updates + 1)
         self.scaler.unscale_(self.optimizer)
-        norm = clip(self.parameters, options.clip_norm)
+        norm = clip(gradients, options.clip_norm)
         grad_norm = self._finite.require_gradient(norm, self.optimizer, step=self.updates + 1)
         if not self.scaler.step(self.optimizer):
             self._discard_step()
@@ -305,12 +333,22 @@ class Loop:
     @property
     def validation_missing(self) -> bool:
         """Whether the last update still has to be validated, as that of every training with validation data."""
-        return "valid" in self.splits and self.state.validated_at != self.updates
+        return self._validates and self.state.validated_at != self.updates
+
+    @property
+    def _validates(self) -> bool:
+        options = self.options
+        return "valid" in self.splits and bool(options.valid_every_epochs or options.valid_every_updates)
 
     def end_reason(self) -> str:
-        """Return why training makes no further update; empty if it makes one."""
+        """Return why training makes no further update; empty if it makes one.
+
+        Raises:
+            TrainingError: only patience would end it, and the validations have no finite result.
+        """
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"
+        self.best.require_end(self.options)
         if self.options.patience and self.best.since >= self.options.patience:
             return f"no better {self.best.metric} in {self.best.since} validations"
         epoch = self.train_batches.position.epoch
@@ -366,6 +404,7 @@ class Loop:
         Raises:
             NotKeptError: the last checkpoint, or the best one, is not on disk.
             TrainingError: the ranks hold different parameters.
+            NonFiniteError: the test's loss or a metric is not finite.
         """
         self._desync.finish()
         self.meter.close()
@@ -377,6 +416,7 @@ class Loop:
             self._save()
         self._desync.begin(step=self.updates)
         self._desync.finish()
+        untested = ""
         with self.average.in_place():
             if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
                 reports.report_sample(self.ctx, text, step=self.updates)
@@ -392,11 +432,14 @@ class Loop:
             reports.report_validation(
                 self.ctx, "test", result, step=self.updates, epoch=self.epoch, weights_step=weights_step
             )
+            untested = result.non_finite
         self.ctx.stopping()  # a stop requested from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
         if difference := self._desync.unresolved:
             raise TrainingError(f"trained, but {difference}")
+        if untested:
+            raise NonFiniteError(f"trained, but the test is not finite: {untested}")
         self.ctx.print_line(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
@@ -415,6 +458,7 @@ class Loop:
         if result is not None:
             self.state.validated_at = self.updates
             reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
+            self._validation_findings.add("valid", result, step=self.updates)
             if is_best and self._saving.enabled:
                 self._save(best=True, ended=ended)
         self.ctx.set_state("training")
@@ -465,7 +509,7 @@ class Loop:
         """
         self.ctx.before_wait()
         self._finite.require_all(step=self.updates)
-        share_buffers(self.raw_model)
+        share_buffers(self.raw_model, source=self._data_rank)
 
     # ------------------------------------------------------------------------------------------------ small parts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.checkpoint import checkpoint
 
 from trainer import distributed
@@ -65,21 +66,31 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return checkpointed
 
 
-def wrap(model: nn.Module, options: Training, *, device: torch.device, world_size: int) -> nn.Module:
-    """Move the model to the device, compile it and, with several ranks, wrap it in DDP.
+def require_trainable(model: nn.Module) -> None:
+    """Require parameters to train, all of known shape.
 
     Raises:
-        RequestError: the model has no parameter to train.
+        RequestError: there is none, or one is made by the first batch.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not trainable(model):
         raise RequestError("the task's model has no parameter to train")
+    for name, module in model.named_modules():
+        if any(isinstance(each, UninitializedParameter) for each in module.parameters(recurse=False)):
+            raise RequestError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose parameters have no shape before its first "
+                "batch: give the shape, or run a batch through the model in the task's model()"
+            )
+
+
+def wrap(model: nn.Module, options: Training, *, device: torch.device, world_size: int) -> nn.Module:
+    """Move the model to the device, compile it and, with several ranks, wrap it in DDP."""
     model = model.to(device)
     compiled: Any = torch.compile(model) if options.compile else model
     if world_size == 1:
         assert isinstance(compiled, nn.Module)
         return compiled
     buffers: dict[str, Any] = {_SYNC_BUFFERS: options.broadcast_buffers}
-    return DDP(
+    ddp = DDP(
         compiled,
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=options.bucket_cap_mb,
@@ -88,6 +99,44 @@ def wrap(model: nn.Module, options: Training, *, device: torch.device, world_siz
         static_graph=options.static_graph,
         **buffers,
     )
+    if not (options.static_graph or options.find_unused_parameters):
+        _arrange_buckets(ddp)
+    return ddp
+
+
+def _arrange_buckets(ddp: DDP) -> None:
+    """Have DDP arrange its buckets before the first step: parameters from last to first.
+
+    By itself it arranges them anew after the first step of each process. A resumed training would make that step with
+    other buckets than an uninterrupted one, and the order in which a ring adds three or more ranks depends on the place
+    in the bucket. DDP never rearranges them where it searches for unused parameters; with a static graph it learns the
+    graph from the first backward pass, which must be a true one.
+    """
+    parameters = trainable(ddp)
+    sparse = {id(each) for each in with_sparse_gradient(ddp)}
+    ddp.reducer.prepare_for_backward([])
+    with torch.enable_grad():
+        touched: list[Tensor] = [_Touch.apply(each, id(each) in sparse) for each in parameters]  # type: ignore[no-untyped-call]
+    torch.autograd.backward(touched)  # the last one first
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class _Touch(torch.autograd.Function):
+    """Function of a parameter with the value and the gradient 0."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, sparse: bool) -> Tensor:
+        ctx.parameter, ctx.sparse = parameter, sparse
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        shape = ctx.parameter.shape
+        if not ctx.sparse:
+            return torch.zeros_like(ctx.parameter), None
+        rows = torch.empty((1, 0), dtype=torch.int64, device=ctx.parameter.device)
+        return torch.sparse_coo_tensor(rows, ctx.parameter.new_zeros((0, *shape[1:])), shape), None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +176,30 @@ def unwrap(model: nn.Module) -> nn.Module:
     return original
 
 
-def share_buffers(model: nn.Module) -> None:
-    """Give every rank the buffers of rank 0, as DDP's ``broadcast_buffers`` does before each forward pass.
+@contextlib.contextmanager
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers after a pass that counts for nothing, such as the statistics of a batch norm.
+
+    The block includes the backward pass, which may use buffers as they are.
+    """
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def share_buffers(model: nn.Module, *, source: int) -> None:
+    """Give every rank the buffers of one, as DDP's ``broadcast_buffers`` does before each forward pass with rank 0's.
 
     A batch norm's statistics come from the batches of its rank, but the model that is evaluated and saved must be the
-    same everywhere. Rank 0 never gets a dummy batch; a mean over the ranks would be wrong for some buffers.
+    same everywhere. A mean over the ranks would be wrong for some buffers.
+
+    Args:
+        model: the task's own module.
+        source: a rank that has had data in every step since the buffers were last equal.
     """
     group = distributed.get_default_group()
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
@@ -139,7 +207,7 @@ def share_buffers(model: nn.Module) -> None:
         return
     # As bytes: one broadcast for all dtypes.
     flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
-    dist.broadcast(flat, 0, group=group)
+    dist.broadcast(flat, source, group=group)
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     with torch.no_grad():
         for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
@@ -193,19 +261,47 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def has_sparse_gradients(model: nn.Module) -> bool:
-    """Return whether an embedding of the model gives a sparse gradient."""
-    return any(getattr(module, "sparse", False) for module in model.modules())
+def with_sparse_gradient(model: nn.Module) -> list[Tensor]:
+    """Return the parameters of embeddings that give a sparse gradient."""
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    ]
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """Return a gradient, or the values of a sparse one."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients of the parameters that have one."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """Return the gradients of the parameters that have one; of a sparse gradient its values."""
+    return [values_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Return the global gradient norm [] and, with ``max_norm`` above 0, scale the gradients down to it."""
-    norm = torch.nn.utils.get_total_norm(gradients(parameters))
+def coalesce(parameters: Sequence[nn.Parameter]) -> None:
+    """Add up the rows of sparse gradients that occur several times: their norm is not that of the sum."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+
+
+def scale(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place by a factor, a number or a tensor []."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        torch._foreach_mul_(same, factor_for(factor, dtype))
+
+
+def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+    """Return a factor for tensors of a dtype, cast if it is a tensor [], so that their product keeps the dtype."""
+    return factor.to(dtype) if isinstance(factor, Tensor) else factor
+
+
+def clip(found: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Return the norm [] of all gradients and, with ``max_norm`` above 0, scale them down to it."""
+    norm = torch.nn.utils.get_total_norm(found)
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        scale(found, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
     return norm

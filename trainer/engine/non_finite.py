@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import distributed
-from trainer.contract.errors import TrainingError
+from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.host_copies import HostCopies, HostCopy
+from trainer.engine.model import values_of
 from trainer.tasks.task import Task, summed_loss
 
 AGAIN = "random numbers such as dropout differ between the two passes: lower --lr, or set --clip-norm"
@@ -33,10 +34,12 @@ class NonFiniteError(TrainingError):
 class _PendingNumber:
     """Number on its way to the host, and the batch from which it can be computed again."""
 
-    kind: Literal["loss", "gradient", "count"]
+    kind: Literal["loss", "gradient", "count", "items"]
     step: int
     batch: Any
     copy: HostCopy
+    samples: int = 0
+    """Samples of this rank in the step, with which its ``items`` are compared."""
 
 
 class FiniteCheck:
@@ -72,7 +75,9 @@ class FiniteCheck:
         self._batch: Any = None
         self._unread: deque[_PendingNumber] = deque()
         self._bad: _PendingNumber | None = None
-        """The first number found bad: a loss or gradient that is not finite, or a count of 0."""
+        """The first number found bad: a loss or gradient that is not finite, or a count of 0 or of other items."""
+        self._bad_text = ""
+        """The message about it, if it is a count."""
         self._overflowed: Tensor | None = None
         """Whether a gradient was not finite, [] on the device."""
         # Without buffers that begin with infinities, such as a mask.
@@ -124,6 +129,17 @@ class FiniteCheck:
         assert self._copies is not None
         self._check_later("count", count, step, self._copies)
 
+    def require_items(self, count: Tensor | float, *, samples: int, step: int) -> None:
+        """Raise unless the count of this rank's losses follows from ``count_per_sample``; on a GPU check it later.
+
+        Raises:
+            RequestError: with both counts, and the remedy.
+        """
+        if self._copies is not None and isinstance(count, Tensor):
+            self._check_later("items", count, step, self._copies, samples=samples)
+        elif not self._is_count(float(count), samples):
+            raise RequestError(self._count_message(float(count), samples, step))
+
     def require_scale(self, scale: float, least: float, *, step: int, left_out: int) -> None:
         """Raise on all ranks if the loss scale is below the least one, where no step will be taken any more.
 
@@ -148,16 +164,17 @@ class FiniteCheck:
         Raises:
             NonFiniteError: on all ranks, if one of them has a number that is not finite; with the step and the places.
             TrainingError: the losses of a step counted no item.
+            RequestError: the losses of a step counted other items than ``count_per_sample`` makes.
         """
         while self._bad is None and self._unread:
             self._check(self._unread.popleft())
         bad, tensor = self._bad, "" if self._bad else self._first_bad_tensor()
-        ranks = distributed.all_gather_list([bad.kind, bad.step, ""] if bad else ["state", step, tensor])
-        numbers = [(at, kind) for kind, at, _ in ranks if kind != "state"]
+        ranks = distributed.all_gather_list([bad.kind, bad.step, self._bad_text] if bad else ["state", step, tensor])
+        numbers = [(at, kind, text) for kind, at, text in ranks if kind != "state"]
         if numbers:
-            at, kind = min(numbers, key=lambda number: (number[0], number[1] != "loss"))
-            if kind == "count":
-                raise TrainingError(no_item(at))
+            at, kind, text = min(numbers, key=lambda number: (number[0], number[1] != "loss"))
+            if text:
+                raise (RequestError if kind == "items" else TrainingError)(text)
             batch = bad.batch if bad and bad.step == at else None
             if kind == "gradient":
                 raise NonFiniteError(self._gradient_message(at, batch))
@@ -177,18 +194,45 @@ class FiniteCheck:
             return
         for parameter in self._model.parameters():
             if (gradient := parameter.grad) is not None:
-                (gradient._values() if gradient.is_sparse else gradient).masked_fill_(overflowed, 0.0)
+                values_of(gradient).masked_fill_(overflowed, 0.0)
 
     def _check_later(
-        self, kind: Literal["loss", "gradient", "count"], value: Tensor, step: int, copies: HostCopies
+        self,
+        kind: Literal["loss", "gradient", "count", "items"],
+        value: Tensor,
+        step: int,
+        copies: HostCopies,
+        *,
+        samples: int = 0,
     ) -> None:
         self.found_bad()  # frees the batches whose numbers have arrived
-        self._unread.append(_PendingNumber(kind=kind, step=step, batch=self._batch, copy=copies.begin(value)))
+        copy = copies.begin(value)
+        self._unread.append(_PendingNumber(kind=kind, step=step, batch=self._batch, copy=copy, samples=samples))
 
     def _check(self, number: _PendingNumber) -> None:
         value = number.copy.numbers()[0]
-        if not (value > 0 if number.kind == "count" else math.isfinite(value)):
-            self._bad = number
+        match number.kind:
+            case "count":
+                good, text = value > 0, no_item(number.step)
+            case "items":
+                good = self._is_count(value, number.samples)
+                text = self._count_message(value, number.samples, number.step)
+            case _:
+                good, text = math.isfinite(value), ""
+        if not good:
+            self._bad, self._bad_text = number, text
+
+    def _is_count(self, count: float, samples: int) -> bool:
+        # A count in 32-bit floats may be rounded.
+        return math.isclose(count, samples * (self._task.count_per_sample or 0), rel_tol=1e-6)
+
+    def _count_message(self, count: float, samples: int, step: int) -> str:
+        kind, per_sample = type(self._task).__name__, self._task.count_per_sample or 0
+        return (
+            f"step {step}: {kind}.loss() counts {count:.10g} items in {samples} samples, but count_per_sample = "
+            f"{per_sample} makes them {samples * per_sample}, by which the gradients would be divided: correct one of "
+            "them, or set count_per_sample = None, with which the ranks sum their counts at each step"
+        )
 
     def _gradient_message(self, step: int, batch: Any) -> str:
         """Return the message about a step's bad gradient; every rank computes its batch of that step again."""
@@ -305,4 +349,4 @@ def _output_hook(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any],
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(values_of(tensor)).all())

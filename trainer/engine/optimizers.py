@@ -5,6 +5,7 @@ A schedule is a pure function of the number of updates done, so that a resumed r
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,7 +14,39 @@ from torch import nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import schedule_end
 from trainer.contract.options import Training
+from trainer.engine.model import trainable, with_sparse_gradient
+from trainer.tasks.task import Task
+
+
+def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optimizer:
+    """Return the task's own optimizer, or else that of the options.
+
+    Raises:
+        RequestError: it takes no sparse gradients, or computes the loss by itself; or see ``build_optimizer``.
+    """
+    own = task.optimizer(model)
+    if own is not None:
+        _require_plain_step(own)
+        return own
+    sparse = bool(with_sparse_gradient(model))
+    if sparse and (options.optimizer not in ("sgd", "adagrad") or options.weight_decay):
+        refused = "--weight-decay" if options.optimizer in ("sgd", "adagrad") else f"--optimizer {options.optimizer}"
+        raise RequestError(
+            f"{refused} takes no sparse gradients, and an embedding of the model has sparse=True: take --optimizer sgd "
+            "or adagrad without weight decay, an optimizer of the task's own such as SparseAdam, or sparse=False"
+        )
+    return build_optimizer(options, trainable(model), sparse=sparse)
+
+
+def _require_plain_step(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RequestError(
+            f"the task's optimizer is {type(optimizer).__name__}, whose step computes the loss several times (a "
+            "closure); this loop does so once: take another, such as Adam or SGD"
+        )
 
 
 def build_optimizer(
@@ -31,7 +64,7 @@ def build_optimizer(
         sparse: whether a gradient may be sparse, which torch's fused optimizers do not take.
 
     Raises:
-        RequestError: there is nothing to train, or the settings contradict each other.
+        RequestError: there is nothing to train.
     """
     trained: list[Any] = list(params)
     if not trained:
@@ -41,8 +74,6 @@ def build_optimizer(
     fused = _fused(trained, options.optimizer) and not sparse
     match options.optimizer:
         case "sgd":
-            if options.nesterov and not options.momentum:
-                raise RequestError("--nesterov needs a --momentum above 0")
             return SGD(
                 trained, lr, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay, fused=fused
             )
@@ -114,21 +145,12 @@ class Schedule:
         """Set the learning rate of the first update.
 
         The schedule is of ``options.lr``, which may have one value per epoch. A parameter group with another learning
-        rate keeps its ratio to that throughout, so that the rates of a task's own optimizer are its peaks.
-
-        Raises:
-            RequestError: the schedule lacks a setting that it needs.
+        rate keeps its ratio to that throughout, so that the rates of a task's own optimizer are its peaks. The options
+        are consistent: ``option_rules`` has the settings that a schedule needs.
         """
         self._options = options
         self._optimizer = optimizer
-        self._end = _end_of(options)
-        if options.lr_scheduler == "step" and not options.lr_step_updates:
-            raise RequestError("--lr-scheduler step needs --lr-step-updates, the optimizer steps between two decays")
-        if len(options.lr) > 1 and options.lr_scheduler != "fixed":
-            raise RequestError(
-                f"--lr has {len(options.lr)} values, one per epoch, but --lr-scheduler {options.lr_scheduler} "
-                "computes all from one: give one, or --lr-scheduler fixed"
-            )
+        self._end = schedule_end(options)
         self._factors = [float(group["lr"]) / options.lr[0] for group in optimizer.param_groups]
         self._updates = 0
         self._epoch = 1
@@ -193,22 +215,3 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after the saved number of updates, on the schedule of this run's options."""
         self.step(state["updates"])
-
-
-def _end_of(options: Training) -> int:
-    """Return the number of updates at which a falling schedule reaches its end; 0 for the others."""
-    if options.lr_scheduler not in ("polynomial_decay", "cosine"):
-        return 0
-    end = options.total_num_update or options.max_updates
-    flag = "--total-num-update" if options.total_num_update else "--max-updates"
-    if not end:
-        raise RequestError(
-            f"--lr-scheduler {options.lr_scheduler} needs --total-num-update or --max-updates, "
-            "the step at which it ends"
-        )
-    if end <= options.warmup_updates:
-        raise RequestError(
-            f"--warmup-updates is {options.warmup_updates}, but --lr-scheduler {options.lr_scheduler} ends at {flag} "
-            f"{end}; the warm-up must be shorter"
-        )
-    return end

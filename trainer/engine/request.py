@@ -21,8 +21,9 @@ PACKAGE = Path(__file__).parents[1]
 def training_request(options: Training) -> dict[str, str]:
     """Return the values that are compared before the process group exists: torch, this package and its options."""
     return {
-        # Builds for CPUs and for GPUs of one version may train together.
-        "torch version": torch.__version__.partition("+")[0],
+        # Builds for CPUs and for GPUs of one version may train together. As plain text: torch gives a class of its own,
+        # which cannot be encoded.
+        "torch version": str(torch.__version__).partition("+")[0],
         "code of trainer": _code_of_package(),
         **_values(options),
     }

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng, weights_of
 from trainer.contract.errors import RequestError
 from trainer.engine.optimizers import require_state_of, restore
+from trainer.engine.task_state import difference as difference_of_states
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 S = TypeVar("S")
@@ -72,6 +73,8 @@ class DataDigests(msgspec.Struct):
     samples: Count
     known: list[tuple[Count, str]]
     """Index and digest of some samples."""
+    splits: dict[str, DataDigests] = {}
+    """Those of the other splits; absent from checkpoints of earlier versions."""
 
 
 class CheckpointEntries(msgspec.Struct):
@@ -92,6 +95,8 @@ class CheckpointEntries(msgspec.Struct):
     data: DataDigests
     rng: list[dict[str, Any]]
     recipe: str
+    task_state: dict[str, Any] | None = None
+    """State of the task; absent from checkpoints of earlier versions."""
     plain: dict[str, Any] | None = None
     """The plain weights of the parameters, if ``model`` has their average."""
 
@@ -102,6 +107,8 @@ class _WeightEntries(msgspec.Struct):
     task: str
     updates: Count
     position: _Position
+    data: DataDigests | None = None
+    task_state: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +118,55 @@ class CheckpointWeights:
     weights: dict[str, Any]
     updates: int
     epoch: int
+    data: dict[str, DataDigests]
+    """Digests of the data by split, without ``train``; empty if it holds none."""
+    has_task_state: bool
+    """Whether the checkpoint holds the state of its task."""
 
 
-def require_weights(state: Mapping[str, Any], model: nn.Module, *, task: str, source: str) -> CheckpointWeights:
-    """Return a checkpoint's weights; raise if they are of another task or do not fit this model.
+def require_weights(
+    state: Mapping[str, Any], model: nn.Module, *, task: str, task_state: Mapping[str, Any], source: str
+) -> CheckpointWeights:
+    """Return a checkpoint's weights; raise if they are of another task, or do not fit its state or this model.
 
     Raises:
         RequestError: one line that names the file and the entry.
     """
     entries = _convert(state, _WeightEntries, source)
     _require_task(entries.task, task, source)
+    require_task_state(entries.task_state, task_state, source=source)
     weights = weights_of(state, source=source)
     if wrong := difference(kinds(weights, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"):
         raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    return CheckpointWeights(weights=weights, updates=entries.updates, epoch=entries.position.epoch)
+    return CheckpointWeights(
+        weights=weights,
+        updates=entries.updates,
+        epoch=entries.position.epoch,
+        data=entries.data.splits if entries.data is not None else {},
+        has_task_state=entries.task_state is not None,
+    )
+
+
+def require_task_state(saved: Mapping[str, Any] | None, own: Mapping[str, Any], *, source: str) -> None:
+    """Require that a task has the state with which the weights of a checkpoint were trained, if that is known.
+
+    Raises:
+        RequestError: one line that names the file and the first difference.
+    """
+    if saved is not None and (wrong := difference_of_states(saved, own)):
+        raise RequestError(
+            f"{source} does not fit this run's data: in the task's state {_line(wrong)}, where the weights were trained"
+        )
 
 
 def require_fit(
-    state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None, *, task: str, source: str
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    task: str,
+    task_state: Mapping[str, Any],
+    source: str,
 ) -> CheckpointEntries:
     """Return a checkpoint's entries; raise if one is not as it was saved or does not fit this model and optimizer.
 
@@ -137,6 +175,7 @@ def require_fit(
         model: the task's own module.
         optimizer: optimizer of the model's parameters; None if its state is not restored.
         task: name of the task that this run trains.
+        task_state: its state.
         source: the checkpoint's path, for the message.
 
     Returns:
@@ -162,6 +201,7 @@ def require_fit(
             f"{source}: entry schedule['updates'] is {entries.schedule.updates}, but 'updates' is {entries.updates}"
         )
     _require_task(entries.task, task, source)
+    require_task_state(entries.task_state, task_state, source=source)
     own = kinds(model.state_dict(), "model")
     wrong = difference(kinds(entries.model, "model"), own, of="in the model of this run")
     if optimizer is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.errors import RequestError, nearest
+from trainer.contract.errors import RequestError, TrainingError, nearest
 from trainer.contract.options import Training
 
 
@@ -62,7 +62,9 @@ class Best:
     value: float | None = None
     step: int = 0
     since: int = 0
-    """Validations since the best."""
+    """Validations since the best; those without a finite value do not count."""
+    unknown: int = 0
+    """Newest validations in a row without a finite value."""
 
     @classmethod
     def of(cls, options: Training) -> Best:
@@ -70,22 +72,47 @@ class Best:
         maximize = options.maximize_best_metric
         return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
 
-    def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Add a validation; return whether it is the best so far, which a non-finite value never is.
+    def require_known(self, metrics: Iterable[str]) -> None:
+        """Require that the criterion is the loss or one of the task's metrics.
 
         Raises:
             RequestError: the task has no such metric.
         """
-        known = {"loss": loss, **metrics}
+        known = ["loss", *metrics]
         if self.metric not in known:
             raise RequestError(
-                f"best_metric {self.metric!r} is not a metric of this task, which has {', '.join(known)}"
+                f"--best-metric {self.metric}: the task has no such metric, but {', '.join(known)}"
                 f"{nearest(self.metric, known)}"
             )
-        value = known[self.metric]
-        better = math.isfinite(value) and (
-            self.value is None or (value > self.value if self.maximize else value < self.value)
-        )
+
+    def require_end(self, options: Training) -> None:
+        """Require that a training which only patience ends still has values to compare.
+
+        Raises:
+            TrainingError: the newest validations have none, as many as patience allows.
+        """
+        others = options.max_updates or options.max_epochs or options.stop_time or options.min_lr >= 0
+        if options.patience and self.unknown >= options.patience and not others:
+            raise TrainingError(
+                f"the {self.metric} of the last {self.unknown} validations is NaN or infinite, and nothing but "
+                "--patience, which compares it, would end this training"
+            )
+
+    def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
+        """Add a validation; return whether it is the best so far.
+
+        A value that is not finite is neither better nor worse.
+
+        Raises:
+            RequestError: the task has no such metric.
+        """
+        self.require_known(metrics)
+        value = {"loss": loss, **metrics}[self.metric]
+        if not math.isfinite(value):
+            self.unknown += 1
+            return False
+        self.unknown = 0
+        better = self.value is None or (value > self.value if self.maximize else value < self.value)
         if better:
             self.value, self.step, self.since = value, step, 0
         else:

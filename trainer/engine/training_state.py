@@ -25,14 +25,18 @@ from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.optimizers import Schedule
 from trainer.engine.resuming import (
     CheckpointEntries,
+    DataDigests,
     parameter_names,
     require_fit,
     resume_model,
     resume_rng,
     seed_effect,
 )
+from trainer.engine.starting_point import StartingPoint
 from trainer.engine.stopping import Best
+from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
 from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.task import Task
 
 
 @dataclass(kw_only=True)
@@ -49,8 +53,9 @@ class TrainingState:
     scaler: LossScaler
     items: ItemCount
     train_batches: EpochBatches | StreamBatches
-    data_sample: DataSample | NoDataSample
-    """Samples of the training data, by which a resumed training detects that it was altered."""
+    task: Task
+    data_samples: Mapping[str, DataSample | NoDataSample]
+    """Samples of the data by split, by which a resumed training detects that it was altered."""
     best: Best
     best_weights: BestWeights
     saving: Saving
@@ -74,7 +79,11 @@ class TrainingState:
             "position": self.train_batches.state_dict(),
             "best": self.best.state_dict(),
             "validated_at": self.validated_at,
-            "data": self.data_sample.state_dict(),
+            "data": {
+                **self.data_samples["train"].state_dict(),
+                "splits": {split: each.state_dict() for split, each in self.data_samples.items() if split != "train"},
+            },
+            TASK_STATE: state_of(self.task),
         }
 
     def require_fit(self, state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
@@ -85,7 +94,12 @@ class TrainingState:
         """
         fresh_state = self.options.reset_optimizer
         entries = require_fit(
-            state, self.model, None if fresh_state else self.optimizer, task=self.options.task, source=source
+            state,
+            self.model,
+            None if fresh_state else self.optimizer,
+            task=self.options.task,
+            task_state=state_of(self.task),
+            source=source,
         )
         if self.options.reset_dataloader:
             return entries
@@ -110,6 +124,25 @@ class TrainingState:
             raise RequestError(f"{file} does not fit this model, {misfits}{hint}")
         return weights, misfits
 
+    def difference_from(self, start: StartingPoint) -> str:
+        """Describe in words how the task's state differs from that of the weights to start with; empty if it does not.
+
+        Raises:
+            RequestError: it differs, and the weights are not to be loaded in part.
+        """
+        own = state_of(self.task)
+        if start.task and start.task != self.options.task:
+            return f"their task {start.task} has another state, which was not used" if start.task_state else ""
+        if start.task_state is None:
+            return without_task_state(start.source) if own else ""
+        wrong = difference(start.task_state, own)
+        if wrong and not self.options.finetune_partial:
+            raise RequestError(
+                f"{start.source} does not fit this run's data: in the task's state {wrong}, where the weights were "
+                "trained; --finetune-partial loads the weights that match all the same"
+            )
+        return f"in the task's state {wrong}, where they were trained" if wrong else ""
+
     def begin_with(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights of another training into the model; everything else begins fresh."""
         self.model.load_state_dict(weights, strict=False)
@@ -132,8 +165,7 @@ class TrainingState:
             not own_checkpoint and reset
             for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
         )
-        compare = ctx.rank == 0 and not fresh_data
-        altered = self.data_sample.altered(entries.data.samples, entries.data.known) if compare else ""
+        altered = self._altered(entries.data) if ctx.rank == 0 and not fresh_data else []
         resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
         self.average.load(entries.plain, self.model)
         if self.average.enabled != (entries.plain is not None):
@@ -164,11 +196,39 @@ class TrainingState:
         same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
-        if altered:
+        reports.remark(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
+        if entries.task_state is None and state_of(self.task):
+            reports.remark(ctx, TASK_STATE, without_task_state(source), severity="warning")
+        for what, how in altered:
             reports.remark(
                 ctx,
                 "data_changed",
-                f"the training data differs from that of {source}: {altered}",
+                f"{what} differs from that of {source}: {how}",
                 severity="warning",
                 advice="to continue that training exactly, stop and restore its data",
             )
+
+    def _altered(self, data: DataDigests) -> list[tuple[str, str]]:
+        """Return the splits whose data differs from that of a checkpoint, each with how it does."""
+        known = {"train": data, **data.splits}
+        found = [
+            ("the training data" if split == "train" else f"the {split} split", each.altered(was.samples, was.known))
+            for split, each in self.data_samples.items()
+            if (was := known.get(split)) is not None
+        ]
+        return [(what, how) for what, how in found if how]
+
+
+def inexact_resume(options: Training, world_size: int) -> str:
+    """Describe why the next steps differ from those of an uninterrupted training; empty if they do not."""
+    if world_size > 1 and options.ddp_comm_hook == "powersgd":
+        return (
+            "the next steps differ from those of an uninterrupted training: --ddp-comm-hook powersgd begins anew, "
+            "because the errors of its compression are in no checkpoint"
+        )
+    if world_size > 2 and options.static_graph:
+        return (
+            "the next steps may differ in the last bits from those of an uninterrupted training: with --static-graph "
+            "DDP arranges its buckets after the first step of each process"
+        )
+    return ""

@@ -17,8 +17,9 @@ from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
 from trainer.agent.narration import Narration
-from trainer.checkpoint import CheckpointError, good_ones, open_checkpoint
+from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
 from trainer.contract.options import Training
 from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
@@ -34,8 +35,11 @@ from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.request import task_request, training_request
+from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.stopping import TrainingOutcome
+from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
+from trainer.environments import slurm
 from trainer.host.allocator import keep_freed_memory
 from trainer.host.cores import usable_cores
 from trainer.tasks.registry import load_task
@@ -111,6 +115,7 @@ class _Rank:
                 host=assignment.host,
                 device=assignment.device,
                 pid=os.getpid(),
+                threads=torch.get_num_threads(),
                 message=message,
             )
         )
@@ -128,7 +133,7 @@ class _Rank:
             torch.use_deterministic_algorithms(True)
         if self.run_dir is not None:
             flight_recorder.prepare(self.run_dir.rank_collectives(assignment.rank), assignment.rank)
-        distributed.distributed_init(
+        distributed.join_group(
             init_method=assignment.init_method,
             world_size=assignment.world_size,
             rank=assignment.rank,
@@ -144,14 +149,17 @@ class _Rank:
         )
         self.set_state("ready")
         task, request = self._task(options, words)
-        ctx = replace(self._context(options, device, request, tf32), loss_unit=task.loss_unit)
+        start = open_start(options)
+        ctx = replace(self._context(options, device, request, tf32, start), loss_unit=task.loss_unit)
+        start.restore_into(task, name=options.task)
         if options.eval_only:
             assignment.stoppable()
-            return evaluate_checkpoint(task, options, ctx)
+            return evaluate_checkpoint(task, options, ctx, start)
         loop = Loop(task, options, ctx)
         self.step = lambda: loop.updates
-        self._warm_start(loop, options)
-        self._resume(loop, options)
+        self._warm_start(loop, options, start)
+        self._resume(loop, options, start)
+        del start  # rank 0 holds the whole checkpoint in it
         assignment.stoppable()
         return loop.run()
 
@@ -170,7 +178,12 @@ class _Rank:
         return kind(own), task_request(options.task, kind, own)
 
     def _context(
-        self, options: Training, device: torch.device, request: Mapping[str, str], tf32: bool | None
+        self,
+        options: Training,
+        device: torch.device,
+        request: Mapping[str, str],
+        tf32: bool | None,
+        start: StartingPoint,
     ) -> WorkerContext:
         assignment = self.assignment
         # Absolute, because the record names the files for readers in other folders.
@@ -190,11 +203,13 @@ class _Rank:
             stopping=assignment.stopping,
             before_wait=self._report_wait,
             run_id=assignment.run_id,
+            resumed_from=start.opened.path if start.opened is not None else None,
+            is_restart=slurm.is_requeued(os.environ) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             request=request,
             recipe=_recipe_in(self.run_dir),
         )
 
-    def _warm_start(self, loop: Loop, options: Training) -> None:
+    def _warm_start(self, loop: Loop, options: Training, start: StartingPoint) -> None:
         """Load the weights of ``--finetune-from``, if given; a run that resumes has its own.
 
         Raises:
@@ -204,6 +219,7 @@ class _Rank:
         if not file or options.resume:
             reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
+        differs = loop.state.difference_from(start)
         # Rank 0 reads and sends: the others need no file, and cannot read a different one.
         weights, misfits = distributed.from_master(
             lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
@@ -211,8 +227,9 @@ class _Rank:
         loop.state.begin_with(weights)
         took = f"the model starts from {len(weights)} weights of {file}"
         reports.remark(loop.ctx, "warm_start", f"{took}; not loaded: {misfits}" if misfits else took)
+        reports.remark(loop.ctx, TASK_STATE, differs, severity="warning")
 
-    def _resume(self, loop: Loop, options: Training) -> None:
+    def _resume(self, loop: Loop, options: Training, start: StartingPoint) -> None:
         """Restore the checkpoint of ``--resume``, if given.
 
         A finished training is refused, because no run may end with exit code 0 without having trained. One that was
@@ -224,9 +241,8 @@ class _Rank:
         """
         if not options.resume:
             return
-        path = Path(options.resume)
-        # Rank 0 reads and sends: the others need no file, and cannot choose a different one.
-        source, state, passed_over = distributed.from_master(lambda: _open_fitting(loop, path))
+        # Rank 0 has read it and sends it.
+        source, state, passed_over = distributed.from_master(lambda: _require_fitting(loop, start))
         # A run that continues from its own checkpoint has made the resets of its options already.
         own_checkpoint = distributed.from_master(lambda: self._is_own(source))
         loop.state.load_state_dict(state, source=source, own_checkpoint=own_checkpoint)
@@ -250,6 +266,8 @@ class _Rank:
     def _is_own(self, name: str) -> bool:
         """Return whether a checkpoint was written by this very run."""
         source = Path(name)
+        if owner := owner_of(source):
+            return owner == self.assignment.run_id
         return self.run_dir is not None and (
             source.resolve().is_relative_to(self.run_dir.path.resolve())
             or source.absolute() in recorded_checkpoints(self.run_dir)
@@ -329,26 +347,25 @@ class _Rank:
         return failure
 
 
-def _open_fitting(loop: Loop, path: Path) -> tuple[str, dict[str, Any], list[str]]:
-    """Open the checkpoint that a path names; return its file, its state, and the reasons for passing over newer ones.
+def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the file of the opened checkpoint, its state, and the reasons for passing over newer ones.
 
     Raises:
-        RequestError: there is none that fits; the message offers one beside it that does.
+        RequestError: it could not be opened or does not fit; the message offers one beside it that does.
     """
-    source = path
     try:
-        source, state, passed_over = open_checkpoint(path, asked="--resume")
-        loop.state.require_fit(state, source=str(source))
+        opened = start.checkpoint()
+        loop.state.require_fit(opened.state, source=start.source)
     except RequestError as error:
-        raise RequestError(f"{error}{_offer(loop, source)}") from None
-    return str(source), state, passed_over
+        raise RequestError(f"{error}{_offer(loop, Path(start.source), loop.options.checkpoint_run)}") from None
+    return start.source, opened.state, opened.passed_over
 
 
-def _offer(loop: Loop, source: Path) -> str:
-    """Return a hint at the newest checkpoint that fits, beside one that does not; empty without one."""
+def _offer(loop: Loop, source: Path, run: str) -> str:
+    """Return a hint at the newest checkpoint of the run that fits, beside one that does not; empty without one."""
     if source.is_dir():
         return ""
-    for path, state in good_ones(source.parent, on_skipped=lambda _: None):
+    for path, state in good_ones(source.parent, run=run or owner_of(source), on_skipped=lambda _: None):
         if source.exists() and path.samefile(source):
             continue
         try:

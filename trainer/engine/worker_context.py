@@ -27,6 +27,10 @@ class WorkerContext:
     """The folder for checkpoints; None keeps none."""
     run_id: str = ""
     """Identifier of the run, equal on all its ranks; empty without one."""
+    resumed_from: Path | None = None
+    """The checkpoint from which this run resumes; None without one, and on ranks other than 0."""
+    is_restart: bool = False
+    """Whether Slurm or torchrun has started this same command again."""
     request: Mapping[str, str] = field(default_factory=dict)
     """Values by name that must be equal on all ranks."""
     recipe: str = ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from trainer.host.proc_files import PROC, read_text
 
 
@@ -16,6 +18,24 @@ def boot_time_s(proc: Path = PROC) -> float:
     """Return the time of the boot, Unix seconds; 0 if it is unknown."""
     lines = read_text(proc / "stat").splitlines()
     return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
+
+
+class BootMoment(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment by the time since the boot, which nobody sets as they set the clock."""
+
+    boot_id: str
+    uptime_s: float
+
+    @staticmethod
+    def now() -> BootMoment | None:
+        """Return this moment; None where boot id or uptime are unknown."""
+        boot, uptime = boot_id(), uptime_s()
+        return BootMoment(boot_id=boot, uptime_s=uptime) if boot and uptime is not None else None
+
+    def since_s(self) -> float | None:
+        """Return the seconds since then; None on another machine or after another boot."""
+        uptime = uptime_s()
+        return uptime - self.uptime_s if uptime is not None and boot_id() == self.boot_id else None
 
 
 def uptime_s() -> float | None:

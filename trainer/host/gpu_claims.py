@@ -1,7 +1,9 @@
-"""Claims of GPUs on this machine: a locked file per GPU shows runs of all users that the GPU is taken.
+"""Claims of GPUs on this machine: a name that the kernel holds shows runs of all users that the GPU is taken.
 
 A process allocates GPU memory only after its libraries are loaded, so the driver shows a new run up to ten seconds
-late. The kernel releases a claim's lock when the process that holds it ends, even by a kill.
+late. A claim is an abstract Unix socket (unix(7)): it is in no folder, which a cleaner could empty or another user
+close, and the kernel releases it when the process that holds it ends, even by a kill. It is seen in the network
+namespace of the process.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
@@ -9,23 +11,23 @@ Standard library only, since this file travels to remote hosts with ``inventory.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
+import errno
 import os
 import pwd
 import re
-import stat
-import struct
+import socket
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-FOLDER = "GPUTRAIN_GPU_CLAIMS"
-"""Environment variable with the folder of the claims."""
-DEFAULT_FOLDER = "/tmp/gputrain-gpus"
-MAX_CLAIM_BYTES = 1000
-"""Maximum bytes read of a claim, a file that all users can write."""
-FLOCK = "hhqqi"
-"""``struct flock`` of fcntl(2): type, origin, start, length (0: all), pid (0 for locks of an open file)."""
+from trainer.host.proc_files import PROC, read_bytes
+
+MACHINE = "GPUTRAIN_GPU_CLAIMS"
+"""Environment variable: runs with different values have claims of their own, as if on different machines."""
+MAX_NAME_BYTES = 107
+"""Maximum length of a socket's name."""
+SOCKET_PATH = 7
+"""Index of the name in a line of ``/proc/net/unix``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class GpuClaim:
     """Run, user and process that have claimed a GPU."""
 
     run: str = ""
-    """Id of the run; empty for ranks without a run directory."""
+    """Id of the run, shortened if it is long; empty for ranks without a run directory."""
     user: str = ""
     pid: int = 0
     """Pid of the node agent in its own PID namespace."""
@@ -52,115 +54,95 @@ class GpuTakenError(Exception):
         super().__init__(f"GPU {uuid} is taken by {claim.text}")
 
 
+class GpuClaimError(Exception):
+    """A GPU cannot be claimed on this machine."""
+
+    def __init__(self, uuid: str, reason: str) -> None:
+        super().__init__(f"GPU {uuid} cannot be claimed ({reason}), so another run could take it unnoticed")
+
+
 @contextlib.contextmanager
 def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping[str, str]) -> Iterator[None]:
-    """Claim GPUs while the body runs; without a usable folder for claims, claim nothing.
+    """Claim GPUs while the body runs.
 
     Args:
         uuids: of the GPUs; empty for CPU ranks.
         run: id of the run.
         shared: allow other runs on them, and ignore an exclusive claim of another run.
-        environ: may set the folder.
+        environ: may set ``MACHINE``.
 
     Raises:
+        GpuClaimError: the kernel refuses a claim.
         GpuTakenError: another process has claimed one of them.
     """
     with contextlib.ExitStack() as stack:
-        folder = _open_folder(environ, make=True) if uuids else None
-        if folder is not None:
-            stack.callback(os.close, folder)
-            mine = GpuClaim(run=run, user=_user(), pid=os.getpid())
-            for uuid in dict.fromkeys(uuids):
-                claim = _open_claim(folder, uuid, make=True)
-                if claim is None:
-                    continue
-                stack.callback(os.close, claim)
-                try:
-                    fcntl.fcntl(claim, fcntl.F_OFD_SETLK, _flock(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
-                except OSError:
-                    if not shared:
-                        raise GpuTakenError(uuid, _read(claim)) from None
-                    continue
-                with contextlib.suppress(OSError):  # on a full disk the lock remains, without the holder's name
-                    os.ftruncate(claim, 0)
-                    os.pwrite(claim, json.dumps(asdict(mine)).encode(), 0)
+        for uuid in dict.fromkeys(uuids):
+            name = _name(uuid, environ)
+            try:
+                if not shared:
+                    stack.enter_context(_held(name))
+                # Who holds it, and that it is shared: the names of all sockets can be read by everybody.
+                holder = f"{name}/{'s' if shared else 'a'}/{os.getpid()}/{os.getuid()}/{_plain(run)}"[:MAX_NAME_BYTES]
+                stack.enter_context(_held(holder))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE and not shared:
+                    raise GpuClaimError(uuid, error.strerror or str(error)) from None
+                if not shared:
+                    raise GpuTakenError(uuid, claims([uuid], environ).get(uuid, GpuClaim())) from None
+            names = [] if shared else [each for each in _socket_names() if each != holder]
+            if others := _holders(name, names):
+                raise GpuTakenError(uuid, others[0])
         yield
 
 
 def claims(uuids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, GpuClaim]:
-    """Return the claims on these GPUs, by UUID, without locking anything."""
-    folder = _open_folder(environ, make=False)
-    if folder is None:
-        return {}
+    """Return the claims on these GPUs, by UUID; of several, the exclusive one."""
+    names = _socket_names() if uuids else []
     found = {}
-    try:
-        for uuid in uuids:
-            claim = _open_claim(folder, uuid, make=False)
-            if claim is None:
-                continue
-            with contextlib.suppress(OSError):
-                lock = fcntl.fcntl(claim, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
-                if struct.unpack_from("h", lock)[0] != fcntl.F_UNLCK:
-                    found[uuid] = _read(claim)
-            os.close(claim)
-    finally:
-        os.close(folder)
+    for uuid in uuids:
+        name = _name(uuid, environ)
+        holders = _holders(name, names)
+        if holders or name in names:
+            found[uuid] = holders[0] if holders else GpuClaim()
     return found
 
 
-def _flock(kind: int) -> bytes:
-    return struct.pack(FLOCK, kind, os.SEEK_SET, 0, 0, 0)
+@contextlib.contextmanager
+def _held(name: str) -> Iterator[None]:
+    """Hold an abstract name, which one process has at a time.
+
+    Raises:
+        OSError: another process holds it (EADDRINUSE), or the kernel refuses it.
+    """
+    with socket.socket(socket.AF_UNIX) as held:
+        held.bind(b"\0" + name.encode())
+        yield
 
 
-def _open_folder(environ: Mapping[str, str], *, make: bool) -> int | None:
-    """Open the folder of the claims, never through a link; None if it cannot be opened."""
-    path = environ.get(FOLDER) or DEFAULT_FOLDER
-    if make:
-        with contextlib.suppress(OSError):  # it exists already
-            os.mkdir(path, 0o700)  # noqa: PTH102
-            os.chmod(path, 0o1777)  # noqa: PTH101 - as /tmp: all users create files in it, whatever the umask is
+def _name(uuid: str, environ: Mapping[str, str]) -> str:
+    return f"gputrain/{zlib.crc32(environ.get(MACHINE, '').encode()):x}/{_plain(uuid)}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]", "_", text)
+
+
+def _socket_names() -> list[str]:
+    """Return the abstract names of this network namespace."""
+    lines = read_bytes(PROC / "net/unix").decode("utf-8", "replace").splitlines()
+    words = (line.split(None, SOCKET_PATH) for line in lines)
+    return [found[SOCKET_PATH][1:] for found in words if len(found) > SOCKET_PATH and found[SOCKET_PATH][0] == "@"]
+
+
+def _holders(name: str, names: Sequence[str]) -> list[GpuClaim]:
+    """Return the holders of a claim among the names of sockets, exclusive ones (``a``) before shared ones (``s``)."""
+    pattern = re.compile(re.escape(name) + r"/([as])/(\d{1,9})/(\d{1,10})/([A-Za-z0-9_.+-]*)", re.ASCII)
+    found = sorted(match.groups() for each in names if (match := pattern.fullmatch(each)))
+    return [GpuClaim(run=run, user=_user(int(uid)), pid=int(pid)) for _, pid, uid, run in found]
+
+
+def _user(uid: int) -> str:
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-
-
-def _open_claim(folder: int, uuid: str, *, make: bool) -> int | None:
-    """Open the claim of a GPU; None if it is no regular file, or has hard links and may be another file of a user."""
-    name = re.sub(r"[^\w-]", "_", uuid)
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-    claim = None
-    with contextlib.suppress(OSError):
-        # First without O_CREAT, which Linux refuses for another user's existing file in a sticky folder such as /tmp.
-        claim = os.open(name, flags, dir_fd=folder)
-    if claim is None and make:
-        try:
-            claim = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-            os.fchmod(claim, 0o666)  # all users lock it, whatever the umask is
-        except OSError:
-            with contextlib.suppress(OSError):
-                claim = os.open(name, flags, dir_fd=folder)  # another process has just created it
-    if claim is None:
-        return None
-    status = os.fstat(claim)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        os.close(claim)
-        return None
-    return claim
-
-
-def _read(claim: int) -> GpuClaim:
-    try:
-        value = json.loads(os.pread(claim, MAX_CLAIM_BYTES, 0))
-        run, user, pid = value["run"], value["user"], value["pid"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return GpuClaim()
-    valid = isinstance(run, str) and isinstance(user, str) and type(pid) is int
-    return GpuClaim(run=run, user=user, pid=pid) if valid else GpuClaim()
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)

@@ -6,10 +6,13 @@ its import takes longer than all of these readings, and it lacks the waits for a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from trainer.host.proc_files import PROC, read_bytes
@@ -96,19 +99,74 @@ def ancestors() -> list[int]:
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """Return the pids of all living descendants of ``pid``, without zombies."""
-    children: dict[int, list[int]] = {}
-    for each in pids():
-        stat = read_stat(each)
-        if stat is not None and stat.alive:
-            children.setdefault(stat.parent_pid, []).append(each)
+def children(pid: int) -> list[int]:
+    """Return the pids of the children of a process, zombies included, in ascending order.
+
+    A child of this process that it does not reap meanwhile is in every answer from its start or adoption on.
+    """
+    if not _lists_children():
+        return _scan_children().get(pid, [])
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(PROC / str(pid) / "task"):  # noqa: PTH208 - read in a loop against forking children
+            found += read_bytes(PROC / str(pid) / "task" / thread / "children").split()
+    return sorted(map(int, found))
+
+
+def descendants(pid: int, *, keep: Collection[int] = ()) -> set[int]:
+    """Return the pids of all living descendants of ``pid``, without zombies, ``keep`` and the descendants of those."""
+    scanned = None if _lists_children() else _scan_children()
     found: set[int] = set()
     queue = [pid]
     while queue:
-        direct = children.get(queue.pop(), [])
-        found.update(direct)
-        queue += direct
+        parent = queue.pop()
+        direct = children(parent) if scanned is None else scanned.get(parent, [])
+        new = [child for child in direct if child not in found and child not in keep]
+        found.update(new)
+        queue += new
+    return {each for each in found if (stat := read_stat(each)) is not None and stat.alive}
+
+
+@cache
+def _lists_children() -> bool:
+    """Whether the kernel lists the children of a thread (``CONFIG_PROC_CHILDREN``), which is faster than a scan."""
+    return (PROC / "self/task" / str(threading.get_native_id()) / "children").exists()
+
+
+def _scan_children() -> dict[int, list[int]]:
+    """Return the children of all processes, by the pid of their parent."""
+    found: dict[int, list[int]] = {}
+    for each in sorted(pids()):
+        if (stat := read_stat(each)) is not None:
+            found.setdefault(stat.parent_pid, []).append(each)
+    return found
+
+
+def child_count(pid: int, *, proc: Path = PROC) -> int | None:
+    """Return the number of a process's children; None where the kernel does not list them."""
+    try:
+        lists = [(task / "children").read_bytes() for task in (proc / str(pid) / "task").iterdir()]
+    except OSError:
+        return None
+    return sum(len(found.split()) for found in lists)
+
+
+def descendants_of_each(roots: Collection[int], *, proc: Path = PROC) -> dict[int, dict[int, int]]:
+    """Return the clock ticks that each living descendant of each root has used, by root and pid; in one pass."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for each in pids(proc):
+        stat = read_stat(each, proc)
+        if stat is not None and stat.alive:
+            parents[each], ticks[each] = stat.parent_pid, stat.cpu_ticks or 0
+    found: dict[int, dict[int, int]] = {root: {} for root in roots}
+    for pid in parents:
+        above, seen = parents[pid], set[int]()
+        while above in parents and above not in found and above not in seen:
+            seen.add(above)
+            above = parents[above]
+        if above in found:
+            found[above][pid] = ticks[pid]
     return found
 
 

@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -71,6 +72,8 @@ class StopRequest:
         self.level = StopLevel.NONE
         self.reason: str | None = None
         """Reason of the first request."""
+        self.asked_at: float | None = None
+        """Time of the first request, Unix seconds."""
         self._signals = signals
         self._lease = lease
         self._main_thread_is_free = main_thread_is_free
@@ -123,6 +126,7 @@ class StopRequest:
         """Request a stop; a lower level than before changes nothing."""
         self.level = max(level, self.level)
         self.reason = self.reason or reason
+        self.asked_at = self.asked_at or time.time()
 
     def risen(self) -> StopLevel:
         """Return the level if it has risen since the last call, else NONE."""

@@ -17,14 +17,14 @@ from trainer.contract.errors import RequestError, nearest
 from trainer.contract.task_options import DocNNOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks.task import Task
-from trainer.tasks.tsv import LabelledSentence, read_tsv
+from trainer.tasks.tsv import LabelledSentence, Table, read_tsv
 
 UNKNOWN, PAD = 0, 1
 """Indices of unknown words and of padding."""
 
 
 class Vocabulary(NamedTuple):
-    """Words and labels of the training file."""
+    """Words and labels that the model knows."""
 
     words: dict[str, int]
     """Lower-cased word to index, in order of appearance; 0 and 1 are unknown words and padding."""
@@ -92,21 +92,47 @@ class DocNNTask(Task):
         super().__init__(options)
         self._splits: dict[str, Sentences] = {}
         self._vocabulary: Vocabulary | None = None
+        self._restored: Vocabulary | None = None
+        self._taken = ""
+
+    def data_note(self) -> str:
+        """Return which columns of the files were taken, and their first row."""
+        return self._taken
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the words in the order of their indices, one a line, and the labels in the order of the classes."""
+        assert self._vocabulary is not None, "datasets() comes before state_dict()"
+        return {"words": "\n".join(self._vocabulary.words), "labels": list(self._vocabulary.labels)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use these words and labels in place of those of the training file."""
+        words = state["words"].split("\n") if state["words"] else []
+        labels = {label: index for index, label in enumerate(state["labels"])}
+        self._restored = Vocabulary({word: index + 2 for index, word in enumerate(words)}, labels)
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Read the files; words and labels are those of the training file."""
+        """Read the files; words and labels are those of the training file, or those that were restored.
+
+        To restored labels the training file may add some: the model then fits the checkpoint no longer by its shape,
+        and only a fine-tuning that leaves out the output layer can use it.
+        """
         paths = {
             "train": self.options.train_path,
             "valid": self.options.eval_path,
             "test": self.options.test_path,
         }
         options = self.options
-        rows = {
+        tables = {
             split: read_tsv(path, options.format, text_column=options.text_column, label_column=options.label_column)
             for split, path in paths.items()
             if path is not None
         }
+        rows = {split: table.rows for split, table in tables.items()}
+        self._taken = _describe_tables({paths[split] or "": table for split, table in tables.items()})
         vocabulary = read_vocabulary(rows["train"])
+        if self._restored is not None:
+            labels = dict.fromkeys([*self._restored.labels, *vocabulary.labels])
+            vocabulary = Vocabulary(self._restored.words, {label: index for index, label in enumerate(labels)})
         if len(vocabulary.labels) < 2:
             raise RequestError(f"{self.options.train_path}: every row has the label {rows['train'][0].label!r}")
         for split, held_out in rows.items():
@@ -154,6 +180,19 @@ def read_vocabulary(rows: Sequence[LabelledSentence]) -> Vocabulary:
             words.setdefault(word, len(words) + 2)
     labels = {label: index for index, label in enumerate(sorted({row.label for row in rows}))}
     return Vocabulary(words, labels)
+
+
+def _describe_tables(tables: Mapping[str, Table]) -> str:
+    """Describe in one line how the files were read, each layout once."""
+    by_layout: dict[str, list[str]] = {}
+    for path, table in tables.items():
+        files = by_layout.setdefault(str(table.columns), [])
+        if path not in files:
+            files.append(path)
+    first = next(iter(tables.values())).rows[0]
+    text = first.text if len(first.text) <= 40 else f"{first.text[:39]}…"
+    layouts = "; ".join(f"{', '.join(files)}: {layout}" for layout, files in by_layout.items())
+    return f"{layouts}; the first row is {text!r} with the label {first.label!r}"
 
 
 def _refuse_unseen_labels(path: str, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:

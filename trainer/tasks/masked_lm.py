@@ -133,6 +133,17 @@ class MaskedLanguageModel(Task):
         self.count_per_sample = self.predictions
         self._vocabulary: wordpiece.WordPieceVocabulary | None = None
         self._splits: dict[str, Sequences] = {}
+        self._tokenizer: str | None = None
+        self._restored: str | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the tokenizer, as the JSON of the package ``tokenizers``."""
+        assert self._tokenizer is not None, "datasets() comes before state_dict()"
+        return {"tokenizer": self._tokenizer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Use this tokenizer in place of one that is trained on the data."""
+        self._restored = str(state["tokenizer"])
 
     @property
     def vocabulary(self) -> wordpiece.WordPieceVocabulary:
@@ -143,8 +154,12 @@ class MaskedLanguageModel(Task):
     def datasets(self) -> Mapping[str, SizedDataset]:
         """Tokenise the text, or map it from the cache."""
         options = self.options
-        self._vocabulary, texts = wordpiece.token_tensors(
-            text_splits(options), vocab=options.vocab, vocab_size=options.vocab_size, lowercase=options.lowercase
+        self._tokenizer, self._vocabulary, texts = wordpiece.tokenise(
+            text_splits(options),
+            vocab=options.vocab,
+            vocab_size=options.vocab_size,
+            lowercase=options.lowercase,
+            restored=self._restored,
         )
         needed = options.sequence_length - 2
         for split, tokens in texts.items():

@@ -30,7 +30,11 @@ class Task:
     count_per_sample: int | None = None
     """Items that each sample adds to the count of ``loss``, if equal for all samples (1 for a classifier, the window's
     length for a language model). The global count is then known without a collective; with None it is summed over the
-    ranks at each step."""
+    ranks at each step. Each step compares it with the count of ``loss``."""
+
+    check_loss: bool = True
+    """Whether the loss of one sample is computed before the training, alone and twice in a batch, in evaluation mode:
+    a mean in place of a sum is refused."""
 
     loss_unit: str = ""
     """Unit of the loss: ``nats`` if it is a natural logarithm, such as a cross-entropy; empty: none."""
@@ -61,6 +65,20 @@ class Task:
         A metric is reported as its sum over the same count: the number of correct labels becomes the accuracy.
         """
         raise TypeError(f"{type(self).__name__} has no loss()")
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what the task has learnt from its data, such as vocabulary and labels; empty without any.
+
+        It is saved in checkpoints: tensors, numbers, strings, and lists, tuples and dicts of them, alike on all ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the training whose weights are used; called before ``datasets``, which then uses it."""
+
+    def data_note(self) -> str:
+        """Return in one line how the data was read, for the user and the record; empty if that is plain."""
+        return ""
 
     def lengths(self, split: str) -> Sequence[int] | None:
         """Return the length of each sample, to batch samples of similar length; None for no grouping."""

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.task_files import refuse_unreadable, require_file
 
-Format = Literal["auto", "text_label", "label_text", "glue"]
+Format = Literal["auto", "text_label", "label_text", "glue", "no_header"]
 
 
 class LabelledSentence(NamedTuple):
@@ -36,16 +36,27 @@ class Columns(NamedTuple):
     has_header: bool
     """Whether the first line names the columns."""
 
+    def __str__(self) -> str:
+        header = "line 1 is a header" if self.has_header else "no header"
+        return f"{header}, the text is column {self.text} and the label column {self.label} of {self.width}"
 
-def read_tsv(
-    name: str, format: Format, *, text_column: str | None = None, label_column: str | None = None
-) -> list[LabelledSentence]:
+
+class Table(NamedTuple):
+    """Rows of a file, and how it was read."""
+
+    rows: list[LabelledSentence]
+    columns: Columns
+
+
+def read_tsv(name: str, format: Format, *, text_column: str | None = None, label_column: str | None = None) -> Table:
     """Read all rows of a file; quotes are ordinary characters, as in GLUE's files.
 
     Args:
         name: path of the file.
-        format: the column order; ``auto`` detects a header, else guesses which of two columns is the label.
-        text_column: with ``auto``, the name of the column in the header, or its number from 0.
+        format: the column order; ``auto`` detects a header, else guesses which of two columns is the label;
+            ``no_header`` has none, whatever the first line looks like.
+        text_column: with ``auto``, the name of the column in the header, or its number from 0, which a number always
+            is; with ``no_header`` the number.
         label_column: likewise.
 
     Raises:
@@ -57,7 +68,9 @@ def read_tsv(
     names = [name.strip() for name in lines[0].split("\t")]
     if format == "glue" or (format == "auto" and not (text_column or label_column) and "sentence" in _lower(names)):
         text_column, label_column = text_column or "sentence", label_column or "label"
-    if text_column is not None or label_column is not None:
+    if format == "no_header":
+        columns = _numbered_columns(path, names, text_column or "0", label_column or "1")
+    elif text_column is not None or label_column is not None:
         columns = _named_columns(path, names, text_column, label_column)
     elif format == "auto" and _has_usual(names, TEXT_NAMES) and _has_usual(names, LABEL_NAMES):
         columns = _named_columns(path, names, None, None)
@@ -68,7 +81,7 @@ def read_tsv(
     rows = [_row(path, line, number, columns) for number, line in enumerate(lines[first:], start=first + 1)]
     if not rows:
         raise RequestError(f"{path} has a header, but no row")
-    return rows
+    return Table(rows, columns)
 
 
 def _lines(path: Path) -> list[str]:
@@ -94,15 +107,26 @@ def _has_usual(names: list[str], usual: tuple[str, ...]) -> bool:
     return not set(usual).isdisjoint(_lower(names))
 
 
+def _numbered_columns(path: Path, first: list[str], text: str, label: str) -> Columns:
+    """Return the columns with these numbers, of a file without a header."""
+    numbers = _column(path, first, "text_column", text), _column(path, first, "label_column", label)
+    if numbers[0] == numbers[1]:
+        raise RequestError(f"{path}, line 1: text_column and label_column are both column {numbers[0]}")
+    return Columns(*numbers, len(first), False)
+
+
 def _named_columns(path: Path, names: list[str], text: str | None, label: str | None) -> Columns:
     """Return the columns given by name or number; one not given is the one with a usual name, or the other of two."""
     wanted = {"text": (text, TEXT_NAMES), "label": (label, LABEL_NAMES)}
     found = {kind: _column(path, names, f"{kind}_column", name) for kind, (name, _) in wanted.items() if name}
+    by_name = any(name and not name.isdecimal() for name, _ in wanted.values())
     for kind, (name, usual) in wanted.items():
         if name:
             continue
         others = [index for index in range(len(names)) if index not in found.values()]
-        fitting = [index for index in others if names[index].lower() in usual] or (others if len(others) == 1 else [])
+        usual_ones = [index for index in others if names[index].lower() in usual]
+        by_name |= bool(usual_ones)
+        fitting = usual_ones or (others if len(others) == 1 else [])
         if not fitting:
             raise RequestError(
                 f"{path}, line 1: the column of the {kind} is unknown: set {kind}_column to one of {_list(names)}"
@@ -110,17 +134,12 @@ def _named_columns(path: Path, names: list[str], text: str | None, label: str | 
         found[kind] = fitting[0]
     if found["text"] == found["label"]:
         raise RequestError(f"{path}, line 1: text_column and label_column are both column {found['text']}")
-    by_name = any(name and not _is_number(name, names) for name, _ in wanted.values())
     has_usual = all(names[found[kind]].lower() in usual for kind, (_, usual) in wanted.items())
     return Columns(found["text"], found["label"], len(names), by_name or has_usual)
 
 
-def _is_number(wanted: str, names: list[str]) -> bool:
-    return wanted.isdecimal() and wanted not in names
-
-
 def _column(path: Path, names: list[str], option: str, wanted: str) -> int:
-    if _is_number(wanted, names):
+    if wanted.isdecimal():
         if len(wanted) <= 9 and int(wanted) < len(names):
             return int(wanted)
         raise RequestError(f"{path}, line 1: {option} is {wanted[:9]}, but there are columns 0 to {len(names) - 1}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from array import array
 from collections import Counter
@@ -36,16 +37,31 @@ class WordPieceVocabulary(NamedTuple):
     mask: int
 
 
-def token_tensors(
-    splits: Splits, *, vocab: str | None, vocab_size: int, lowercase: bool
-) -> tuple[WordPieceVocabulary, dict[str, Tensor]]:
+class TokenisedText(NamedTuple):
+    """A tokenizer and what it made of a text."""
+
+    tokenizer: str
+    """The tokenizer as the JSON of the package ``tokenizers``."""
+    vocabulary: WordPieceVocabulary
+    texts: dict[str, Tensor]
+    """Per split its tokens ``[N]``, int32, with [SEP] between two files."""
+
+
+def tokenise(
+    splits: Splits, *, vocab: str | None, vocab_size: int, lowercase: bool, restored: str | None = None
+) -> TokenisedText:
     """Tokenise each split, or map it from the cache.
 
-    Returns:
-        The vocabulary, and per split its tokens ``[N]``, int32, with [SEP] between two files.
+    Args:
+        splits: the text.
+        vocab: file of a vocabulary; None trains one on the text.
+        vocab_size: size of the vocabulary that is trained.
+        lowercase: whether the text is lower-cased; a tokenizer.json has its own setting.
+        restored: tokenizer of a checkpoint, which is used in place of a trained one.
 
     Raises:
-        RequestError: the package ``tokenizers`` is missing, or the vocabulary file is not one.
+        RequestError: the package ``tokenizers`` is missing, the vocabulary file is not one, or it is another one than
+            the checkpoint's.
     """
     if importlib.util.find_spec("tokenizers") is None:
         raise RequestError("task masked_lm needs the package tokenizers: pip install 'gputrain[tokenizers]'")
@@ -55,9 +71,18 @@ def token_tensors(
         "vocab": cache.fingerprint([vocab_path]) if vocab_path else vocab_size,
         "lowercase": lowercase,
     }
+    if restored is not None:
+        if vocab_path and load(vocab_path, lowercase).to_str() != restored:
+            raise RequestError(
+                f"{vocab_path} is not the vocabulary that the weights were trained with; leave vocab out to use theirs"
+            )
+        inputs["restored"] = hashlib.sha256(restored.encode()).hexdigest()
 
     def build(folder: Path) -> None:
-        tokenizer = load(vocab_path, lowercase) if vocab_path else train(splits["train"], vocab_size, lowercase)
+        if restored is not None:
+            tokenizer = from_json(restored, "the checkpoint's entry task_state")
+        else:
+            tokenizer = load(vocab_path, lowercase) if vocab_path else train(splits["train"], vocab_size, lowercase)
         tokenizer.save(str(folder / "tokenizer.json"))
         for split, pieces in splits.items():
             _tokenise(tokenizer, pieces, folder / f"{split}.bin")
@@ -69,7 +94,8 @@ def token_tensors(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = tokenizer.get_vocab()
     texts = {split: cache.mapped(folder / f"{split}.bin", torch.int32) for split in splits}
-    return WordPieceVocabulary(max(words.values()) + 1, words["[CLS]"], words["[SEP]"], words["[MASK]"]), texts
+    vocabulary = WordPieceVocabulary(max(words.values()) + 1, words["[CLS]"], words["[SEP]"], words["[MASK]"])
+    return TokenisedText(tokenizer.to_str(), vocabulary, texts)
 
 
 def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
@@ -104,22 +130,35 @@ def load(path: Path, lowercase: bool) -> Tokenizer:
     Raises:
         RequestError: the file is neither, or lacks a special token.
     """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not a vocabulary: not UTF-8 text") from error
+    if path.suffix == ".json":
+        return from_json(text, str(path))
+    words = {word.strip(): index for index, word in enumerate(text.splitlines())}
+    return _with_special_tokens(_untrained(words, lowercase), str(path))
+
+
+def from_json(text: str, source: str) -> Tokenizer:
+    """Return the tokenizer that the package ``tokenizers`` wrote as JSON.
+
+    Raises:
+        RequestError: it is none, or lacks a special token.
+    """
     from tokenizers import Tokenizer
 
-    if path.suffix == ".json":
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing more precise
-            raise RequestError(f"{path} is not a tokenizer of the package tokenizers: {error}") from error
-    else:
-        try:
-            words = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{path} is not a vocabulary: not UTF-8 text") from error
-        tokenizer = _untrained({word.strip(): index for index, word in enumerate(words)}, lowercase)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the package raises nothing more precise
+        raise RequestError(f"{source} is not a tokenizer of the package tokenizers: {error}") from error
+    return _with_special_tokens(tokenizer, source)
+
+
+def _with_special_tokens(tokenizer: Tokenizer, source: str) -> Tokenizer:
     missing = [token for token in SPECIAL_TOKENS[1:] if tokenizer.token_to_id(token) is None]
     if missing:
-        raise RequestError(f"{path} is not a vocabulary of BERT's kind: it lacks {', '.join(missing)}")
+        raise RequestError(f"{source} is not a vocabulary of BERT's kind: it lacks {', '.join(missing)}")
     return tokenizer
 
 

@@ -343,7 +343,8 @@ class BucketHook:
         try:
             # Squares of 16-bit numbers may overflow; 64-bit ones keep their type until they are summed.
             wider = torch.float32 if buffer.dtype.itemsize < 4 else None
-            norm: Tensor = torch.linalg.vector_norm(buffer, dtype=wider).to(torch.float32)
+            values = buffer.coalesce()._values() if buffer.is_sparse else buffer
+            norm: Tensor = torch.linalg.vector_norm(values, dtype=wider).to(torch.float32)
         except Exception as error:  # noqa: BLE001 - raising here would leave the other ranks waiting
             self._fail(error)
             return None
@@ -362,7 +363,7 @@ class BucketHook:
             if first:
                 self._syncs.append(Buckets(self._detailed))
             buckets = self._syncs[-1]
-            buckets.sizes.append(buffer.nbytes)
+            buckets.sizes.append(_bytes_of(buffer))
             if norm is not None:
                 buckets.norms.append(norm)
             buckets.ready.append(self._clock.mark(waits=last))
@@ -415,6 +416,11 @@ def factor(number: float, dtype: torch.dtype) -> Tensor:
         dtype: Type of the other tensor; products of 16-bit types are computed in a longer one.
     """
     return torch.tensor(number, dtype=dtype if dtype.itemsize >= 4 else torch.float64)
+
+
+def _bytes_of(buffer: Tensor) -> int:
+    """Return the bytes of a bucket; of a sparse gradient, those of its rows and their indices."""
+    return buffer._indices().nbytes + buffer._values().nbytes if buffer.is_sparse else buffer.nbytes
 
 
 def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:

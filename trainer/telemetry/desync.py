@@ -76,6 +76,12 @@ class ReplicatedTensors:
         self._slots: Sequence[Tensor] = ()
         """Views [] of ``_sums``, one per tensor."""
 
+    @property
+    def version(self) -> int:
+        """Version counter of the first parameter, which every change in place increases; 0 without parameters."""
+        parameter = next(self._model.parameters(), None)
+        return 0 if parameter is None else parameter._version
+
     def checksums(self) -> Tensor:
         """Return checksums that are equal if, and practically only if, all tensors are bit for bit equal.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -11,13 +12,14 @@ from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
 Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other", "excluded"]
-"""Phase of a step; ``other`` counts only to ``step_ms``, ``excluded`` to nothing."""
+"""Phase of a step; ``other`` is outside of torch, ``excluded`` counts to nothing."""
 
 WARM_UP = 2
 """Synchronisations whose bucket times are left out: DDP starts with one bucket and rebuilds after the first."""
 MEANS = ("loss", "grad_norm", "local_grad_norm")
 MEANS_MS = (
-    "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
+    "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "other_ms", "gc_ms", "sync_ms",
+    "sync_exposed_ms",
 )  # fmt: skip
 
 
@@ -113,6 +115,9 @@ def step_event(
     phase_ms: dict[str, float] = {}
     for phase, lap_ms in zip(reading.phases, laps_ms, strict=False):
         phase_ms[phase] = phase_ms.get(phase, 0.0) + lap_ms
+    step_ms = sum(laps_ms) - phase_ms.pop("excluded", 0.0)
+    phase_ms.pop("other", None)
+    other_ms = max(0.0, step_ms - sum(phase_ms.values())) if phase_ms else None
     backward_ms = phase_ms.get("backward")
     if synchronised and backward_ms is not None:
         backward_ms = max(0.0, backward_ms - sync.exposed_ms) if sync is not None else None
@@ -126,15 +131,17 @@ def step_event(
         tokens=reading.tokens,
         lr=reading.lr,
         loss=loss,
+        non_finite=_non_finite(loss=loss, grad_norm=grad_norm),
         grad_norm=grad_norm,
         local_grad_norm=None if local is None else local / (grad_scale or 1.0),
         gc_ms=rounded(reading.gc_ms),
-        step_ms=rounded(sum(laps_ms) - phase_ms.get("excluded", 0.0)),
+        step_ms=rounded(step_ms),
         data_ms=rounded(phase_ms.get("data")),
         h2d_ms=rounded(phase_ms.get("h2d")),
         forward_ms=rounded(phase_ms.get("forward")),
         backward_ms=rounded(backward_ms),
         optimizer_ms=rounded(phase_ms.get("optimizer")),
+        other_ms=rounded(other_ms),
         core_wait_ms=_core_wait_ms(reading, clock, synchronised),
     )
     if sync is not None and sync.settled:
@@ -147,6 +154,10 @@ def step_event(
         if sync.bucket_ms is not None:
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
     return event
+
+
+def _non_finite(**numbers: float | None) -> list[str]:
+    return [name for name, number in numbers.items() if number is not None and not math.isfinite(number)]
 
 
 def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dict[str, float] | None:
@@ -193,6 +204,7 @@ def merge(steps: Sequence[Step]) -> Step:
         tokens=None if None in (tokens := [step.tokens for step in steps]) else sum(filter(None, tokens)),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         step_ms_each=[step.step_ms for step in steps],
+        non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
         **means,  # type: ignore[arg-type]
     )
     if event.loss is not None:

@@ -23,12 +23,13 @@ from trainer.host.core_waits import core_waits
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, total
+from trainer.telemetry.stack_position import innermost_line, is_compiling
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
 
 __all__ = ["Phase", "StepMeter", "ddp_of"]
 
-NEXT_PHASE: dict[Phase | None, Phase] = {
+NEXT_PHASE: dict[Phase | None, str] = {
     None: "data",
     "data": "h2d",
     "h2d": "forward",
@@ -38,11 +39,12 @@ NEXT_PHASE: dict[Phase | None, Phase] = {
     "other": "data",
     "excluded": "data",
 }
-"""Phase after each phase; None is the start of a step."""
+"""Phase after each phase, in a loop whose laps follow each other without a gap; None is the start of a step."""
 LONG_PHASE_S = 5.0
 """Minimum time of a phase before it is reported as long, seconds."""
 LONG_PHASE_STEPS = 4.0
-"""Minimum time of a phase before it is reported as long, in multiples of the longest recent step."""
+"""Minimum time of a phase before it is reported as long, in multiples of the longest recent step; a compilation is
+reported sooner, since the longest step may have been another one."""
 
 
 class StepMeter:
@@ -120,8 +122,14 @@ class StepMeter:
         """Whether no step is in progress, so that no phase can be long."""
         self._progress = (0, 0)
         """Complete steps, and phases of the next one, at the last check by the writer's thread."""
-        self._progress_s: float | None = None
-        """Time of their last change, by the host's clock; None once the long phase is reported."""
+        self._progress_s = clock()
+        """Time of their last change, by the host's clock."""
+        self._reported_part: str | None = None
+        """Part that was reported as long since then."""
+        self.part_after: Callable[[Phase | None], str] = NEXT_PHASE.__getitem__
+        """Return where the training thread is after the last lap of the step, as ``Doing`` names it."""
+        self._thread = threading.get_ident()
+        """The training thread."""
         writer.before_each_write(self._process_readings)
         self._gc_started = 0.0
         self._gc_s = 0.0
@@ -175,6 +183,7 @@ class StepMeter:
         self._phases = []
         self._gc_s = 0.0
         self._paused = False
+        self._thread = threading.get_ident()
 
     def end(
         self,
@@ -323,25 +332,31 @@ class StepMeter:
         """Record the phase of a step without progress; called by the writer's thread."""
         now, progress = self._host_clock(), (self._count, len(self._phases))
         if self._paused or progress != self._progress:
-            self._progress, self._progress_s = progress, now
-        if self._progress_s is None or (waited_s := now - self._progress_s) < max(
-            LONG_PHASE_S, LONG_PHASE_STEPS * self._recorder.longest_s
+            self._progress, self._progress_s, self._reported_part = progress, now, None
+        waited_s = now - self._progress_s
+        if waited_s < LONG_PHASE_S:
+            return
+        phases = self._phases.copy()  # the training thread appends to it
+        part: Any = self.part_after(phases[-1] if phases else None)
+        if part == "backward" and any(hook.waiting for hook in self._hooks):
+            part = "sync"
+        elif is_compiling():
+            part = "compile"
+        if part == self._reported_part or (
+            part != "compile" and waited_s < LONG_PHASE_STEPS * self._recorder.longest_s
         ):
             return
-        self._progress_s = None
-        phases = self._phases.copy()  # the training thread appends to it
-        phase: Any = NEXT_PHASE[phases[-1] if phases else None]
-        if phase == "backward" and any(hook.waiting for hook in self._hooks):
-            phase = "sync"
+        self._reported_part = part
         self._writer.write(
             Doing(
                 time=self._now(),
                 rank=self._rank,
                 step=self._step + 1,
-                part=phase,
-                parts_done=len(phases) + (phase == "sync"),
+                part=part,
+                parts_done=len(phases) + (part == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
                 collectives=flight_recorder.dump(),
+                line=innermost_line(self._thread),
             )
         )
 

@@ -6,21 +6,25 @@ torch's functions. Both call the same methods here, in the order of the calls.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import Checksum, EventWriter
+from trainer.contract.record import Checksum, EventWriter, Finding
 from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
+GROUP_STEPS = 3
+"""Steps after which the ranks of a script must have a process group."""
 NESTING = 4
 """Maximum depth of nested lists and dictionaries in which a batch's tensors are searched for."""
 
@@ -64,6 +68,8 @@ class StepTracker:
         """Laps of the step so far."""
         self.open_phase: Phase = "other"
         """Phase of the time since the last mark."""
+        self.stepping = False
+        """Whether the optimizer's step is running."""
         self.meter = StepMeter(model, device=device, writer=writer, rank=rank, detail_every=detail_every)
         self._writer = writer
         self._rank = rank
@@ -72,6 +78,13 @@ class StepTracker:
         self._checksum_every = checksum_every
         self._replica: ReplicatedTensors | None = None
         """The model whose checksums are recorded; None without one."""
+        self._ddp: DistributedDataParallel | None = None
+        """Its DDP wrapper, if it has one."""
+        self.synchronises = False
+        """Whether a forward pass of the step was one whose gradients DDP synchronises."""
+        self._first_step = first_step
+        self._version = -1
+        """Version counter of the model's first parameter at the end of the last step."""
         self._checksums: tuple[int, float, HostCopy | CpuNumbers] | None = None
         """Step and time of a checksum, and the checksum on its way to the host."""
         self.evaluated = False
@@ -80,6 +93,7 @@ class StepTracker:
         """Whether a forward pass has ended since the last mark: an evaluation from here on leaves it in the step."""
         self._training_laps = 0
         """Laps up to the last one in which the model was trained."""
+        self.meter.part_after = self._part_after
         if model is not None:
             self.replicate(model)
 
@@ -88,7 +102,7 @@ class StepTracker:
         if model is None or not _is_replicated(model):
             self._replica = None
             return
-        ddp = ddp_of(model)
+        self._ddp = ddp = ddp_of(model)
         self._replica = ReplicatedTensors(model if ddp is None else ddp.module)
 
     def mark(self, phase: Phase | None = None, *, then: Phase = "other", trained: bool = False) -> None:
@@ -118,6 +132,17 @@ class StepTracker:
             self.mark(trained=True)
         self.evaluated = True
 
+    def _part_after(self, lap: Phase | None) -> str:
+        """Return where a script is after a lap of the step, by what has been seen of it; called by another thread."""
+        phase = self.open_phase
+        if self.evaluated or (phase == "other" and lap != "data"):
+            return "other"
+        if phase == "forward" and (self.forward_done or lap == "data"):
+            return "loss"
+        if phase == "optimizer" and not self.stepping:
+            return "gradients"
+        return "batch" if phase == "other" else phase
+
     def start(self) -> None:
         """Start a step; the time since the last one counts to none."""
         self._begin_step()
@@ -136,12 +161,72 @@ class StepTracker:
             lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
             grad_scale=self.grad_scale,
         )
+        if self._ddp is not None and self._replica is not None and not self.synchronises:
+            self._stop_comparing()
         self._begin_step()
         self.write_checksum()
-        if self._checksum_every and self._replica is not None and self.step % self._checksum_every == 0:
-            copy = begin_copy(self._replica.checksums(), host_copies(self.device))
-            self._checksums = self.step, time.time(), copy
-            self.meter.start()
+        if self._replica is not None:
+            self._version = self._replica.version
+            if _is_checked(self.step, self._checksum_every):
+                self._begin_checksum()
+                self.meter.start()
+        if self.step == self._first_step + GROUP_STEPS and self._rank == 0:
+            self._check_process_group()
+
+    def check_last_step(self) -> None:
+        """Start the checksum of the last step, after which the training has ended.
+
+        Not after a change of the parameters outside the optimizer: a rank may load the best weights to evaluate them.
+        """
+        replica = self._replica
+        if replica is None or not self._checksum_every or self.step == self._first_step:
+            return
+        is_done = self._checksums is not None and self._checksums[0] == self.step
+        if not is_done and not _is_checked(self.step, self._checksum_every) and replica.version == self._version:
+            self._begin_checksum()
+
+    def _begin_checksum(self) -> None:
+        assert self._replica is not None
+        copy = begin_copy(self._replica.checksums(), host_copies(self.device))
+        self._checksums = self.step, time.time(), copy
+
+    def _stop_comparing(self) -> None:
+        """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose."""
+        self._replica = None
+        self._report(
+            "not_compared",
+            f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' parameters are not "
+            "compared from there on",
+            severity="info",
+            step=self.step,
+        )
+
+    def _check_process_group(self) -> None:
+        """Record a finding where several ranks train and none of them can know of the others."""
+        ranks = os.environ.get("WORLD_SIZE", "")
+        if not ranks.isdecimal() or int(ranks) < 2 or (dist.is_available() and dist.is_initialized()):
+            return
+        self._report(
+            "no_process_group",
+            f"the {ranks} ranks never meet: no process group is made, so each trains a copy of its own, and samples "
+            f"count {ranks} times",
+            severity="warning",
+            advice="call torch.distributed.init_process_group(), wrap the model in DistributedDataParallel and give "
+            "each rank its share of the data (DistributedSampler); or start one rank",
+        )
+
+    def _report(
+        self,
+        kind: str,
+        message: str,
+        *,
+        severity: Literal["info", "warning"],
+        step: int | None = None,
+        advice: str = "",
+    ) -> None:
+        self._writer.write(
+            Finding(time=time.time(), kind=kind, severity=severity, step=step, message=message, advice=advice)
+        )
 
     def discard(self) -> None:
         """Drop the step, because its optimizer step was left out, and start the next one."""
@@ -151,7 +236,7 @@ class StepTracker:
     def _begin_step(self) -> None:
         self.samples, self.tokens, self.loss, self.grad_scale = 0, None, None, 1.0
         self.laps = self._training_laps = 0
-        self.evaluated = self.forward_done = False
+        self.evaluated = self.forward_done = self.synchronises = False
 
     def write_checksum(self) -> None:
         """Write the checksum that was started after an earlier step, if any."""
@@ -163,11 +248,19 @@ class StepTracker:
         self._writer.write(Checksum(time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers))
 
 
+def _is_checked(step: int, every: int) -> bool:
+    """Whether parameters are compared after a step: each ``every`` steps, and in a short training ever less often."""
+    return bool(every) and step % (every if step >= every else 10 ** (len(str(step)) - 1)) == 0
+
+
 def _is_replicated(model: nn.Module) -> bool:
     """Return whether all ranks should hold equal parameters."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     ddp = ddp_of(model)
+    hooks: list[Any] = getattr(ddp, "_comm_hooks", [])
+    if any(type(state).__name__ == "PostLocalSGDState" for _, state in hooks):
+        return False  # by its name: importing it would load torch's other hooks
     holders = 1 if ddp is None else dist.get_world_size(ddp.process_group)
     return holders == dist.get_world_size()
 

@@ -26,9 +26,9 @@ from gputrain_tui.console.widgets.rank_columns import whole_width
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.rendezvous import RendezvousView
 from gputrain_tui.console.widgets.root_cause import RootCauseCard, failure_text, root_cause_height
-from gputrain_tui.console.widgets.run_condition import by_urgency
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
+from gputrain_tui.state.finding_text import by_urgency
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -81,7 +81,7 @@ class RunScreen(ChartScreen):
             yield LatenessMap(live, id="late")
             yield Findings(live, id="findings")
             yield HardwareLines(live, id="hardware")
-        yield KeyBar(self.PLACE, over=lambda: live.over)
+        yield KeyBar(self.PLACE, over=lambda: live.over, lacking=lambda: () if live.can_resume else ("resume",))
 
     def on_mount(self) -> None:
         """Lay out the panels, and focus the table."""

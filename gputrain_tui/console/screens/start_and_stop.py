@@ -66,7 +66,12 @@ def _prepared_demo() -> Prepared:
 
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
-    """Resume from a run's newest checkpoint as a new run, after a dialog."""
+    """Resume from a run's newest checkpoint as a new run, after a dialog; without a checkpoint say so."""
+    from gputrain_tui.lifecycle.checkpoints import describe_missing_checkpoint, resumable_checkpoint
+
+    if run.status.archived is None and resumable_checkpoint(run.dir) is None:
+        console.report(describe_missing_checkpoint(run), alarm=True)
+        return
     steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
     where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
     ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"

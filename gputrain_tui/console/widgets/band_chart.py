@@ -121,7 +121,8 @@ class BandChart(Panel):
             rank_line = series.smoothed_rank_line(self.metric, rank, fine, span=span, over=self.smoothing)
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
-        remarks = [] if self.last is None or self.view.span else [f"last {self.last:,}"]
+        remarks = [] if self.metric == "loss" else [f"mean of the {self.live.state.span}"]
+        remarks += [] if self.last is None or self.view.span else [f"last {self.last:,}"]
         if self.view.span:
             remarks.append(f"steps {x.first_step:,}–{x.last_step:,}")
         if self.smoothing:
@@ -139,7 +140,7 @@ class BandChart(Panel):
             ranks=series.world_size,
             rank=rank,
             rank_line=rank_line,
-            rank_value=nan if rank is None else self._newest_of(rank),
+            rank_value=None if rank is None else self._newest_of(rank),
             scale=self.chart_scale,
             remarks=(*(f"┈ {each.name}" for each in self.earlier), *remarks),
             empty=self.empty_text,
@@ -258,13 +259,15 @@ class BandChart(Panel):
         if pressed is not None and released is not None:
             self.post_message(ChartDragged(pressed) if released == pressed else ChartDragged(pressed, released))
 
-    def _newest(self) -> float:
-        """Return the newest value: the mean over the ranks for the loss, as in the header; else their median."""
-        loss = self.live.state.figures.loss if self.metric == "loss" else None
-        return self.live.series.latest[self.metric].median if loss is None else loss
+    def _newest(self) -> float | None:
+        """Return the figure of the run, as in the header: the newest loss, or a mean over the last steps."""
+        figures = self.live.state.figures
+        return {"loss": figures.loss, "step_ms": figures.step_ms, "sync_exposed_ms": figures.sync_ms}[self.metric]
 
-    def _newest_of(self, rank: int) -> float:
-        """Return a rank's newest value; for the loss the one in its line of the table."""
+    def _newest_of(self, rank: int) -> float | None:
+        """Return the figure of a rank, as in its line of the table."""
         view = self.live.state.ranks.get(rank)
-        loss = view.loss if view is not None and self.metric == "loss" else None
-        return self.live.series.rank_value(self.metric, rank) if loss is None else loss
+        if view is None:
+            return None
+        sums = view.sums
+        return {"loss": view.loss, "step_ms": sums.mean_step_ms, "sync_exposed_ms": sums.mean_exposed_ms}[self.metric]

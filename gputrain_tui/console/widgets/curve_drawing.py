@@ -55,13 +55,13 @@ class Curve:
     """Whether the values are losses, which ``loss_text`` formats."""
     window: Window
     """Median and band, two columns per cell."""
-    value: float = nan
-    """Newest value, shown in the title."""
+    value: float | None = None
+    """Figure of the run, shown in the title."""
     ranks: int = 0
     rank: int | None = None
     """The selected rank."""
     rank_line: Sequence[float] = ()
-    rank_value: float = nan
+    rank_value: float | None = None
     scale: Scale = "linear"
     remarks: tuple[str, ...] = ()
     """Options in force, shown in the title, such as ``last 1,000``."""
@@ -141,9 +141,9 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
 
 
-def _value_text(curve: Curve, value: float) -> str:
+def _value_text(curve: Curve, value: float | None) -> str:
     """Return a value as text; a loss as in header and table."""
-    return loss_text(value) if curve.is_loss and isfinite(value) else format_value(value)
+    return loss_text(value) if curve.is_loss else format_value(value)
 
 
 def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, float] | None:

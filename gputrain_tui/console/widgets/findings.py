@@ -16,10 +16,11 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.console.widgets.run_condition import MARKS, URGENCY, failure_summary, finding_summary
+from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
 from gputrain_tui.state.failure_words import failure_words
+from gputrain_tui.state.finding_text import failure_summary, finding_summary, urgency
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
 
@@ -79,7 +80,7 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
 
 def _order(entry: FindingEntry) -> tuple[bool, int, float, int]:
     rank = entry.rank if entry.rank is not None else -1
-    return entry.cleared, 0 if entry.cleared else URGENCY.get(entry.severity, 1), -entry.time, rank
+    return entry.cleared, 0 if entry.cleared else urgency(entry.severity), -entry.time, rank
 
 
 def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool) -> FindingEntry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -112,11 +112,23 @@ class KeyBar(Canvas):
 
     ALLOW_SELECT = False
 
-    def __init__(self, place: str, over: Callable[[], bool] = lambda: False) -> None:
-        """Show the keys of a screen; ``over`` returns whether the screen's run has ended."""
+    def __init__(
+        self,
+        place: str,
+        over: Callable[[], bool] = lambda: False,
+        lacking: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
+        """Show the keys of a screen.
+
+        Args:
+            place: name of the screen in the action table.
+            over: returns whether the screen's run has ended.
+            lacking: returns the actions that cannot be done now.
+        """
         super().__init__()
         self.place = place
         self.over = over
+        self.lacking = lacking
         self._click_targets: list[tuple[int, int, Action]] = []
 
     def on_mount(self) -> None:
@@ -131,7 +143,8 @@ class KeyBar(Canvas):
         focused = getattr(self.screen.focused, "PLACE", None)
         over = self.over()
         actions = footer(self.place, over=over) if focused is None else footer_of_focus(self.place, focused, over=over)
-        row, self._click_targets = draw_keys(actions, width)
+        lacking = self.lacking()
+        row, self._click_targets = draw_keys([action for action in actions if action.name not in lacking], width)
         return [row]
 
     async def on_click(self, event: events.Click) -> None:

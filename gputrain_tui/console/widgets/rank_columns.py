@@ -19,7 +19,8 @@ SHORTER = {"validating": "validate"}
 """Shorter words for states that are longer than their column."""
 PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
-    "optimizer": "optimizer", "other": "no phase", "group": "waits",
+    "optimizer": "optimizer", "other": "no phase", "group": "waits", "compile": "compiling",
+    "batch": "batch", "loss": "loss", "gradients": "gradients",
 }  # fmt: skip
 """Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
 MOST_HOST_CELLS = 24
@@ -53,6 +54,8 @@ class RankColumn:
             return pad(without_controls(value), width)
         if self.digits is None:
             return EMPTY.ljust(width)
+        if value is not None and value != value:
+            return "nan".rjust(width)
         if self.digits == 0 and value is not None and len(text := f"{value:.0f}") <= width:
             return text.rjust(width)
         return format_number(value, self.digits, width)
@@ -96,12 +99,12 @@ COLUMNS: tuple[RankColumn, ...] = (
     RankColumn("loss", "loss", 7, 2, 4, lambda v, _: v.loss),
     RankColumn("norm", "g.norm", 6, 12, 3, _step_field("grad_norm")),
     RankColumn("local", "g.own", 6, 16, 3, _step_field("local_grad_norm")),
-    RankColumn("rate", "smp/s", 7, 7, 1, lambda v, _: v.recent.samples_per_s),
-    RankColumn("data", "data ms", 7, 10, 1, _step_field("data_ms")),
-    RankColumn("forward", "fwd ms", 6, 9, 1, _step_field("forward_ms")),
-    RankColumn("backward", "bwd ms", 6, 8, 1, _step_field("backward_ms")),
-    RankColumn("sync", "sync ms", 7, 3, 1, _step_field("sync_exposed_ms")),
-    RankColumn("optimizer", "opt ms", 6, 14, 1, _step_field("optimizer_ms")),
+    RankColumn("rate", "smp/s", 7, 7, 1, lambda v, _: v.sums.samples_per_s),
+    RankColumn("data", "data ms", 7, 10, 1, lambda v, _: v.sums.mean_data_ms),
+    RankColumn("forward", "fwd ms", 6, 9, 1, lambda v, _: v.sums.mean_forward_ms),
+    RankColumn("backward", "bwd ms", 6, 8, 1, lambda v, _: v.sums.mean_backward_ms),
+    RankColumn("sync", "sync ms", 7, 3, 1, lambda v, _: v.sums.mean_exposed_ms),
+    RankColumn("optimizer", "opt ms", 6, 14, 1, lambda v, _: v.sums.mean_optimizer_ms),
     RankColumn("late", "late ms", 7, 5, 1, lambda v, late: late.get(v.rank)),
     RankColumn("memory", "mem GiB", 7, 11, 1, _memory),
     RankColumn("use", "use %", 5, 15, 0, _use),

@@ -22,7 +22,7 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     view = state.ranks.get(rank)
     if view is None:
         return [("state", "no report yet", "dim")]
-    last, recent, gpu, process = view.last, view.recent, view.gpu, view.process
+    last, sums, gpu, process = view.last, view.sums, view.gpu, view.process
     late = state.lateness().get(rank)
     age_s = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
@@ -30,18 +30,19 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
         ("last report", f"{duration(age_s)} ago" if age_s is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(view.loss), "title"),
-        ("samples/s", EMPTY if standing_still else format_value(recent.samples_per_s), "bright"),
+        ("samples/s", EMPTY if standing_still else format_value(sums.samples_per_s), "bright"),
         ("samples", f"{view.totals.samples:,}" if last else EMPTY, "bright"),
         ("gradient norm", format_value(last.grad_norm if last else None), "bright"),
         ("own grad norm", format_value(last.local_grad_norm if last else None), "bright"),
-        ("step ms", format_value(recent.mean_step_ms), "bright"),
-        ("data ms", format_value(last.data_ms if last else None), "bright"),
-        ("forward ms", format_value(last.forward_ms if last else None), "bright"),
-        ("backward ms", format_value(last.backward_ms if last else None), "bright"),
-        ("sync wait ms", format_value(recent.mean_exposed_ms), "bright"),
-        ("optimizer ms", format_value(last.optimizer_ms if last else None), "bright"),
+        ("step ms", format_value(sums.mean_step_ms), "bright"),
+        ("data ms", format_value(sums.mean_data_ms), "bright"),
+        ("forward ms", format_value(sums.mean_forward_ms), "bright"),
+        ("backward ms", format_value(sums.mean_backward_ms), "bright"),
+        ("sync wait ms", format_value(sums.mean_exposed_ms), "bright"),
+        ("optimizer ms", format_value(sums.mean_optimizer_ms), "bright"),
+        ("other ms", format_value(sums.mean_other_ms), "bright"),
         ("late ms", format_value(late), "bright"),
-        ("sync share", percent(recent.sync_share), "bright"),
+        ("sync share", percent(sums.sync_share), "bright"),
         ("memory", size(view.memory_bytes) or EMPTY, "bright"),
         ("peak memory", size(view.memory_peak_bytes) or EMPTY, "bright"),
     ]
@@ -88,10 +89,11 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 
 def draw_facts(
-    rank: int, found: list[Fact], width: int, height: int, *, where: str = "", message: str = ""
+    rank: int, found: list[Fact], width: int, height: int, *, where: str = "", span: str = "", message: str = ""
 ) -> list[Row]:
     """Return the values as ``height`` rows of ``width`` cells, filled column by column."""
     rights: list[Row] = [[(printable(message), "warning")]] if message else []
+    rights += [[(f"means of the {span}", "dim")]] if span else []
     rows: list[Row] = [title_row(width, [(f"rank {rank}", "title"), (f"  {where}", "dim")], rights)]
     columns = max(min(width // (NAME_CELLS + VALUE_CELLS), 6), 1)
     lines = max(min(height - 1, -(-len(found) // columns)), 1)
@@ -126,4 +128,4 @@ class RankFacts(ClockPanel):
         where = placement(view) if view is not None else ""
         still = self.live.standstill
         found = facts(self.live.state, rank, self.live.now(), standing_still=still is not None and still.is_long)
-        return draw_facts(rank, found, width, height, where=where, message=message)
+        return draw_facts(rank, found, width, height, where=where, span=self.live.state.span, message=message)

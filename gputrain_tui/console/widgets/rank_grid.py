@@ -257,7 +257,8 @@ class RankGrid(Panel, can_focus=True):
             GridView(
                 rows=self._arranged,
                 ranks=len(self.live.state.ranks),
-                late=self._late,
+                late=self.live.state.lateness(),
+                span=self.live.state.span,
                 warned=self._warned,
                 fresh=self._fresh(visible, now),
                 top=self._top,

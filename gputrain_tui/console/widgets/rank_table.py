@@ -53,6 +53,8 @@ class GridView:
     """Whether a rank failed: the ranks that ended because of it are dimmed."""
     standing_still: bool = False
     """Whether no step has come for long: throughputs are left out, and ``training`` becomes ``no step``."""
+    span: str = ""
+    """Steps that the means are taken over, as text."""
     ended: str = ""
     """After the end of the run, text in the state column for ranks that recorded no end; empty: the run goes on."""
 
@@ -91,7 +93,7 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
             left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
     if grid.filter_text:
         left += [("  /", "dim"), (printable(grid.filter_text), "accent"), (f"  {len(grid.rows):,}", "bright")]
-    rights: list[Row] = []
+    rights: list[Row] = [[(grid.span, "dim")]] if grid.span else []
     if len(grid.rows) > visible:
         last = min(grid.top + visible, len(grid.rows))
         rights.append([(f"{grid.top + 1:,}–{last:,}", "dim")])

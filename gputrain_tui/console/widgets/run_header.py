@@ -30,11 +30,18 @@ MARKS: dict[str, tuple[str, str]] = {
     "lost": ("?", "warning"),
 }
 """Mark and role of each status."""
+MARKED = ("▲", "warning")
+"""Mark and role of a finished run with findings that stand."""
 BAR_CELLS = (8, 48)
 """Least and greatest width of the progress bar."""
 
 MEAN_FROM_CELLS = 140
 """Fewest cells of a header with the words ``mean of N ranks`` after the loss."""
+
+
+def mark_of(status: str, *, marked: bool) -> tuple[str, str]:
+    """Return mark and role of a status; ``marked``: whether findings stand."""
+    return MARKED if marked and status == "finished" else MARKS.get(status, ("?", "warning"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,8 @@ def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
 
 
 def _names(head: RunHeading, width: int) -> Row:
-    mark, role = MARKS.get(head.status, ("·", "bright"))
+    is_wrong = any(role != "dim" for form in head.condition for _, role in form)
+    mark, role = mark_of(head.status, marked=is_wrong)
     still = head.standstill
     if still is not None and still.is_long and not still.activity:
         role = "warning"
@@ -89,7 +97,6 @@ def _names(head: RunHeading, width: int) -> Row:
     right: Row = [*elapsed, *rest, (" ", "base")]
     name: Row = [(printable(head.name), "title")]
     room = width - row_cells(left) - row_cells(right) - row_cells(name) - 5
-    is_wrong = any(role != "dim" for form in head.condition for _, role in form)
     if (
         (rest or is_wrong) and head.condition and row_cells(head.condition[0]) + 3 > room
     ):  # a finding is more important than the elapsed time
@@ -234,5 +241,5 @@ def _note(live: LiveRun) -> str:
         return "archived while it ran" if live.status == "lost" else "an archive"
     if live.status == "lost":
         return "its supervisor was killed"
-    resumable = live.status in ("stopped", "failed") and live.state.checkpoints
+    resumable = live.status in ("stopped", "failed") and live.can_resume
     return "4 History, r resumes from its checkpoint" if resumable else ""

@@ -10,9 +10,9 @@ from typing import Any
 from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, format_short, pad, title_row
-from gputrain_tui.console.widgets.run_header import MARKS
+from gputrain_tui.console.widgets.run_header import mark_of
 from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
-from gputrain_tui.history.run_columns import NEWEST_FIRST, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import NEWEST_FIRST, loss_cell, run_filter, sorted_runs
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
@@ -72,11 +72,11 @@ def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
     """Return the text of a run's cell in each column."""
     if entry["state"] == UNREADABLE:
         return dict.fromkeys(ORDER, EMPTY)
-    step, loss, valid, lr, tokens = (entry[name] for name in ("step", "loss", "valid", "lr", "tokens"))
+    step, valid, lr, tokens = (entry[name] for name in ("step", "valid", "lr", "tokens"))
     return {
         RANKS: f"{entry['world_size']:,}",
         STEP: EMPTY if step is None else f"{step:,}",
-        LOSS: EMPTY if loss is None else tables.number(loss, 4),
+        LOSS: loss_cell(entry) or EMPTY,
         VALID: EMPTY if valid is None else tables.number(valid, 4),
         LR: EMPTY if lr is None else f"{lr:.3g}",
         TOKENS: EMPTY if tokens is None else format_short(tokens).strip(),
@@ -94,7 +94,7 @@ def draw_run(
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
-    mark, role = MARKS.get(entry["state"], ("?", "warning"))
+    mark, role = mark_of(entry["state"], marked=bool(entry["finding"]))
     cells = cells_of(entry)
     room = width - 18 - sum(column.width + 2 for column in columns)
     row: Row = [
@@ -258,7 +258,7 @@ class RunCard(Canvas):
         if entry is None:
             return []
         cells = cells_of(entry)
-        mark, role = MARKS.get(entry["state"], ("?", "warning"))
+        mark, role = mark_of(entry["state"], marked=bool(entry["finding"]))
         message = entry["message"] or ""
         rows: list[Row] = [
             title_row(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
@@ -276,6 +276,8 @@ class RunCard(Canvas):
         if entry["note"] or entry["tags"]:
             tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
             rows.insert(1, [("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
+        if entry["finding"]:
+            rows.insert(1, [(f"{entry['state']}, with {printable(entry['finding'])}", "warning")])
         if message:
             rows.insert(1, [(printable(message), "error" if entry["state"] == "failed" else "bright")])
         return [fit_row(row, width) for row in rows[:height]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from gputrain_tui.console.ramp import PHASE_COLOURS
 from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS
@@ -20,18 +20,19 @@ from gputrain_tui.console.widgets.drawing import (
     title_row,
 )
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.console.widgets.run_condition import by_urgency
 from gputrain_tui.state import RankView
+from gputrain_tui.state.finding_text import by_urgency
 
 MOST_FLAGGED = 3
 """Most ranks with a finding that get a bar of their own beside bars of groups."""
 SHAPES = "▒█▓░▞·"
 """Symbols of the phases, for terminals without colours."""
 LEGENDS = (
-    ("data", "forward", "backward", "sync", "optimizer"),
-    ("data", "fwd", "bwd", "sync", "opt"),
-    ("d", "f", "b", "s", "o"),
+    ("data", "forward", "backward", "sync", "optimizer", "other"),
+    ("data", "fwd", "bwd", "sync", "opt", "other"),
+    ("d", "f", "b", "s", "o", "…"),
 )
+"""Names of ``PHASE_COLOURS``, from the longest; ``other`` is the rest of a step, outside of all measured phases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +53,16 @@ class Bar:
 
 
 def phases_of(view: RankView) -> tuple[float, ...] | None:
-    """Return the milliseconds of each phase of a rank's newest step; None if they were not measured."""
-    event = view.last
-    if event is None or event.step_ms is None or event.forward_ms is None:
+    """Return the milliseconds of each phase of a rank's steps; None if they were not measured."""
+    sums = view.sums
+    if sums.mean_forward_ms is None or sums.mean_step_ms is None:
         return None
-    phases = (
-        (event.data_ms or 0.0) + (event.h2d_ms or 0.0),
-        event.forward_ms,
-        event.backward_ms or 0.0,
-        event.sync_exposed_ms or 0.0,
-        event.optimizer_ms or 0.0,
-    )
-    return (*phases, max(event.step_ms - sum(phases), 0.0))
+    named = (
+        sums.mean_data_ms, sums.mean_forward_ms, sums.mean_backward_ms, sums.mean_exposed_ms, sums.mean_optimizer_ms,
+    )  # fmt: skip
+    phases = tuple(phase or 0.0 for phase in named)
+    other = sums.mean_other_ms
+    return (*phases, max(sums.mean_step_ms - sum(phases), 0.0) if other is None else other)
 
 
 def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Collection[int] = ()) -> list[Bar]:
@@ -100,14 +99,23 @@ def bar_lines(ranks: int, height: int) -> int:
     return min(count + 2, height)
 
 
-def draw_bars(lines: Sequence[Bar], width: int, height: int, *, symbols: bool = False) -> list[Row]:
-    """Return the bars as ``height`` rows of ``width`` cells."""
+def draw_bars(
+    lines: Sequence[Bar],
+    width: int,
+    height: int,
+    *,
+    step_ms: float | None = None,
+    span: str = "",
+    symbols: bool = False,
+) -> list[Row]:
+    """Return the bars as ``height`` rows of ``width`` cells; ``step_ms``: mean duration of a step of the run."""
     left: Row = [("step", "title")]
     if not lines:
         head = title_row(width, left)
         return [fit_row(head, width), *centred_text(width, height - 1, ["the phases of a step were not measured yet"])]
-    middle = median(line.total_ms for line in lines)
-    left += [(" ", "base"), (format_value(middle), "bright"), (" ms", "dim")]
+    left += [(" ", "base"), (format_value(step_ms), "bright"), (" ms", "dim")]
+    if span and sum(len(text) for text, _ in (*left, *_legend(LEGENDS[0], symbols))) + len(span) + 6 <= width:
+        left.append((f"  {span}", "dim"))
     legend: Row = []
     for names in LEGENDS:
         legend = _legend(names, symbols)
@@ -163,7 +171,7 @@ def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> R
 
 
 class StepBars(Panel):
-    """Panel of the phases of the newest step, per rank."""
+    """Panel of the phases of the last steps, per rank."""
 
     def seen_version(self) -> object:
         """Return a value that changes with every event."""
@@ -175,4 +183,6 @@ class StepBars(Panel):
         flagged = [found.rank for found in sorted(state.findings.values(), key=by_urgency) if found.rank is not None]
         views = [state.ranks[rank] for rank in sorted(state.ranks)]
         lines = bars(views, height - 1, self.selected_rank, flagged)
-        return draw_bars(lines, width, height, symbols=self.ramp.symbols)
+        return draw_bars(
+            lines, width, height, step_ms=state.figures.step_ms, span=state.span, symbols=self.ramp.symbols
+        )

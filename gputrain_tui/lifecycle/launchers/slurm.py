@@ -131,7 +131,7 @@ class SlurmLauncher(LocalLauncher):
             words.append(f"--gpus={gpus}")
         argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
         environment = node_environment(node, env, leased=leased)
-        environment.pop("TMPDIR", None)  # exists on this machine only
+        environment.pop("TMPDIR", None)  # may exist on this machine only
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
                 [*words, "sh", "-c", SHARED, str(run_dir.path), *argv],

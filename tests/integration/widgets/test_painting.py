@@ -105,7 +105,8 @@ def test_a_step_changes_the_line_of_its_rank_and_nothing_else_and_no_step_change
         assert strips(app.grid) == before
         run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
         app.grid.tick()
-        assert [y for y, (old, new) in enumerate(zip(before, strips(app.grid), strict=True)) if old != new] == [6]
+        changed = [y for y, (old, new) in enumerate(zip(before, strips(app.grid), strict=True)) if old != new]
+        assert changed == [0, 6], "the title has the number of steps that the means are taken over"
 
     def strips(grid: RankGrid) -> list[Strip]:
         return [grid.render_line(y) for y in range(grid.size.height)]

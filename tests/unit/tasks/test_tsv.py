@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given, settings, strategies as st
 
 from trainer.contract.errors import RequestError
-from trainer.tasks.tsv import Format, read_tsv
+from trainer.tasks.tsv import LABEL_NAMES, TEXT_NAMES, Format, read_tsv
 
 PLAIN = "a fine film\t1\nnot so fine\t0\n"
 
@@ -42,7 +43,7 @@ PLAIN = "a fine film\t1\nnot so fine\t0\n"
 def test_all_layouts_give_the_same_rows(tmp_path: Path, content: str, format: Format) -> None:
     path = tmp_path / "rows.tsv"
     path.write_bytes(content.encode())
-    rows = read_tsv(str(path), format)
+    rows = read_tsv(str(path), format).rows
     assert [(row.text, row.label) for row in rows] == [("a fine film", "1"), ("not so fine", "0")]
     first = 2 if "sentence" in content else 1
     assert [row.line for row in rows] == [first, first + 1]
@@ -57,24 +58,23 @@ def test_all_layouts_give_the_same_rows(tmp_path: Path, content: str, format: Fo
         ("doc_label\tslots\ttext\n", None, None),
         ("label\tslots\tphrase of a film\n", "phrase of a film", None),
         ("label\tslots\ttext\n", "2", "0"),
-        ("2\t1\t0\n", "0", "2"),
         ("", "2", "0"),
     ],
-    ids=["names", "case", "name and number", "usual names", "one name", "numbers", "names are digits", "no header"],
+    ids=["names", "case", "name and number", "usual names", "one name", "numbers", "no header"],
 )
 def test_columns_are_found_by_name_or_number_and_a_header_is_no_row(
     tmp_path: Path, header: str, text_column: str | None, label_column: str | None
 ) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text(header + "1\t7\ta fine film\n0\t8\tnot so fine\n")
-    rows = read_tsv(str(path), "auto", text_column=text_column, label_column=label_column)
+    rows = read_tsv(str(path), "auto", text_column=text_column, label_column=label_column).rows
     assert [(row.text, row.label) for row in rows] == [("a fine film", "1"), ("not so fine", "0")]
 
 
 def test_of_two_columns_the_one_that_is_not_named_is_the_other(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("phrases\tstars\n" + PLAIN)
-    assert [row.label for row in read_tsv(str(path), "auto", text_column="phrases")] == ["1", "0"]
+    assert [row.label for row in read_tsv(str(path), "auto", text_column="phrases").rows] == ["1", "0"]
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_a_missing_column_is_reported_with_the_columns_of_the_file(
 def test_the_label_column_is_the_one_whose_words_repeat(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text("good\tfine\ngood\tgreat\nbad\tpoor\n")
-    assert [row.label for row in read_tsv(str(path), "auto")] == ["good", "good", "bad"]
+    assert [row.label for row in read_tsv(str(path), "auto").rows] == ["good", "good", "bad"]
 
 
 def test_quotes_and_unusual_spaces_are_ordinary_characters(tmp_path: Path) -> None:
     path = tmp_path / "rows.tsv"
     path.write_text('a "quoted\u0085 film\t1\n', encoding="utf-8")
-    assert read_tsv(str(path), "auto")[0].text == 'a "quoted\u0085 film'
+    assert read_tsv(str(path), "auto").rows[0].text == 'a "quoted\u0085 film'
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,69 @@ def test_a_malformed_row_names_file_and_line(tmp_path: Path, content: bytes, for
     assert str(refused.value).startswith(str(path))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+CELLS = st.sampled_from(["0", "1", "2", "text", "label", "sentence", "class", "a fine film", "7", "x"])
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(2, 4).flatmap(lambda width: st.lists(st.lists(CELLS, min_size=width, max_size=width), min_size=1)),
+    places=st.permutations(range(4)),
+    format=st.sampled_from(["no_header", "auto"]),
+)
+def test_a_number_is_the_number_of_a_column_whatever_the_first_row_holds(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]], places: list[int], format: Format
+) -> None:
+    text, label = [place for place in places if place < len(rows[0])][:2]
+    if format == "auto":  # a first row that names both columns as a header does is one
+        assume(not (rows[0][text] in TEXT_NAMES and rows[0][label] in LABEL_NAMES))
+    path = tmp_path_factory.mktemp("rows") / "rows.tsv"
+    path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    table = read_tsv(str(path), format, text_column=str(text), label_column=str(label))
+    assert [(row.text, row.label, row.line) for row in table.rows] == [
+        (row[text], row[label], number) for number, row in enumerate(rows, start=1)
+    ]
+    assert str(table.columns) == (
+        f"no header, the text is column {text} and the label column {label} of {len(rows[0])}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "label", "rows"),
+    [
+        ("a fine film\t0\nso so\t1\n", "0", "1", [("a fine film", "0"), ("so so", "1")]),
+        ("a fine film\t1\nso so\t0\n", "0", "1", [("a fine film", "1"), ("so so", "0")]),
+        ("1\ta fine film\t1\n2\tso so\t0\n", "1", "2", [("a fine film", "1"), ("so so", "0")]),
+        ("2\t1\t0\n5\tb\ta\n", "0", "2", [("2", "0"), ("5", "a")]),
+    ],
+    ids=["first label 0", "first label 1", "row numbers", "digits alone"],
+)
+def test_columns_by_number_keep_the_first_row(
+    tmp_path: Path, content: str, text: str, label: str, rows: list[tuple[str, str]]
+) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text(content)
+    for format in ("auto", "no_header"):
+        table = read_tsv(str(path), format, text_column=text, label_column=label)  # type: ignore[arg-type]
+        assert [(row.text, row.label) for row in table.rows] == rows
+
+
+def test_a_column_that_is_found_by_the_usual_name_of_a_header_makes_the_line_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text("phrase of a film\tid\tlabel\n" + "a fine film\t7\t1\n")
+    table = read_tsv(str(path), "auto", text_column="0")
+    assert [(row.text, row.label) for row in table.rows] == [("a fine film", "1")]
+    assert str(table.columns) == "line 1 is a header, the text is column 0 and the label column 2 of 3"
+
+
+@pytest.mark.parametrize(
+    ("text_column", "message"),
+    [("1", "line 1: text_column and label_column are both column 1"), ("2", "text_column is 2, but there are columns")],
+)
+def test_wrong_numbers_without_a_header_name_the_line(tmp_path: Path, text_column: str, message: str) -> None:
+    path = tmp_path / "rows.tsv"
+    path.write_text(PLAIN)
+    with pytest.raises(RequestError) as refused:
+        read_tsv(str(path), "no_header", text_column=text_column)
+    assert message in str(refused.value)

@@ -28,7 +28,7 @@ def loss_curve(run: RunInMemory, width: int, *, rank: int | None = None, scale: 
         ranks=run.series.world_size,
         rank=rank,
         rank_line=[] if rank is None else run.series.rank_line("loss", rank, columns),
-        rank_value=math.nan if rank is None else run.series.rank_value("loss", rank),
+        rank_value=None if rank is None else run.state.ranks[rank].loss,
         scale=scale,
     )
 

@@ -16,7 +16,7 @@ LATE = FindingEntry(
     rank=3,
     where="gpu1 cuda:3",
     message="the others wait 20.1 ms per step for rank 3 (waits for data)",
-    evidence=(("late_ms", 20.1),),
+    evidence=(("excess_ms", 20.1),),
     advice="give its loader more workers",
 )
 OLD = FindingEntry(key=("loss_spike", None, 1.0), time=1.0, severity="info", cleared=True, rank=None, where="",
@@ -32,7 +32,7 @@ def _text(width: int, height: int, *, opened: bool = False) -> list[str]:
 def test_a_finding_is_shown_whole_where_it_fits_and_no_line_is_too_long(width: int) -> None:
     lines = _text(width, 30)
     text = " ".join(" ".join(lines).split())
-    for words in ("(waits for data)", "late ms 20.10", "more workers", "four times what it was before"):
+    for words in ("(waits for data)", "excess ms 20.10", "more workers", "four times what it was before"):
         assert words in text
     assert max(map(len, lines)) <= width
     assert not any("…" in line for line in lines)
@@ -49,7 +49,7 @@ def test_with_little_room_each_finding_keeps_one_line(width: int) -> None:
 def test_messages_come_before_evidence_when_only_they_fit() -> None:
     text = " ".join(" ".join(_text(40, 7)).split())
     assert "(waits for data)" in text
-    assert "late ms" not in text
+    assert "excess ms" not in text
 
 
 def test_an_opened_finding_is_shown_from_its_beginning_also_where_it_does_not_fit() -> None:
@@ -66,7 +66,7 @@ def _raised(kind: str, rank: int, time: float, severity: str, **more: object) ->
 def _standing_and_cleared() -> RunState:
     state = RunState(world_size=16)
     state.apply(_raised("non_finite", 7, 1.0, "critical"))
-    state.apply(_raised("straggler", 5, 2.0, "warning", cause="data", evidence={"late_ms": 20.0}))
+    state.apply(_raised("straggler", 5, 2.0, "warning", cause="data", evidence={"excess_ms": 20.0}))
     for rank in range(8):
         state.apply(_raised("loss_spike", rank, 3.0 + rank, "critical"))
         state.apply(_raised("loss_spike", rank, 4.0 + rank, "critical", state="cleared"))
@@ -92,22 +92,23 @@ def test_a_finding_of_several_ranks_is_copied_with_those_of_its_ranks() -> None:
     for rank in range(4):
         state.apply(RankState(time=0.0, rank=rank, state="training", node=rank // 2, host=f"node{rank // 2}"))
     for rank in (3, 2):
-        message = f"rank {rank} is {60.0 + rank} ms late in each step (40 % of a step), because of its data loading"
+        longer = f"{60.0 + rank} ms longer than the others in each step (40 % of a step)"
+        message = f"rank {rank} takes {longer}, because of its data loading"
         state.apply(
             Finding(
                 time=2.0, kind="straggler", rank=rank, host="node1", device=f"cuda:{rank - 2} H200", cause="data",
-                message=message, evidence={"late_ms": 60.0 + rank}, advice="give its loader more workers",
+                message=message, evidence={"excess_ms": 60.0 + rank}, advice="give its loader more workers",
             )
         )  # fmt: skip
     (entry,) = finding_entries(state)
     first, evidence, advice, *members = finding_text(entry).splitlines()
-    assert "  warning: 2 ranks of node1 are 62.0 to 63.0 ms late in each step, because of" in first
-    assert evidence == "evidence: late ms 63, ranks 2"
+    assert "  warning: 2 ranks of node1 take 62.0 to 63.0 ms longer than the others in each step, because of" in first
+    assert evidence == "evidence: excess ms 63, ranks 2"
     assert advice == "advice: give its loader more workers"
-    assert [member.split(" is ")[0] for member in members] == [
+    assert [member.split(" takes ")[0] for member in members] == [
         "  rank 2 on node1 cuda:0: rank 2", "  rank 3 on node1 cuda:1: rank 3"
     ]  # fmt: skip
-    assert [member.rpartition("(")[2] for member in members] == ["late ms 62)", "late ms 63)"]
+    assert [member.rpartition("(")[2] for member in members] == ["excess ms 62)", "excess ms 63)"]
 
 
 def test_evidence_is_in_units_that_people_read() -> None:

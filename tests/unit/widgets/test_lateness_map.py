@@ -41,7 +41,7 @@ def heat(width: int, height: int) -> Heat:
 def test_a_rank_that_becomes_late_stands_out_from_then_on(width: int, height: int) -> None:
     rows = draw_heat(heat(width, height), width, height, symbols=True)
     assert [len(row_text(row)) for row in rows] == [width] * height
-    assert row_text(rows[0]).startswith("late 64.65 ms  rank 5 ")
+    assert row_text(rows[0]).startswith("late 60.33 ms  rank 5 ")
     assert row_text(rows[-1]).rstrip().endswith("step 200")
     lines = [row_text(row)[8:] for row in rows[1:-1]]
     assert [row_text(row)[:8].strip() for row in rows[1:-1] if "#" in row_text(row)] == ["▸5"]

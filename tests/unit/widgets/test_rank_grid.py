@@ -46,7 +46,7 @@ def test_the_cursor_the_warning_and_the_failure_are_marked_at_every_width(width:
         rank: mark for rank, mark in {"2": "▸", "5": "▲", "9": "✗"}.items() if rank in marks
     }
     if width >= 78:
-        assert frame[7].index("64.6") > frame[1].index("late ms") - 2
+        assert frame[7].index("60.3") > frame[1].index("late ms") - 2
 
 
 def test_a_sorted_and_filtered_grid_names_its_order_and_filter() -> None:
@@ -55,10 +55,10 @@ def test_a_sorted_and_filtered_grid_names_its_order_and_filter() -> None:
     frame = [
         row_text(row) for row in draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
     ]
-    assert frame[0].startswith("ranks 16  /late>5  4 ")
+    assert frame[0].startswith("ranks 16  /late>5  1 ")
     assert frame[0].endswith(" by late ms, down")
     assert "▾late ms" in frame[1]
-    assert [line[1:6].strip() for line in frame[2:]] == ["5", "15", "13", "7", "", ""]
+    assert [line[1:6].strip() for line in frame[2:]] == ["5", "", "", "", "", ""]
 
 
 def test_a_filter_that_keeps_nothing_is_named() -> None:

@@ -23,7 +23,7 @@ def state_with(*findings: Finding, step: int = LEAST_STEPS) -> RunState:
 
 
 def late(rank: int, late_ms: float, **more: str) -> Finding:
-    return Finding(time=2.0, kind="straggler", rank=rank, evidence={"late_ms": late_ms}, **more)  # type: ignore[arg-type]
+    return Finding(time=2.0, kind="straggler", rank=rank, evidence={"excess_ms": late_ms}, **more)  # type: ignore[arg-type]
 
 
 def condition_rows(*findings: Finding, step: int = LEAST_STEPS) -> list[str]:
@@ -37,8 +37,8 @@ def test_no_findings_is_shown_after_the_least_number_of_steps() -> None:
 
 def test_the_latest_rank_is_named_with_its_cause() -> None:
     found = condition_rows(late(0, 12.0), late(1, 148.7, cause="data"))
-    assert found == ["▲ rank 1 late 149 ms: data loading  +1 more", "▲ rank 1 late 149 ms: data loading",
-                     "▲ rank 1 late 149 ms"]  # fmt: skip
+    assert found == ["▲ rank 1 slow +149 ms: data loading  +1 more", "▲ rank 1 slow +149 ms: data loading",
+                     "▲ rank 1 slow +149 ms"]  # fmt: skip
 
 
 def test_critical_findings_come_first() -> None:
@@ -72,7 +72,7 @@ def test_the_verdict_stays_when_the_run_has_ended(status: str) -> None:
     state = state_with(late(1, 20.0, cause="data"))
     if status == "failed":
         state.apply(Failure(time=3.0, kind="out_of_memory", rank=1, step=42, message="CUDA out of memory"))
-    expected = "rank 1 out of memory at step 42" if status == "failed" else "▲ rank 1 late 20 ms: data loading"
+    expected = "rank 1 out of memory at step 42" if status == "failed" else "▲ rank 1 slow +20 ms: data loading"
     forms = run_condition(state, status)
     assert row_text(forms[0]) == expected
     head = RunHeading(status=status, name="bert", id="id", world_size=2, hosts=1, summary=RunFigures(),
@@ -97,10 +97,10 @@ def test_the_header_has_the_verdict_before_the_clock_and_the_names(width: int) -
     assert row_cells(row) == width
     text = row_text(row)
     if width >= 64:
-        assert "rank 1 late 20 ms" in text
+        assert "rank 1 slow +20 ms" in text
         assert "left 1:23:20" in text
     if "on 3 hosts" in text or "elapsed" in text:
-        assert "late 20 ms: data loading" in text or width < 64
+        assert "slow +20 ms: data loading" in text or width < 64
 
 
 @pytest.mark.parametrize("steps", [0, 42])

@@ -16,12 +16,12 @@ VIEWS = [RUN.state.ranks[rank] for rank in sorted(RUN.state.ranks)]
 
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 9), (98, 18)])
 def test_the_phases_of_a_step_are_stacked_in_their_order(width: int, height: int) -> None:
-    rows = [row_text(row) for row in draw_bars(bars(VIEWS, height - 1, 5), width, height, symbols=True)]
+    rows = [row_text(row) for row in draw_bars(bars(VIEWS, height - 1, 5), width, height, step_ms=273.1, symbols=True)]
     assert [len(row) for row in rows] == [width] * height
     assert rows[0].startswith("step 273.1 ms ")
     phases = [re.sub(r"(.)\1*", r"\1", row[8:].split()[0]) for row in rows[1:] if row.strip()]
     assert phases
-    assert set(phases) <= {"▒█▓░", "█▓░", "▒█▓░▞", "█▓░▞"}
+    assert set(phases) <= {"▒█▓░▞·", "█▓░▞·", "▒█▓░▞", "█▓░▞", "▒█▓░", "█▓░", "█▓░·"}
 
 
 def test_the_selected_rank_stands_above_the_groups() -> None:

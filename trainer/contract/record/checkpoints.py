@@ -1,18 +1,23 @@
-"""Checkpoints that a run has written, also outside of its run directory, and the one to resume from."""
+"""Checkpoints of a run, also in a folder that it shares with other runs, and the one to resume from."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.contract.checkpoint_trailer import trailer_of
 from trainer.contract.record.events import Checkpoint
 from trainer.contract.record.json_lines import decode_events
 from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 
 BEST = "best.pt"
-NAMES = ("step_*.pt", "epoch_*.pt", BEST)
-"""Names of checkpoints; the folder holds other files as well, such as its lock."""
+NAMES = ("step_*.pt", "epoch_*.pt", BEST, "best.of-*.pt")
+"""Names of checkpoints; the folder holds other files as well, such as its lock.
+
+A name with ``.of-``: another run has used the name for a file of its own."""
 
 
 def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Path]:
@@ -34,22 +39,93 @@ def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Pa
     return found
 
 
-def checkpoint_to_resume(run_dir: RunDir) -> Path | None:
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """A folder with checkpoints of a run, and perhaps of others, which wrote into the same ``train.save_dir``."""
+
+    path: Path
+    own: tuple[Path, ...]
+    """Those of the run, newest first."""
+    foreign: tuple[Path, ...]
+    """Those of other runs, or of no known one."""
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint of the run; None if it has none here."""
+        return next((path for path in self.own if path.match("best*")), None)
+
+    @property
+    def to_resume(self) -> Path:
+        """The value of ``--resume``: the folder, for its newest intact checkpoint, or the run's newest file."""
+        return self.own[0] if self.foreign else self.path
+
+
+def run_folders(run_dir: RunDir, run_ids: Collection[str]) -> list[RunFolder]:
+    """Return the folders with checkpoints of a run: its own one, else the last one in its record first.
+
+    A file that names no run (of an earlier version, or damaged) counts as the run's in its own folder, and elsewhere if
+    the record lists it.
+
+    Args:
+        run_dir: the run.
+        run_ids: its id, and others that its files may name.
+    """
+    recorded = {path: index for index, path in enumerate(recorded_checkpoints(run_dir))}
+    best_in = {path.parent for path in recorded_checkpoints(run_dir, only_best=True)}
+    found: list[RunFolder] = []
+    for folder in dict.fromkeys([run_dir.checkpoints, *(path.parent for path in reversed(recorded))]):
+        newness: dict[Path, tuple[int, int, str]] = {}
+        foreign: list[Path] = []
+        unnamed_best: Path | None = None
+        for path in (folder / name for name in checkpoints_in(folder)):
+            trailer = trailer_of(path)
+            run, sequence = (trailer.run, trailer.sequence) if trailer is not None else ("", 0)
+            key = (sequence, recorded.get(path.absolute(), -1), path.name)
+            if (run in run_ids) if run else (folder == run_dir.checkpoints or path.absolute() in recorded):
+                newness[path] = key
+            elif not run and path.name == BEST and folder in best_in:
+                unnamed_best, newness[path] = path, key
+            else:
+                foreign.append(path)
+        if unnamed_best is not None and foreign:
+            # It may be of the other run as well.
+            del newness[unnamed_best]
+            foreign.append(unnamed_best)
+        if newness:
+            own = sorted(newness, key=newness.__getitem__, reverse=True)
+            found.append(RunFolder(path=folder, own=tuple(own), foreign=tuple(foreign)))
+    return found
+
+
+def checkpoint_to_resume(run_dir: RunDir, run_ids: Collection[str]) -> Path | None:
     """Return the value of ``--resume`` that continues the run: a folder, a file, or None without a checkpoint.
 
-    A folder outside of the run directory, ``train.save_dir``, may also hold checkpoints of other trainings. In that
-    case return the last checkpoint of this run's record instead of the folder.
+    Args:
+        run_dir: the run.
+        run_ids: its id, and others that its files may name.
     """
-    if checkpoints_in(run_dir.checkpoints):
-        return run_dir.checkpoints
-    named = [path for path in recorded_checkpoints(run_dir) if path.is_file()]
-    if not named:
-        return None
-    last = named[-1]
-    own = {path.name for path in named if path.parent == last.parent}
-    return last.parent if checkpoints_in(last.parent) <= {*own, BEST} else last
+    return next((folder.to_resume for folder in run_folders(run_dir, run_ids)), None)
 
 
 def checkpoints_in(folder: Path) -> set[str]:
     """Return the names of the checkpoints in a folder."""
     return {path.name for name in NAMES for path in folder.glob(name)}
+
+
+def foreign_run(folder: Path, run: str) -> tuple[str, list[str]]:
+    """Return the run of the newest checkpoint in a folder that is not of this run, and the names of all such files.
+
+    Args:
+        folder: the folder; may be missing.
+        run: id of this run; empty for one that has not begun.
+
+    Returns:
+        The other run, empty if the file names none, and the names, newest first; no names without such a file.
+    """
+    found = [
+        (trailer.sequence, name, trailer.run)
+        for name in checkpoints_in(folder)
+        if (trailer := trailer_of(folder / name)) is not None and (trailer.run != run or not run)
+    ]
+    found.sort(reverse=True)
+    return (found[0][2] if found else ""), [name for _, name, _ in found]

@@ -22,7 +22,7 @@ LEVELS = (16, 64, 256, 1024, 4096)
 """Events per block, by file."""
 MEANS = (
     "loss", "grad_norm", "local_grad_norm", "step_ms", "data_ms", "h2d_ms", "forward_ms",
-    "backward_ms", "optimizer_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
+    "backward_ms", "optimizer_ms", "other_ms", "gc_ms", "sync_ms", "sync_exposed_ms",
 )  # fmt: skip
 """Fields with a mean over the steps in which they were measured."""
 MEANS_OF = attrgetter(*MEANS)

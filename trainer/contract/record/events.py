@@ -6,7 +6,8 @@ bounds, checked on reading: a larger number in a damaged line could exhaust a re
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from math import nan
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,8 +29,14 @@ StepNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
 """Optimizer steps done, from 1."""
 StepsCovered = Annotated[int, Meta(ge=1, le=1 << 24)]
 """Number of steps that one event covers; the widest block of the fastest steps has 8 million."""
-FiniteFloat = Annotated[float, Meta(ge=-1e100, le=1e100)]
+MAX_NUMBER = 1e100
+FiniteFloat = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 """A measured or computed number; bounds far beyond single precision, within which sums stay finite."""
+if TYPE_CHECKING:
+    Result = float
+else:
+    Result = FiniteFloat | None
+"""A result that is always measured, but may be no number: NaN, which is null in JSON."""
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
 """Unix time until the year 5138, which every calendar function accepts."""
 ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
@@ -66,6 +73,8 @@ class RankState(Event, kw_only=True, tag="rank_state"):
     device: str | None = None
     """``cpu`` or ``cuda:<local index> <UUID or name>``."""
     pid: Count | None = None
+    threads: Count | None = None
+    """Threads on which torch computes on the CPU; absent where they are not known."""
     message: str | None = None
 
 
@@ -134,6 +143,9 @@ class Step(Event, kw_only=True, tag="step"):
     """Samples that this rank read in the covered steps."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
+    non_finite: list[str] = []
+    """Numbers of a covered step that were measured and were NaN or infinite: ``loss``, ``grad_norm``. Their own fields
+    are absent then, as are those of numbers that were not measured."""
     tokens: Count | None = None
     lr: FiniteFloat | None = None
     grad_norm: FiniteFloat | None = None
@@ -151,6 +163,8 @@ class Step(Event, kw_only=True, tag="step"):
     """Backward computation until the last bucket was ready, without the exposed synchronisation."""
     optimizer_ms: FiniteFloat | None = None
     """Clipping and the optimizer's step."""
+    other_ms: FiniteFloat | None = None
+    """The rest of the step, outside of all other phases: the training's own code between optimizer and data."""
     gc_ms: FiniteFloat | None = None
     """Time in Python's garbage collector during the step."""
     core_wait_ms: dict[str, FiniteFloat] | None = None
@@ -188,15 +202,32 @@ class Doing(Event, kw_only=True, tag="doing"):
     rank: Rank
     step: StepNumber
     """The step in progress, from 1."""
-    part: Literal["data", "h2d", "forward", "backward", "sync", "optimizer", "other", "group"]
+    part: Literal[
+        "data",
+        "h2d",
+        "batch",
+        "loss",
+        "forward",
+        "backward",
+        "sync",
+        "gradients",
+        "optimizer",
+        "other",
+        "group",
+        "compile",
+    ]
     """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
-    outside of steps."""
+    outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
+    from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
+    to the optimizer's step."""
     parts_done: Count
     """Completed phases of the step, counted in every micro-step."""
     waited_ms: FiniteFloat
     """Time in this phase so far."""
     collectives: str = ""
     """Description of the rank's last collectives; empty if torch has recorded none."""
+    line: str = ""
+    """Innermost line of the user's code that the training thread is in, such as ``train.py:12 in augment``."""
 
 
 class Validation(Event, kw_only=True, tag="validation"):
@@ -205,11 +236,17 @@ class Validation(Event, kw_only=True, tag="validation"):
     step: Count
     epoch: Count
     split: Literal["valid", "test"]
-    loss: FiniteFloat
-    """Mean over every example of the split, in nats."""
-    metrics: dict[str, FiniteFloat] = {}
+    loss: Result
+    """Mean over every example of the split, in nats; NaN if it is not finite."""
+    metrics: dict[str, Result] = {}
+    """By name; NaN for one that is not finite."""
     weights_step: Count | None = None
     """Optimizer steps after which the tested weights were saved: fewer than ``step`` for the best ones."""
+
+    def __post_init__(self) -> None:
+        """Turn null into NaN."""
+        self.loss = _or_nan(self.loss)
+        self.metrics = {name: _or_nan(value) for name, value in self.metrics.items()}
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -221,6 +258,8 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     write_ms: FiniteFloat
     best: bool = False
     """Whether it is the best so far, and was also written as ``best.pt`` of its folder."""
+    run: str = ""
+    """Id of the run that the file belongs to; empty in records of earlier versions."""
 
 
 class Checksum(Event, kw_only=True, tag="checksum"):
@@ -255,6 +294,8 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     memory_used_bytes: Count | None = None
     memory_total_bytes: Count | None = None
     """Memory of the machine, or the limit of its container."""
+    record_free_bytes: Count | None = None
+    """Space left on the disk of this node's record."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
@@ -271,8 +312,12 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     busy_threads: FiniteFloat | None = None
     """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
     least a tenth of the time."""
+    children_percent: FiniteFloat | None = None
+    """Likewise of all its descendants together; sampled while the process itself is nearly idle."""
     held: str | None = None
     """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
+    children: Count | None = None
+    """Its child processes, such as loader workers; sampled as ``busy_threads``."""
     log_bytes: Count | None = None
     """Size of its log, from which a reader dates the lines of the log."""
     sleeps_in: str | None = None
@@ -350,6 +395,13 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     status: Literal["finished", "failed", "stopped"]
     exit_code: ExitStatus
     message: str | None = None
+    elapsed_ms: FiniteFloat | None = None
+    """From the start of the run to its end by a monotonic clock, waits in a queue included."""
+
+
+def _or_nan(value: float | None) -> float:
+    """Return the number; NaN for null, and for a number that readers would refuse."""
+    return value if value is not None and abs(value) <= MAX_NUMBER else nan
 
 
 AnyEvent = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 
@@ -43,8 +44,6 @@ class RunDir:
     """Lock file of the supervisor, which touches it once a second."""
     stop = _Entry("stop")
     """Stop level for the supervisor, written by a host that sees the run directory but not the process."""
-    tmp = _Entry("tmp")
-    """Temporary folder of the ranks, deleted when the run ends."""
     on_end_log = _Entry("logs/on_end.log")
     """Output of the command after the end of the run; the process that creates this file runs the command."""
 
@@ -81,14 +80,19 @@ class RunDir:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a small file so that a reader sees the old or the new content, never a part.
+    """Replace a small file so that a reader sees the old or the new content, never a part, even after a power failure.
 
     Raises:
         OSError: it could not be written; the old content is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Two containers that share a folder may have equal pids; what is at that name already is not ours.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        temporary.write_bytes(data)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -54,6 +54,7 @@ def install(path: Path, rank: int) -> None:
                 from trainer.telemetry.instrument import patches
 
             _recording = patches.patch(path, rank)
+            after_import("torch._inductor.compile_fx", _recording.await_compiler)
         except Exception as error:  # noqa: BLE001 - a script must train with an unknown version of torch too
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -61,10 +62,13 @@ def install(path: Path, rank: int) -> None:
     _finish_before_exit()
 
 
-def finish() -> None:
-    """Write the last steps and stop measuring."""
-    if _recording is not None:
-        _recording.close()
+def finish(failed: bool = False) -> str:
+    """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is.
+
+    Args:
+        failed: Whether the script has failed: a step that was not seen is no news then.
+    """
+    return "" if _recording is None else _recording.close(failed=failed)
 
 
 def hand_over() -> int:
@@ -84,7 +88,7 @@ def _finish_before_exit() -> None:
         if os.getpid() == pid and _recording is not None:
             # In a thread: a signal handler may have interrupted code that holds the record's lock.
             with contextlib.suppress(RuntimeError):
-                thread = threading.Thread(target=finish, daemon=True)
+                thread = threading.Thread(target=finish, args=(status != 0,), daemon=True)
                 thread.start()
                 thread.join(EXIT_S)
         leave(status)

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import EventWriter
+from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
+from trainer.telemetry.instrument.compilation import CompilationReport
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker, first_tensor
@@ -112,21 +114,55 @@ class Recording:
         """Steps measured."""
         return 0 if self._tracker is None else self._tracker.step
 
-    def close(self, *, handed_over: bool = False) -> None:
-        """Write the last steps and stop measuring; print a line if no step was measured.
+    def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
+        """Write the last steps and stop measuring; record it if no step was measured.
 
         Args:
-            handed_over: Whether ``trainer.watch`` measures from here on, so that no line is printed.
+            handed_over: Whether ``trainer.watch`` measures from here on, so that unmeasured steps are no news.
+            failed: Whether the script has failed, likewise.
+
+        Returns:
+            Why the end of the record is not on disk; empty if it is.
         """
         with self._closing:
-            if self.on and not handed_over and not self.steps:
-                _print_line(f"{self._unmeasured()}, so nothing of this training is measured")
+            if self.on and not handed_over and not failed and not self.steps:
+                self._report_unmeasured()
             self.on = False
-            if self._tracker is None or not self._writer.enabled:
-                return
-            self._tracker.write_checksum()
-            self._tracker.meter.close(other_thread=self.thread != threading.get_ident())
+            tracker, other_thread = self._tracker, self.thread != threading.get_ident()
+            if tracker is not None and self._writer.enabled:
+                if not failed and not other_thread:
+                    tracker.check_last_step()
+                tracker.write_checksum()
+                tracker.meter.close(other_thread=other_thread)
             self._writer.close()
+            return self._writer.write_error
+
+    def _report_unmeasured(self) -> None:
+        message = f"{self._unmeasured()}, so nothing of this training is measured"
+        _print_line(message)
+        self._open_record()
+        self._writer.write(
+            Finding(
+                time=time.time(),
+                kind="not_measured",
+                severity="info",
+                rank=self._rank,
+                cause="no_steps",
+                message=message,
+                advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, "
+                "or call trainer.watch in them",
+            )
+        )
+
+    def _open_record(self) -> None:
+        if not self._writer.enabled:
+            self._writer = EventWriter(self._path, rank=self._rank)
+
+    def await_compiler(self) -> None:
+        """Report a compilation until the first step begins."""
+        if self.on and self._tracker is None:
+            self._open_record()
+            self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
 
     def _unmeasured(self) -> str:
         """Return the reason why no step was measured."""
@@ -174,6 +210,7 @@ class Recording:
         # Without a mark: the loss is computed next, which is the same phase.
         if self._tracker is not None and self._tracker.open_phase == "forward" and _trains(model):
             self._tracker.forward_done = True
+            self._tracker.synchronises |= bool(model.require_backward_grad_sync)
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
@@ -234,6 +271,7 @@ class Recording:
         tracker = self._tracker
         if tracker is None or self._in_backward:
             return
+        tracker.stepping = True
         if tracker.evaluated or tracker.open_phase != "optimizer":
             tracker.mark(then="optimizer")
 
@@ -245,6 +283,7 @@ class Recording:
         self._stepping = None
         if self._tracker is None:
             return
+        self._tracker.stepping = False
         if not self._in_backward:
             self._tracker.mark("optimizer")
         if not self._backwards and not self._in_backward:
@@ -362,7 +401,7 @@ class Recording:
         """Return the tracker; at the first call open the record."""
         if self._tracker is None:
             self.thread = threading.get_ident()
-            self._writer = EventWriter(self._path, rank=self._rank)
+            self._open_record()
             self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             self._tracker.start()
         elif self._tracker.laps > MAX_LAPS:

@@ -1,0 +1,14 @@
+"""Duration of a run, by a clock that nobody sets; the wall clock only names moments."""
+
+from __future__ import annotations
+
+
+def elapsed_s(*, started: float, until: float, measured_s: float | None) -> float:
+    """Return how long a run has taken from its start to now or its end, waits in a queue included, seconds.
+
+    Args:
+        started: when it was started, Unix seconds.
+        until: now, or its end, likewise.
+        measured_s: the same time by a monotonic clock; None where it was not measured, as in older records.
+    """
+    return max(0.0, until - started if measured_s is None else measured_s)

@@ -1,0 +1,115 @@
+"""Findings and failures in a few words, and the mark of a run with findings that stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gputrain_tui.state.failure_words import failure_words
+from trainer.contract.record import Failure, Finding
+
+SEVERITIES = ("critical", "warning", "info")
+"""From the most urgent one."""
+CAUSES = {
+    "data": "data loading",
+    "h2d": "copying batches",
+    "batch": "between batch and forward",
+    "loss": "between batch and backward",
+    "gradients": "between backward and step",
+    "compile": "compiling",
+    "garbage_collection": "garbage collection",
+    "cpu_steal": "stolen CPU time",
+    "core_wait": "no free core",
+    "gpu_clock": "GPU clock",
+    "gpu_thermal": "GPU heat",
+    "unattributed": "",
+}
+"""Texts of causes, where the identifier does not read well."""
+WORDS = {
+    "input_bound": "waits for data",
+    "communication_bound": "waits for the network",
+    "cpu_contention": "too few cores",
+    "imbalance": "uneven work",
+    "memory_creep": "memory grows",
+    "non_finite": "NaN or infinite",
+    "non_finite_validation": "validation is NaN",
+    "host_silent": "is silent",
+    "loss_spike": "the loss jumped",
+    "outside_torch": "time outside torch",
+    "stalled": "stalled",
+    "desync": "parameters differ",
+    "no_process_group": "ranks never meet",
+    "record_incomplete": "the record is incomplete",
+}
+"""Texts of kinds of findings, where the identifier does not read well."""
+HOST_KINDS = ("cpu_contention", "host_silent")
+"""Kinds of findings about a host; their rank is the host's first one."""
+
+
+def finding_summary(finding: Finding) -> str:
+    """Return a finding in a few words: rank or host, problem, and after a colon the cause."""
+    subject = _subject(finding)
+    cause = CAUSES.get(finding.cause or "", (finding.cause or "").replace("_", " "))
+    if finding.kind != "straggler":
+        text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
+        return f"{text}: {cause}" if finding.kind == "stalled" and cause else text
+    excess_ms = finding.evidence.get("excess_ms")
+    slow = "slow" if excess_ms is None else f"slow +{excess_ms:.0f} ms"
+    return f"{subject}{slow}" + (f": {cause}" if cause else "")
+
+
+def _subject(finding: Finding) -> str:
+    """Return the subject of a finding and a blank: a rank, ranks of a node, or a host; empty for the run."""
+    if finding.rank is None:
+        return ""
+    if finding.kind in HOST_KINDS and finding.host:
+        return f"{finding.host} "
+    ranks = finding.evidence.get("ranks", 1) if finding.kind == "straggler" else 1
+    return f"{ranks:.0f} ranks of {finding.host or 'a node'} " if ranks > 1 else f"rank {finding.rank} "
+
+
+def failure_summary(failure: Failure) -> str:
+    """Return a failure in a few words: rank, kind and step."""
+    who = f"rank {failure.rank} " if failure.rank is not None else ""
+    at = f" at step {failure.step:,}" if failure.step is not None else ""
+    return who + failure_words(failure) + at
+
+
+def by_urgency(finding: Finding) -> tuple[int, float]:
+    """Return a sort key of findings: the most severe first, then the rank that takes longest."""
+    return urgency(finding.severity), -finding.evidence.get("excess_ms", 0.0)
+
+
+def urgency(severity: str) -> int:
+    """Return the place of a severity, the most urgent one first."""
+    return SEVERITIES.index(severity) if severity in SEVERITIES else 1
+
+
+def marking(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that mark a run: all but those that only inform, the most urgent first."""
+    return sorted((finding for finding in findings if finding.severity != "info"), key=by_urgency)
+
+
+def run_mark(findings: Iterable[Finding]) -> str:
+    """Return what stands of a run in a few words, such as ``NaN since step 60 on rank 1``; empty without findings.
+
+    Args:
+        findings: those that stand.
+    """
+    found = marking(findings)
+    if not found:
+        return ""
+    more = f" and {len(found) - 1:,} more finding{'s' * (len(found) > 2)}" if len(found) > 1 else ""
+    return f"{_state(found[0])}{more}"
+
+
+def _state(finding: Finding) -> str:
+    if finding.kind != "non_finite":
+        return finding_summary(finding)
+    since = f" since step {finding.step:,}" if finding.step is not None else ""
+    on = f" on rank {finding.rank}" if finding.rank is not None else ""
+    return f"NaN{since}{on}"
+
+
+def loss_is_nan(findings: Iterable[Finding]) -> bool:
+    """Whether the ranks' losses are known not to be numbers: the record leaves such values out."""
+    return any(finding.kind == "non_finite" and finding.cause == "loss" for finding in findings)

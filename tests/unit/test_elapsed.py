@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from made_runs import NOON, make_run
+
+from gputrain_tui.history.status_file import Status, elapsed_of
+from gputrain_tui.history.summary import summarize
+from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.state.pace import Pace
+from trainer.contract.record import RunEnded, decode_events
+from trainer.host.boot import BootMoment
+
+PLAN = Plan(world_size=1, init_method=None, backend="gloo", launcher="local", nodes=[])
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0], ids=["set forward", "set back"])
+def test_a_clock_that_is_set_changes_no_duration(jump_s: float, tmp_path: Path) -> None:
+    now = [NOON]
+    run = make_run(tmp_path, started=NOON)
+    RunStatusWriter(run.dir, PLAN, now=lambda: now[0]).started()
+    now[0] += jump_s
+    adopter = RunStatusWriter(run.dir, PLAN, now=lambda: now[0])  # another process on this machine
+    adopter.close(AttemptResult(status="finished"), left=[])
+    assert adopter.status.elapsed_s is not None
+    assert 0 <= adopter.status.elapsed_s < 600
+    *_, ended = decode_events(run.dir.run_events.read_bytes())
+    assert isinstance(ended, RunEnded)
+    assert ended.elapsed_ms == pytest.approx(1e3 * adopter.status.elapsed_s)
+    assert summarize(make_run(tmp_path, **msgspec.structs.asdict(adopter.status)), now=0.0)["duration_s"] < 600
+
+
+def test_without_a_measured_duration_the_wall_clock_counts_and_never_below_zero() -> None:
+    status = Status(run="r", recipe="r", world_size=1, started=NOON)
+    assert elapsed_of(status, NOON + 9) == 9
+    assert elapsed_of(status, NOON - 9) == 0
+    status.started_after_boot = BootMoment(boot_id="another boot", uptime_s=5.0)
+    assert elapsed_of(status, NOON + 9) == 9
+    status.ended = NOON + 4
+    assert elapsed_of(status, NOON + 9) == 4
+
+
+def test_the_pace_begins_anew_where_the_clock_was_set_back() -> None:
+    pace = Pace()
+    for step, time in enumerate((100.0, 101.0, 102.0, 12.0, 13.0, 14.0)):
+        pace.note(time, step)
+    assert pace.updates_per_s == pytest.approx(1.0)

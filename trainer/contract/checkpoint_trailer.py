@@ -1,0 +1,97 @@
+"""Trailer of a checkpoint file: its size, its place among the saves of its folder, the run it belongs to, a checksum.
+
+Torch-free: the console reads it to tell the checkpoints of one run from those of another in the same folder.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from trainer.contract.errors import CheckpointError
+
+MAGIC = b"gputrain ckpt 2\n"
+OLD_MAGIC = b"gputrain ckpt 1\n"
+"""Magic of files of earlier versions, which name no run."""
+_HEAD = struct.Struct("<16sQQQ")
+"""Magic, size of the payload in bytes, length of the run's id, which precedes it, sequence number in the folder."""
+_OLD_HEAD = struct.Struct("<16sQQ")
+DIGEST_BYTES = 32
+"""Length of the BLAKE2b of everything before it, at the end of the file."""
+MAX_SEQUENCE = 2**64 - 1
+"""Highest sequence number that a file can have."""
+
+
+class Trailer(NamedTuple):
+    """Trailer of a file."""
+
+    payload: int
+    """Bytes before it."""
+    sequence: int
+    """A later save in a folder has a higher number.
+
+    It is a counter and no time, because the clock may be set back between two saves. Old files have the time of writing
+    in Unix nanoseconds, from which the counter continues.
+    """
+    run: str
+    """Id of the run that the file belongs to; empty if none is recorded."""
+    head: bytes
+    """The trailer's own bytes before the digest, which covers them."""
+    digest: bytes
+
+
+def head_of(*, payload: int, sequence: int, run: str) -> bytes:
+    """Return the trailer's bytes, without the digest."""
+    encoded = run.encode(errors="surrogateescape")
+    return encoded + _HEAD.pack(MAGIC, payload, len(encoded), sequence)
+
+
+def read_trailer(path: Path, file: BinaryIO) -> Trailer:
+    """Read the trailer of an open file; the checksum is not verified.
+
+    Raises:
+        CheckpointError: the file is torn or not a checkpoint of this package.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        raise CheckpointError(f"{path}: is empty")
+    for head, magic in ((_HEAD, MAGIC), (_OLD_HEAD, OLD_MAGIC)):
+        start = size - head.size - DIGEST_BYTES
+        if start < 0:
+            continue
+        file.seek(start)
+        tail = file.read(head.size + DIGEST_BYTES)
+        if len(tail) != head.size + DIGEST_BYTES or not tail.startswith(magic):
+            continue
+        _, payload, *lengths, sequence = head.unpack(tail[: head.size])
+        length = sum(lengths)  # an old file has none
+        if payload + length != start:
+            continue
+        file.seek(payload)
+        run = file.read(length)
+        return Trailer(
+            payload, sequence, run.decode(errors="surrogateescape"), run + tail[: head.size], tail[head.size :]
+        )
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        raise CheckpointError(f"{path}: is not a checkpoint")
+    raise CheckpointError(f"{path}: is incomplete, or was written by another program: its checksum is missing")
+
+
+def trailer_of(path: Path) -> Trailer | None:
+    """Return the trailer of a file; None if it has none or cannot be read."""
+    try:
+        if not path.is_file():  # opening a pipe without a writer would block
+            return None
+        with path.open("rb") as file:
+            return read_trailer(path, file)
+    except (CheckpointError, OSError):
+        return None
+
+
+def owner_of(path: Path) -> str:
+    """Return the id of the run that a checkpoint belongs to; empty if it records none or is no checkpoint."""
+    trailer = trailer_of(path)
+    return trailer.run if trailer is not None else ""

@@ -1,0 +1,232 @@
+"""Rules between options: what no single value shows, refused alike by recipe, form, command line and rank.
+
+Torch-free. A rule names the option that it is about and the others in the reader's spelling: ``--lr-scheduler`` on a
+command line, ``train.lr_scheduler`` in a recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
+from trainer.contract.task_options import BuiltInOptions
+
+Named = Callable[[str], str]
+"""Returns how an option of ``Training`` is written where the request comes from."""
+
+RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
+"""Options that leave out a part of the checkpoint on resuming."""
+
+
+@dataclass(frozen=True)
+class _Conflict:
+    key: str
+    """The option that the refusal is about."""
+    text: str
+    """The refusal after the option's name."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def require_consistent(
+    options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of
+) -> None:
+    """Require options that do not contradict each other.
+
+    Args:
+        options: the options of the training.
+        task_options: options of its task; only those of a built-in one say what the task has.
+        where: returns the place of an option, at which the message begins.
+        named: returns the name of another option within the message.
+
+    Raises:
+        RequestError: one line about the first rule that is broken.
+    """
+    task = task_options if isinstance(task_options, BuiltInOptions) else None
+    kind = _of_evaluation(options, task, named) if options.eval_only else _of_training(options, named)
+    _refuse((*kind, *_of_batches(options, task, named)), where)
+
+
+def require_end(options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of) -> None:
+    """Require a training that makes a step and comes to an end; an evaluation ends by itself.
+
+    The arguments are those of ``require_consistent``.
+
+    Raises:
+        RequestError: one line about the limit that is missing or never reached.
+    """
+    task = task_options if isinstance(task_options, BuiltInOptions) else None
+    if not options.eval_only:
+        _refuse(_of_end(options, task, named), where)
+
+
+def _refuse(conflicts: Iterable[_Conflict], where: Named) -> None:
+    for conflict in conflicts:
+        raise RequestError(f"{where(conflict.key)} {conflict.text}")
+
+
+def require_batch_sizes(batch_size: Sequence[int] | None, world_size: int, *, where: Named = flag_of) -> None:
+    """Require one batch size for all ranks, or one per rank.
+
+    Raises:
+        RequestError: another number of values.
+    """
+    count = len(batch_size or ())
+    if count not in (0, 1, world_size):
+        ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
+        raise RequestError(f"{where('batch_size')} has {count} values, but there {ranks}; give one, or one per rank")
+
+
+def ends_without_validation(options: Training) -> bool:
+    """Return whether a limit ends the training even if no validation is ever made."""
+    limited = options.max_epochs or options.max_updates or options.stop_time
+    return bool(limited) or (options.min_lr >= 0 and _last_lr(options) <= options.min_lr)
+
+
+def start_option(options: Training) -> str:
+    """Return the option with the file or folder that a run reads before its first step; empty if it reads none.
+
+    A run that resumes has its own weights, and does not read those of ``finetune_from``.
+    """
+    return next((name for name in ("eval_only", "resume", "finetune_from") if getattr(options, name)), "")
+
+
+def _of_evaluation(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
+    if options.resume:
+        yield _Conflict("eval_only", f"does not train, and {named('resume')} does: leave one of them out")
+    if task is not None and options.eval_split not in task.splits:
+        known = ", ".join(split for split in task.splits if split != "train") or "none besides train"
+        yield _Conflict("eval_split", f"is {options.eval_split}, but the task has no such split; it has {known}")
+
+
+def _of_training(options: Training, named: Named) -> Iterator[_Conflict]:
+    for name in RESETS:
+        if getattr(options, name) and not options.resume:
+            yield _Conflict(name, f"needs {named('resume')}, the checkpoint that the training continues from")
+    if options.finetune_partial and not options.finetune_from:
+        yield _Conflict("finetune_partial", f"needs {named('finetune_from')}, the file with the weights")
+    yield from _of_optimizer(options, named)
+
+
+def _of_optimizer(options: Training, named: Named) -> Iterator[_Conflict]:
+    schedule = options.lr_scheduler
+    if options.optimizer == "sgd" and options.nesterov and not options.momentum:
+        yield _Conflict("nesterov", f"needs a {named('momentum')} above 0")
+    if schedule == "step" and not options.lr_step_updates:
+        yield _Conflict(
+            "lr_scheduler", f"is step, which needs {named('lr_step_updates')}, the optimizer steps between two decays"
+        )
+    if len(options.lr) > 1 and schedule != "fixed":
+        yield _Conflict(
+            "lr",
+            f"has {len(options.lr)} values, one per epoch, but {named('lr_scheduler')} {schedule} computes all from "
+            f"one: give one, or {named('lr_scheduler')} fixed",
+        )
+    if schedule not in ("polynomial_decay", "cosine"):
+        return
+    end = schedule_end(options)
+    if not end:
+        yield _Conflict(
+            "lr_scheduler",
+            f"is {schedule}, which needs {named('total_num_update')} or {named('max_updates')}, "
+            "the step at which it ends",
+        )
+    elif end <= options.warmup_updates:
+        limit = named("total_num_update" if options.total_num_update else "max_updates")
+        yield _Conflict(
+            "warmup_updates",
+            f"is {options.warmup_updates}, but {named('lr_scheduler')} {schedule} ends at {limit} {end}; "
+            "the warm-up must be shorter",
+        )
+
+
+def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
+    first = _first_lr(options)
+    if first <= options.min_lr and not options.resume:
+        yield _Conflict(
+            "min_lr",
+            f"is {options.min_lr:g}, but the learning rate begins at {first:g}, so nothing would be trained: lower it, "
+            f"or raise {named('lr')}",
+        )
+    if ends_without_validation(options):
+        return
+    validates = (options.valid_every_epochs or options.valid_every_updates) and (task is None or "valid" in task.splits)
+    if options.patience and validates:
+        return
+    limits = f"{named('max_epochs')}, {named('max_updates')} or {named('stop_time')}"
+    if options.patience:
+        reason = (
+            "the task has no validation data"
+            if options.valid_every_epochs or options.valid_every_updates
+            else f"{named('valid_every_epochs')} and {named('valid_every_updates')} are 0"
+        )
+        yield _Conflict(
+            "patience",
+            f"is {options.patience}, but nothing is validated, as {reason}, and nothing would end this training: "
+            f"set {limits} too",
+        )
+    elif options.min_lr >= 0:
+        yield _Conflict(
+            "min_lr",
+            f"is {options.min_lr:g}, but the learning rate stays above it, and nothing would end this training: "
+            f"set {limits} too",
+        )
+    else:
+        yield _Conflict(
+            "max_updates",
+            f"is 0, and nothing would end this training: set {limits}, or {named('patience')} or {named('min_lr')}",
+        )
+
+
+def _of_batches(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
+    sizes = options.batch_size or ()
+    if options.required_batch_size_multiple > 1 and not options.max_tokens:
+        yield _Conflict(
+            "required_batch_size_multiple", f"cuts the batches of {named('max_tokens')}: give that too, or leave it out"
+        )
+    if options.max_tokens and len(sizes) > 1:
+        yield _Conflict(
+            "batch_size",
+            f"has {len(sizes)} values, but {named('max_tokens')} makes batches that any rank may get: give one, "
+            "the most samples of a batch",
+        )
+    if task is None:
+        return
+    if options.max_tokens and not task.has_sizes:
+        yield _Conflict("max_tokens", f"needs the tokens of each sample, which {options.task} does not give")
+    if options.activation_checkpointing and not options.eval_only and not task.has_checkpointed_modules:
+        yield _Conflict(
+            "activation_checkpointing",
+            f"needs modules whose activations may be computed again, and {options.task} names none",
+        )
+
+
+def schedule_end(options: Training) -> int:
+    """Return the number of steps at which a falling schedule reaches its end; 0 for the others, and if it is unset."""
+    falls = options.lr_scheduler in ("polynomial_decay", "cosine")
+    return (options.total_num_update or options.max_updates) if falls else 0
+
+
+def _first_lr(options: Training) -> float:
+    """Return the learning rate of the first step; a warm-up from 0 begins with the rate of its second."""
+    lr, warmup = options.lr[0], options.warmup_updates
+    return (options.warmup_init_lr or lr / warmup) if warmup else lr
+
+
+def _last_lr(options: Training) -> float:
+    """Return what the learning rate comes to if the training goes on, or has as its limit."""
+    match options.lr_scheduler:
+        case "polynomial_decay" | "cosine":
+            return options.end_learning_rate
+        case "step" if options.lr_step_gamma < 1:
+            return 0.0
+        case "inverse_sqrt":
+            return math.ulp(0.0)  # it falls to any rate above 0, and never to 0
+    return options.lr[-1]

@@ -1,0 +1,85 @@
+"""Check that every parameter that is trained takes part in a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from trainer.contract.errors import RequestError
+from trainer.engine import reports
+from trainer.engine.loss_check import listed, require_same_parameters
+from trainer.engine.model import coalesce, gradients, with_sparse_gradient
+from trainer.engine.worker_context import WorkerContext
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+"""Part of DDP's message where the step before left out a parameter."""
+_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+
+class ParameterUse:
+    """Check of the gradients of each step, which costs nothing: they are listed for their norm anyway."""
+
+    def __init__(
+        self, model: nn.Module, *, raw_model: nn.Module, parameters: Sequence[nn.Parameter], ctx: WorkerContext
+    ) -> None:
+        """Begin; ``model`` is ``raw_model`` as it is called, wrapped in DDP or not."""
+        self._ctx = ctx
+        self._model = raw_model
+        self._parameters = parameters
+        self._names = {name for name, _ in raw_model.named_parameters()}
+        self._all_reduced = isinstance(model, DDP) and not (model.find_unused_parameters or model.static_graph)
+        """Whether DDP waits for the gradient of every parameter."""
+        self._sparse = bool(with_sparse_gradient(raw_model))
+        self._first = True
+
+    def gradients(self, *, step: int) -> list[Tensor]:
+        """Return the gradients of a step, of sparse ones the values; report parameters without one.
+
+        Raises:
+            RequestError: several ranks, and DDP is not told to search for them; or the forward pass made a parameter.
+        """
+        if self._sparse:
+            coalesce(self._parameters)
+        found = gradients(self._parameters)
+        if self._first:
+            require_same_parameters(self._model, self._names)
+        if len(found) < len(self._parameters) and (self._first or self._all_reduced):
+            self._report([self._name(each) for each in self._parameters if each.grad is None], step)
+        self._first = False
+        return found
+
+    def describe(self, error: Exception) -> str:
+        """Return a message in place of DDP's own about a parameter that was not used; empty for another error."""
+        text = str(error)
+        if _UNFINISHED not in text:
+            return ""
+        matched = _INDICES.search(text)
+        indices = [int(index) for index in matched[1].split()] if matched else []
+        known = [self._name(self._parameters[index]) for index in indices if index < len(self._parameters)]
+        return _refusal(known, "the step before")
+
+    def _report(self, names: list[str], step: int) -> None:
+        if self._all_reduced:
+            raise RequestError(_refusal(names, f"step {step}"))
+        if self._ctx.world_size == 1:
+            reports.remark(
+                self._ctx,
+                "unused_parameters",
+                f"step {step} does not use {listed(names)}: without a gradient a parameter is not trained",
+                severity="warning",
+                advice="leave it out of the model or freeze it with requires_grad_(False); if other steps use it, "
+                "several ranks need --find-unused-parameters",
+            )
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next((name for name, each in self._model.named_parameters() if each is parameter), "a parameter")
+
+
+def _refusal(names: list[str], step: str) -> str:
+    return (
+        f"{step} does not use {listed(names) or 'a parameter'}, whose gradient the ranks wait for: give "
+        "--find-unused-parameters, or freeze it with requires_grad_(False)"
+    )
