@@ -48,7 +48,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gputrain_tui.commands.completion",
         "print the script that completes commands, flags and runs in bash, zsh or fish",
     ),
-    "help": ("gputrain_tui.commands.help", "show a topic of the reference: recipes, scripts, ssh, Slurm, findings, ..."),
+    "help": (
+        "gputrain_tui.commands.help",
+        "show a topic of the reference, such as recipe or findings",
+    ),
 }
 """Module and one-line help of each command, by name."""
 

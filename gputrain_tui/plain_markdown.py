@@ -37,13 +37,16 @@ def render(markdown: str, width: int) -> str:
 
 
 def tables_as_code(markdown: str, width: int) -> str:
-    """Return Markdown with its tables laid out as blocks of code: Textual makes a widget of each cell of a table."""
+    """Return Markdown for Textual, with its tables as blocks of code and no line of code wider than ``width``.
+
+    Textual makes a widget of each cell of a table, which takes seconds for those of recipe keys, and cuts long code.
+    """
     parts = []
     for kind, lines in _blocks(markdown):
         if kind == "table":
             parts.append(f"{FENCE}text\n{table_text(lines, width)}\n{FENCE}")
         elif kind == "code":
-            parts.append("\n".join([f"{FENCE}text", *lines, FENCE]))
+            parts.append("\n".join([f"{FENCE}text", *(part for line in lines for part in _code(line, width)), FENCE]))
         else:
             parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
@@ -119,6 +122,13 @@ def _item(lines: Sequence[str], width: int) -> Iterator[str]:
     for item in items:
         indent = len(item) - len(item.split(" ", 1)[1])
         yield _wrap(_inline(item), width, " " * indent)
+
+
+def _code(line: str, width: int) -> list[str]:
+    """Return a line of code in parts of at most ``width`` columns; a comment continues below its beginning."""
+    indent = " " * (line.find("# ") + 2 if 0 < line.find("# ") < width // 2 else 4)
+    wrapped = textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=False)
+    return [part.rstrip() for part in wrapped] if cells(line) > width else [line]
 
 
 def _wrap(text: str, width: int, indent: str = "") -> str:

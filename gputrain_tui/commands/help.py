@@ -16,7 +16,7 @@ from gputrain_tui.plain_markdown import render
 from trainer.contract.errors import ExitCode
 
 NAME = "help"
-HELP = "show a topic of the reference: recipes, scripts, ssh, Slurm, findings, ..."
+HELP = "show a topic of the reference, such as recipe or findings"
 
 WIDTH = 100
 """Columns of the text in a pipe, and at most on a terminal: longer lines are harder to read."""
@@ -35,12 +35,20 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json(json.dumps(_json(topics, text=args.topic is not None), ensure_ascii=False))
     elif args.topic is None:
-        print("\n".join(["usage: gputrain help TOPIC", "", *(f"  {topic.name:<11} {topic.title}" for topic in topics)]))
+        print(
+            "\n".join(["usage: gputrain help TOPIC", "", *(f"  {topic.name:<11} {_short(topic)}" for topic in topics)])
+        )
         print("\n`gputrain --help` lists the commands, `gputrain COMMAND --help` the options of one.")
     else:
         columns = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
         _show(render(topics[0].markdown, columns))
     return ExitCode.FINISHED
+
+
+def _short(topic: Topic) -> str:
+    """Return the title without the topic's name."""
+    name, _, text = topic.title.partition(": ")
+    return text if name.replace(" ", "-").lower() == topic.name and text else topic.title
 
 
 def _json(topics: list[Topic], *, text: bool) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, get_args
@@ -62,6 +63,7 @@ def grouped(found: Iterable[Option]) -> str:
     """Return tables of options by their groups."""
     groups: dict[str, list[Option]] = {}
     for option in found:
+        option = msgspec.structs.replace(option, required=False)  # `script` is one only without a task
         groups.setdefault(option.group or "Task, script and launch", []).append(option)
     return "\n\n".join(f"### {group}\n\n{options(members)}" for group, members in groups.items())
 
@@ -128,7 +130,8 @@ def event_tables() -> str:
         plain = ", ".join(f"`{name}`" for name, text in fields.items() if not text)
         rows = [(f"`{name}`", text) for name, text in fields.items() if text]
         assert event.__doc__ is not None
-        parts += [f"### {title}", prose(event.__doc__) + (f" It has {plain}." if plain else "")]
+        text = prose(event.__doc__) + (f" It has {plain}." if plain else "")
+        parts += [f"### {title}", textwrap.fill(text, 120, break_on_hyphens=False)]
         parts += [table(("field", "holds"), rows)] if rows else []
     return "\n\n".join(parts)
 
@@ -151,7 +154,11 @@ def sections() -> Iterator[tuple[str, str, str]]:
     """Yield topic, heading and content of every table that is made from the code."""
     yield "recipe", "Keys of [cluster]", options(describe(ClusterOptions))
     yield "recipe", "Keys of [[cluster.nodes]]", nodes()
-    yield "recipe", "Keys of [train]", grouped(msgspec.structs.replace(option, required=False) for option in train_options())
+    yield (
+        "recipe",
+        "Keys of [train]",
+        grouped(train_options()),
+    )
     yield "recipe", "Keys of [report]", options(describe(ReportOptions))
     yield "slurm", "Keys of [slurm]", options(describe(SlurmOptions))
     yield "tasks", "Options of the built-in tasks", tasks()

@@ -69,8 +69,8 @@ WITH_LOG = ("run", "rank")
 
 
 TOPICS = {
-    "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "hardware": "gpus", "log": "record",
-    "cluster": "gpus", "launch": "recipe", "welcome": "recipe", "history": "record",
+    "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "hardware": "gpus",
+    "log": "record", "cluster": "gpus", "launch": "recipe", "welcome": "recipe", "history": "record",
 }  # fmt: skip
 """Topic of the help by screen, or by the id of the focused panel of a run."""
 
