@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, README, ROOT, blocks
 
 from gputrain_tui.cli import COMMANDS
 from gputrain_tui.console.actions import ACTIONS
-from gputrain_tui.help_topics import ORDER
+from gputrain_tui.help_topics import FOLDER, ORDER
 from gputrain_tui.recipe.build import build
 
 RECIPES = [(name, recipe) for name in DOCUMENTS for recipe in blocks(name, "toml")]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / package / "README.md" for package in ("trainer", "gputrain_tui")),
+    *FOLDER.glob("*.md"),
+]
 SECTIONS = [
     "Install", "The demo", "Your script, unchanged", "Your own model", "The console", "Several machines", "Slurm",
     "A run goes wrong", "Which command", "Reference",
@@ -68,11 +74,19 @@ def test_every_recipe_is_one(page: str, recipe: str) -> None:
     assert build(recipe, name=f"{page}.md").cluster.nodes
 
 
-@pytest.mark.parametrize("page", DOCUMENTS)
-def test_every_link_to_a_file_leads_to_one(page: str) -> None:
-    folder = ROOT if page == "README" else ROOT / "gputrain_tui" / "help"
-    links = re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", DOCUMENTS[page])
-    assert [link for link in links if not (folder / link).exists()] == []
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_every_link_to_a_file_leads_to_one(path: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("package", ["trainer", "gputrain_tui"])
+def test_the_page_of_a_package_names_files_that_exist(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py|(?:[a-z_]+/)+)`", text)
+    assert [name for name in named if not ((ROOT / package / name).exists() or (ROOT / name).exists())] == []
+    rooms = {path.name for path in (ROOT / package).iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert [room for room in rooms if f"`{room}/`" not in text] == []
 
 
 @pytest.mark.parametrize("page", DOCUMENTS)
