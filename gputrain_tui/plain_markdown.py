@@ -10,6 +10,7 @@ from itertools import groupby
 from gputrain_tui.tables import width as cells
 
 LINK = re.compile(r"!?\[([^]]+)\]\(([^)]+)\)")
+BOLD = re.compile(r"\*\*([^*]+)\*\*")
 ITEM = re.compile(r"([-*]|\d+\.) ")
 FENCE = "```"
 MAX_FIRST_CELLS = 30
@@ -138,4 +139,4 @@ def _wrap(text: str, width: int, indent: str = "") -> str:
 def _inline(text: str) -> str:
     """Return a text without emphasis, and with the address of a link behind its words."""
     text = LINK.sub(lambda link: f"{link[1]} ({link[2]})" if link[2].startswith("http") else link[1], text)
-    return text.replace("**", "")
+    return BOLD.sub(r"\1", text)
