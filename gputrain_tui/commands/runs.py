@@ -157,7 +157,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),
             duration(entry["duration_s"]),
             " ".join(entry["tags"]),
-            printable(cut(cause(entry), MAX_CAUSE_CELLS)),
+            printable(cause(entry) if cells is not None else cut(cause(entry), MAX_CAUSE_CELLS)),
             printable((entry["note"] or "")[:MAX_NAME_CHARS]),
         ]
         for entry in entries

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from manual_clock import ManualClock
 
@@ -190,10 +191,10 @@ def test_a_check_with_a_defect_is_reported_once_and_the_others_go_on() -> None:
     found: list[Finding] = []
     for number in range(1, 31):
         for rank in (0, 1):
-            loss = float("nan") if number > 20 and rank == 1 else 2.0
-            state.apply(
-                Step(time=1000.0 + number, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=loss, step_ms=50.0)
-            )
+            is_nan = number > 20 and rank == 1
+            loss, marks = (None, ["loss"]) if is_nan else (2.0, [])
+            event = Step(time=1000.0 + number, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=loss)
+            state.apply(msgspec.structs.replace(event, step_ms=50.0, non_finite=marks))
         for view in state.ranks.values():
             view.steps[-1].forward_ms = "fast"  # type: ignore[assignment]
         found += diagnosis.update(state, 1000.0 + number)

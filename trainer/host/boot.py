@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from trainer.host.proc_files import PROC, read_text
 
@@ -20,7 +19,8 @@ def boot_time_s(proc: Path = PROC) -> float:
     return next((float(line.split()[1]) for line in lines if line.startswith("btime ")), 0.0)
 
 
-class BootMoment(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class BootMoment:
     """A moment by the time since the boot, which nobody sets as they set the clock."""
 
     boot_id: str

@@ -18,7 +18,7 @@ PARTS_PER_WRITE = 2000
 _KEYS = ("rank", "step", "time", "epoch")
 _SCALARS = tuple(
     name for name in Step.__struct_fields__
-    if name not in (*_KEYS, *SINGLE_VALUES.values(), "steps", "core_wait_ms", "bucket_ms")
+    if name not in (*_KEYS, *SINGLE_VALUES.values(), "steps", "core_wait_ms", "bucket_ms", "non_finite")
 )  # fmt: skip
 _scalars_of = attrgetter(*_SCALARS)
 COLUMNS = (

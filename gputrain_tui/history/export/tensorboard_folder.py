@@ -26,7 +26,7 @@ TOTALS = ("samples", "tokens")
 """Fields that add up over the ranks."""
 SCALARS = tuple(
     name for name in Step.__struct_fields__
-    if name not in (*SINGLE_VALUES.values(), "time", "rank", "step", "steps", "core_wait_ms", "bucket_ms")
+    if name not in (*SINGLE_VALUES.values(), "time", "rank", "step", "steps", "core_wait_ms", "bucket_ms", "non_finite")
 )  # fmt: skip
 
 

@@ -237,7 +237,7 @@ class Validation(Event, kw_only=True, tag="validation"):
     epoch: Count
     split: Literal["valid", "test"]
     loss: Result
-    """Mean over every example of the split, in nats; NaN if it is not finite."""
+    """Mean over every example of the split, in the unit of the task; NaN if it is not finite."""
     metrics: dict[str, Result] = {}
     """By name; NaN for one that is not finite."""
     weights_step: Count | None = None
