@@ -12,6 +12,7 @@ from gputrain_tui.tables import width as cells
 LINK = re.compile(r"!?\[([^]]+)\]\(([^)]+)\)")
 BOLD = re.compile(r"\*\*([^*]+)\*\*")
 ITEM = re.compile(r"([-*]|\d+\.) ")
+UNDERLINES = {"#": "=", "##": "-", "###": ""}
 FENCE = "```"
 MAX_FIRST_CELLS = 30
 """Widest first column beside which the text of a row stands; below a wider cell it gets lines of its own."""
@@ -28,8 +29,9 @@ def render(markdown: str, width: int) -> str:
         elif kind == "table":
             parts.append(table_text(lines, width))
         elif kind == "heading":
-            text = _inline(lines[0].lstrip("#").strip())
-            parts.append(f"{text}\n{('=' if lines[0].startswith('# ') else '-') * cells(text)}")
+            marks, _, title = lines[0].partition(" ")
+            text = _inline(title)
+            parts.append(f"{text}\n{UNDERLINES[marks] * cells(text)}".rstrip())
         elif kind == "list":
             parts.append("\n".join(_item(lines, width)))
         else:
