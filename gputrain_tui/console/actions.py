@@ -1,4 +1,4 @@
-"""Action table, from which bindings, footer, palette, help and the README's list of keys are made.
+"""Action table, from which bindings, footer, palette, help and the topic ``keys`` are made.
 
 An action's name is the name of the method ``action_<name>`` on the screen, or on the app for ``app`` actions.
 """
