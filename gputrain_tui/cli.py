@@ -48,6 +48,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gputrain_tui.commands.completion",
         "print the script that completes commands, flags and runs in bash, zsh or fish",
     ),
+    "help": (
+        "gputrain_tui.commands.help",
+        "show a topic of the reference, such as recipe or findings",
+    ),
 }
 """Module and one-line help of each command, by name."""
 
@@ -150,7 +154,7 @@ def _dispatch(words: list[str]) -> int:
     if not words or words[0].partition("=")[0] in ("--fps", "--hostfile"):
         return _run_console(words)
     name, *rest = words
-    if name in ("-h", "--help", "help"):
+    if name in ("-h", "--help"):
         print(help_text())
         return ExitCode.FINISHED
     if name == "--version":
@@ -184,7 +188,7 @@ def help_text() -> str:
             *lines,
             "",
             "`gputrain --hostfile FILE` opens the console on the machines listed in a file, one per line.",
-            "`gputrain COMMAND --help` shows a command's options; --version the version.",
+            "`gputrain COMMAND --help` shows a command's options, `gputrain help` the topics of the reference.",
             "RUN is a run id, a unique prefix of one, or `last`. Exit codes: 0 finished, 1 the training",
             "failed, 2 the request was wrong, 3 preflight refused it, 130 stopped by the user.",
         ]

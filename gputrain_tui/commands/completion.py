@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gputrain_tui import paths
 from gputrain_tui.arguments import FlagParser
+from gputrain_tui.help_topics import ORDER
 from trainer.contract.errors import ExitCode, RequestError
 
 NAME = "completion"
@@ -137,6 +138,8 @@ def _values(action: Action, word: str) -> Iterator[tuple[str, str]]:
             yield from (found for found in _files(word, ARCHIVES) if "/" in word or not found[0].endswith("/"))
         elif kind == "KEY=VALUE":
             yield from _with_prefix(_keys(), word)
+        elif kind == "TOPIC":
+            yield from _with_prefix(((name, "") for name in ORDER), word)
         elif kind in ("RECIPE", "CHECKPOINT", "FILE", "PATH", "DIR"):
             yield from _files(word, {"RECIPE": RECIPES, "CHECKPOINT": CHECKPOINTS, "DIR": ()}.get(kind))
         elif kind.islower():

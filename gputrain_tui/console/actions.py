@@ -1,4 +1,4 @@
-"""Action table, from which bindings, footer, palette, help and the README's list of keys are made.
+"""Action table, from which bindings, footer, palette, help and the topic ``keys`` are made.
 
 An action's name is the name of the method ``action_<name>`` on the screen, or on the app for ``app`` actions.
 """
@@ -104,7 +104,7 @@ ACTIONS: tuple[Action, ...] = (
         ("go('run')", "3", "Run", 20, "Watch the run that was opened last"),
         ("go('history')", "4", "History", 20, "List all runs, open and compare them"), folds=1, footers=BOTH),
     *_group("Screens", (EVERYWHERE,),
-        ("help", "question_mark f1", "Help", 90, "Show every key of this screen"),
+        ("help", "question_mark f1", "Help", 90, "Show every key of this screen, and the help about it"),
         ("command_palette", "ctrl+p colon", "Palette", 95, "Find any action by its name"),
         ("next_theme", "T", "Theme", 0, "Switch between dark, light and the terminal's own colours"),
         ("help_quit", "ctrl+c", "Copy", 0, "Copy the selected text; without a selection, show which key quits"),

@@ -37,6 +37,7 @@ from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.console.screens.start_and_stop import start_demo
+from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.runs import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.warm_pool import WarmPool
@@ -300,7 +301,17 @@ class GputrainApp(OrderedKeys):
         from gputrain_tui.console.screens.help import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.place))
+            self.push_screen(HelpScreen(self.place, *self._help_position()))
+
+    def _help_position(self) -> tuple[str, str]:
+        """Return the topic of the help, and the heading in it, for the field or the panel under the cursor."""
+        from gputrain_tui.console.screens.help import TOPICS
+        from gputrain_tui.console.widgets.form import Form
+
+        if isinstance(self.focused, Form) and self.focused.field is not None:
+            return section_heading(self.focused.field.key)
+        panel = self.focused.id if self.focused is not None else None
+        return (TOPICS.get(panel or "", "") if self.place == "run" else ""), ""
 
     def action_next_theme(self) -> None:
         """Change to the next theme, and save it for the next start."""

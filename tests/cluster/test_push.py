@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documents import blocks
 from host_recipe import TESTS, recipe
 from ssh_lab import SshLab, require_ssh, ssh_lab
 from ssh_server import ROOT
@@ -43,7 +43,7 @@ def fill(lab: SshLab) -> None:
     (code / "notes.tmp").touch()
     (code / ".gitignore").write_text("*.tmp\n")
     (code / "recipe.toml").write_text(recipe(["gpu1", "gpu2"], [1, 1]))
-    (code / "two.toml").write_text(readme_blocks("toml")[0])
+    (code / "two.toml").write_text(blocks("ssh", "toml")[0])
     subprocess.run(["git", "init", "-q", code], check=True)
     lab.hosts[0].run(sys.executable, "-m", "venv", "--without-pip", lab.disk / "env")
     packages = disk / "env" / Path(sysconfig.get_paths()["purelib"]).relative_to(sys.prefix)
@@ -52,20 +52,14 @@ def fill(lab: SshLab) -> None:
     (packages / "tests.pth").write_text("\n".join([str(ROOT), *folders]) + "\n")
 
 
-def readme_blocks(language: str) -> list[str]:
-    """The blocks of a language on the README's page about ssh."""
-    page = (ROOT / "README.md").read_text().partition("## Two machines and ssh\n")[2].partition("\n## ")[0]
-    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-
-
 def run_gputrain(lab: SshLab, *words: str) -> subprocess.CompletedProcess[str]:
     python = lab.disk / "env" / "bin" / "python"
     environ = {name: value for name, value in lab.environ.items() if name != "PYTHONPATH"}
     return lab.hosts[0].run(python, "-m", "gputrain_tui", *words, cwd=lab.disk / "code", env=environ, check=False)
 
 
-def test_the_three_commands_of_the_readme_lead_from_empty_disks_to_training(lab: SshLab) -> None:
-    (page,) = readme_blocks("shell")
+def test_the_three_commands_of_the_page_about_ssh_lead_from_empty_disks_to_training(lab: SshLab) -> None:
+    (page,) = blocks("ssh", "shell")
     commands = [line.split() for line in page.splitlines()]
     assert [words[:2] for words in commands] == [["gputrain", "push"], ["gputrain", "check"], ["gputrain", "run"]]
     done = run_gputrain(lab, *commands[0][1:])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import blocks
 from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
@@ -605,11 +606,10 @@ def test_a_run_is_saved_and_a_killed_node_named_where_slurm_signals_only_a_steps
         shutil.rmtree(folder)
 
 
-def test_the_page_of_the_readme_is_followed_word_for_word(user: SlurmUser) -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
-    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+def test_the_page_about_slurm_is_followed_word_for_word(user: SlurmUser) -> None:
+    (text,) = blocks("slurm", "toml")
     (user.folder / "slurm.toml").write_text(text)
-    for block in re.findall(r"^```sh slurm\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE):
+    for block in blocks("slurm", "sh slurm"):
         script = f"export GPUTRAIN_HOME={shlex.quote(str(user.folder / 'home'))}\n{block}"
         user.cluster.run("bash", "-euo", "pipefail", "-c", script, cwd=user.folder)
     runs = sorted((user.folder / "home" / "runs").glob("2*"))

@@ -1,4 +1,4 @@
-"""Unchanged scripts of Lightning, Hugging Face, accelerate and plain DDP, started by the recipes of the README.
+"""Unchanged scripts of Lightning, Hugging Face, accelerate and plain DDP, started by the recipes of the help.
 
 They run with the real packages, which `pip install -e '.[test,frameworks]'` brings.
 """
@@ -18,6 +18,7 @@ from statistics import median
 
 import pytest
 import torch
+from documents import DOCUMENTS
 from waiting import LIMIT_S
 
 from gputrain_tui.history.run_reader import RunReader
@@ -25,8 +26,7 @@ from gputrain_tui.history.runs import list_runs
 from trainer.contract.record import AnyEvent, Finding, Step
 from trainer.host.ports import free_port
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGE = DOCUMENTS["scripts"]
 SCRIPTS = Path(__file__).with_name("scripts")
 PACKAGES = {"plain": "torch", "lightning": "lightning", "huggingface": "transformers", "accelerate": "accelerate"}
 """Package that the script of each recipe needs."""
@@ -82,7 +82,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run the recipe as the README does, in a folder of its own with the scripts."""
+    """Run the recipe as the help does, in a folder of its own with the scripts."""
 
     def run(*words: str, **faults: str) -> FrameworkRun:
         folder = copy_example(name, tmp_path_factory.mktemp(name))
@@ -106,14 +106,14 @@ def run(name: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def copy_example(name: str, folder: Path) -> Path:
     """Fill a folder with the scripts and the recipe."""
     shutil.copytree(SCRIPTS, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (recipe,) = re.findall(rf'^```toml\n(name = "{name}"\n.*?)^```$', README, re.DOTALL | re.MULTILINE)
+    (recipe,) = re.findall(rf'^```toml\n(name = "{name}"\n.*?)^```$', PAGE, re.DOTALL | re.MULTILINE)
     (folder / f"{name}.toml").write_text(recipe)
     return folder
 
 
 def command(name: str) -> str:
-    """Return the README's command for the recipe."""
-    (found,) = re.findall(rf"^gputrain run {name}\.toml$", README, re.MULTILINE)
+    """Return the help's command for the recipe."""
+    (found,) = re.findall(rf"^gputrain run {name}\.toml$", PAGE, re.MULTILINE)
     return str(found)
 
 

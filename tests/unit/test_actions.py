@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import pkgutil
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from row_texts import row_text
@@ -56,15 +54,6 @@ def clashes(actions: Iterable[Action] = ACTIONS) -> list[tuple[str, str, str]]:
                 if other != action.name:
                     found.append((key, other, action.name))
     return found
-
-
-def readme_keys() -> str:
-    rows = ["| where | keys |", "|---|---|"]
-    for place in dict.fromkeys(place for action in ACTIONS for place in action.places):
-        name = "everywhere" if place == EVERYWHERE else place
-        keys = " · ".join(f"`{action.key_text}` {action.label}" for action in of_place(place))
-        rows.append(f"| {name} | {keys} |")
-    return "\n".join(rows) + "\n"
 
 
 def test_no_key_means_two_things_on_one_screen() -> None:
@@ -173,14 +162,3 @@ def test_help_lists_the_keys_of_the_log_where_there_is_one(place: str) -> None:
 def test_no_action_of_the_table_is_missing_from_the_help() -> None:
     every = "\n".join(help_text(place).plain for place in places() if place != "log")
     assert [action.name for action in ACTIONS if action.description not in every] == []
-
-
-def test_the_readme_lists_the_keys_of_the_table() -> None:
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    if os.environ.get("UPDATE_GOLDEN"):
-        before, head, after = text.partition("| where | keys |\n")
-        text = before + readme_keys() + after[after.index("\n\n") + 1 :]
-        assert head
-        readme.write_text(text, encoding="utf-8")
-    assert readme_keys() in text

@@ -47,7 +47,7 @@ def test_an_optimizer_step_is_called_a_step(package: str) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("path", ["README.md", "recipes"])
+@pytest.mark.parametrize("path", ["README.md", "recipes", "gputrain_tui/help"])
 def test_an_optimizer_step_is_called_a_step_in_what_is_documented(path: str) -> None:
     files = [ROOT / path] if (ROOT / path).is_file() else sorted((ROOT / path).glob("*.*"))
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]

@@ -13,14 +13,15 @@ class ExitCode(IntEnum):
     """Exit code of a command."""
 
     FINISHED = 0
+    """Finished: the work is whole and kept."""
     FAILED = 1
-    """The training failed."""
+    """The training failed, or the command: a host did not answer, an output could not be written."""
     BAD_REQUEST = 2
-    """The request was wrong; nothing was started."""
+    """The request was wrong, in one line that names what and where; nothing was started."""
     REFUSED = 3
-    """Preflight refused it."""
+    """Preflight refused it: data missing, a port or a GPU busy, a stale rendezvous file."""
     STOPPED = 130
-    """Stopped by the user."""
+    """Stopped by the user; a checkpoint is saved first."""
 
 
 class RequestError(ValueError):

@@ -1,4 +1,4 @@
-"""Help screen: keys of a screen, and the meaning of its figures."""
+"""Help screen: keys of a screen, the meaning of its figures, and the topics of the help."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
+from textual._slug import TrackedSlugs
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Markdown, Static
 
 from gputrain_tui.console.actions import groups, of_place
+from gputrain_tui.help_topics import ORDER, read_topic
+from gputrain_tui.plain_markdown import tables_as_code
 
 MOVING = {
     "run": (
@@ -59,40 +62,104 @@ WIDTH_CELLS = 94
 """Cells of the widest window, as in the style sheet."""
 FRAME_CELLS = 8
 """Cells of the window's border, padding and scroll bar."""
+TOPIC_INDENT_CELLS = 6
+"""Cells that Textual leaves beside a block of code."""
 WITH_LOG = ("run", "rank")
 """Screens with a log; its keys work while it has the focus."""
 
 
+TOPICS = {
+    "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "hardware": "gpus",
+    "log": "record", "cluster": "gpus", "launch": "recipe", "welcome": "recipe", "history": "record",
+}  # fmt: skip
+"""Topic of the help by screen, or by the id of the focused panel of a run."""
+
+
 class HelpScreen(ModalScreen[None]):
-    """Dialog with the keys of the screen below."""
+    """Dialog with the keys of the screen below; beside them, a page for each topic, that of the screen first."""
 
     PLACE = "help"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,f1,enter", "leave", "Close"),
+        Binding("right,tab,l", "turn(1)", "Next page", show=False),
+        Binding("left,shift+tab,h", "turn(-1)", "Previous page", show=False),
         Binding("k", "scroll(-1)", "Up", show=False),
         Binding("j", "scroll(1)", "Down", show=False),
         Binding("G", "edge(1)", "Last", show=False),
     ]
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, topic: str = "", heading: str = "") -> None:
+        """Make the dialog.
+
+        Args:
+            place: the screen below.
+            topic: topic of the second page.
+            heading: heading within the topic at which it is opened; empty: its beginning.
+        """
         super().__init__()
         self._place = place
+        first = topic or TOPICS.get(place, "recipe")
+        self._pages = ("", first, *(name for name in ORDER if name not in (first, "developers")))
+        """The pages: the keys, then the topics."""
+        self._page = 0
+        self._heading = heading
+        self._shown = ("", 0)
+        """Topic and width of the Markdown that is shown."""
 
     def compose(self) -> ComposeResult:
-        """Yield the scrolled list of keys."""
+        """Yield the scrolled list of keys, and the widget of the topics."""
         with VerticalScroll(id="help"):
             yield Static(id="keys")
+            yield Markdown(id="topic", open_links=False)
 
     def on_mount(self) -> None:
-        """Set the frame's titles, and focus it."""
-        frame = self.query_one("#help")
-        frame.border_title = f"keys of the {self._place} screen" if self._place != "app" else "keys"
-        frame.border_subtitle = "↓ what the figures mean   esc closes" if self._place in WITH_LOG else "esc closes"
-        frame.focus()
+        """Show the keys, and focus the frame."""
+        self._show_titles()
+        self.query_one("#topic").display = False
+        self.query_one("#help").focus()
 
-    def on_resize(self, event: Resize) -> None:
-        """Wrap the descriptions at the new width."""
-        self.query_one("#keys", Static).update(help_text(self._place, min(event.size.width, WIDTH_CELLS) - FRAME_CELLS))
+    def _show_titles(self) -> None:
+        frame, topic = self.query_one("#help"), self._pages[self._page]
+        following = self._pages[(self._page + 1) % len(self._pages)]
+        if topic:
+            frame.border_title = f"help: {topic}"
+            frame.border_subtitle = f"{f'→ {following}   ' if following else ''}← back   esc closes"
+        else:
+            frame.border_title = f"keys of the {self._place} screen" if self._place != "app" else "keys"
+            figures = "↓ what the figures mean   " if self._place in WITH_LOG else ""
+            frame.border_subtitle = f"{figures}→ help: {following}   esc closes"
+
+    async def on_resize(self, event: Resize) -> None:
+        """Wrap the texts at the new width."""
+        self.query_one("#keys", Static).update(help_text(self._place, self._text_cells()))
+        await self._show_topic()
+
+    def _text_cells(self) -> int:
+        return min(self.size.width, WIDTH_CELLS) - FRAME_CELLS
+
+    async def action_turn(self, pages: int) -> None:
+        """Turn to another page: the keys, then each topic; past the last one to the keys."""
+        self._page = (self._page + pages) % len(self._pages)
+        self._show_titles()
+        topic = self.query_one("#topic", Markdown)
+        self.query_one("#keys").display = not self._pages[self._page]
+        topic.display = bool(self._pages[self._page])
+        self.query_one("#help").scroll_home(animate=False)
+        await self._show_topic()
+        if self._page == 1 and self._heading:
+            self.call_after_refresh(topic.goto_anchor, TrackedSlugs().slug(self._heading))
+
+    async def _show_topic(self) -> None:
+        name, width = self._pages[self._page], self._text_cells() - TOPIC_INDENT_CELLS
+        if name and (name, width) != self._shown:
+            self._shown = name, width
+            await self.query_one("#topic", Markdown).update(tables_as_code(read_topic(name).markdown, width))
+
+    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
+        """Turn to the page of the topic that a link leads to."""
+        name = event.href.partition("#")[0].removesuffix(".md")
+        if name in self._pages:
+            self.run_worker(self.action_turn(self._pages.index(name) - self._page))
 
     def action_scroll(self, lines: int) -> None:
         """Scroll by lines."""

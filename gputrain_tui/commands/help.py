@@ -1,0 +1,75 @@
+"""``gputrain help``: shows a topic of the help, or lists the topics."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+
+from gputrain_tui.help_topics import ORDER, Topic, read_topic
+from gputrain_tui.output import print_json
+from gputrain_tui.plain_markdown import render
+from trainer.contract.errors import ExitCode
+
+NAME = "help"
+HELP = "show a topic of the reference, such as recipe or findings"
+
+WIDTH = 100
+"""Columns of the text in a pipe, and at most on a terminal: longer lines are harder to read."""
+PAGER = "less"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the topic and the flag."""
+    parser.add_argument("topic", nargs="?", metavar="TOPIC", help="topic to show; without it, the list of topics")
+    parser.add_argument("--json", action="store_true", help="print the topics, or one with its text, as JSON")
+
+
+def run(args: Namespace) -> int:
+    """Show a topic, or list all."""
+    topics = [read_topic(name) for name in ORDER] if args.topic is None else [read_topic(args.topic)]
+    if args.json:
+        print_json(json.dumps(_json(topics, text=args.topic is not None), ensure_ascii=False))
+    elif args.topic is None:
+        print(
+            "\n".join(["usage: gputrain help TOPIC", "", *(f"  {topic.name:<11} {_short(topic)}" for topic in topics)])
+        )
+        print("\n`gputrain --help` lists the commands, `gputrain COMMAND --help` the options of one.")
+    else:
+        columns = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
+        _show(render(topics[0].markdown, columns))
+    return ExitCode.FINISHED
+
+
+def _short(topic: Topic) -> str:
+    """Return the title without the topic's name."""
+    name, _, text = topic.title.partition(": ")
+    return text if name.replace(" ", "-").lower() == topic.name and text else topic.title
+
+
+def _json(topics: list[Topic], *, text: bool) -> dict[str, object]:
+    if text:
+        (topic,) = topics
+        return {"topic": topic.name, "title": topic.title, "markdown": topic.markdown}
+    return {"topics": [{"topic": topic.name, "title": topic.title} for topic in topics]}
+
+
+def _show(text: str) -> None:
+    """Print a text; on a terminal through ``$PAGER`` or less, if there is one."""
+    pager = os.environ.get("PAGER", PAGER)
+    usable = pager and os.environ.get("TERM") != "dumb" and (pager != PAGER or shutil.which(PAGER))
+    if not (sys.stdout.isatty() and usable):
+        print(text, end="")
+        return
+    # -F: a text that fits is only printed; -R: colours; -X: it stays on the screen afterwards.
+    environ = {"LESS": "FRX", "LESSCHARSET": "utf-8"} | os.environ
+    with subprocess.Popen(pager, shell=True, stdin=subprocess.PIPE, env=environ) as process:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is a key of the pager
+        try:
+            process.communicate(text.encode())
+        finally:
+            signal.signal(signal.SIGINT, before)
