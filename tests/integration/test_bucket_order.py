@@ -31,8 +31,10 @@ def test_three_ranks_resume_bit_for_bit(three_ranks: Gang, tmp_path: Path, bucke
     whole = three_ranks.run(train_on, task, None, {**options, "save": False})[0]
     assert whole["updates"] == 12
     for step in (1, 5):
-        three_ranks.run(train_on, task, str(tmp_path), {**options, "max_updates": step})
-        rest = {**options, "save": False, "resume": str(tmp_path / step_name(step))}
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        three_ranks.run(train_on, task, str(folder), {**options, "max_updates": step})
+        rest = {**options, "save": False, "resume": str(folder / step_name(step))}
         resumed = three_ranks.run(train_on, task, None, rest)[0]
         assert resumed["error"] == ""
         for name, value in whole["model"].items():
@@ -67,7 +69,7 @@ def test_a_resume_that_differs_in_the_last_bits_is_said_to(
     options = {**OPTIONS, option: value, "max_updates": 3}
     first = three_ranks.run(train_on, "numeric_tasks:WideRegression", str(tmp_path), options)[0]
     assert first["error"] == ""
-    rest = {**options, "max_updates": 4, "resume": str(tmp_path / step_name(3))}
-    resumed = three_ranks.run(train_on, "numeric_tasks:WideRegression", str(tmp_path), rest)[0]
+    rest = {**options, "save": False, "max_updates": 4, "resume": str(tmp_path / step_name(3))}
+    resumed = three_ranks.run(train_on, "numeric_tasks:WideRegression", None, rest)[0]
     assert resumed["error"] == ""
     assert any(word in line and "differ" in line for line in resumed["narration"])

@@ -23,6 +23,7 @@ from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.options import Training
 from trainer.contract.schema import describe, to_flags
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
+from trainer.engine.starting_point import open_start
 
 SEED = 27
 CASES = 150
@@ -129,7 +130,9 @@ def tried(rank: int, world_size: int, options: dict[str, Any]) -> str:
         return str(result["error"]) or ("" if result["updates"] else "no step was made")
     try:
         training = Training(**{"task": TASK, "batch_size": (4,), **options})
-        evaluate_checkpoint(AnyTask(AnyTask.Options()), training, worker_context(rank, world_size))
+        evaluate_checkpoint(
+            AnyTask(AnyTask.Options()), training, worker_context(rank, world_size), open_start(training)
+        )
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return ""

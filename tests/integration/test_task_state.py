@@ -169,7 +169,9 @@ def test_more_text_does_not_change_the_tokens_of_a_masked_language_model(tmp_pat
     assert again.code == 0, again.output
     assert last_validation(again) == last_validation(first)
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
-    other = train(tmp_path / "other", *flags, "--eval-only", saved, "--vocab", tmp_path / "vocab.txt")
+    other = train(
+        tmp_path / "other", *flags, "--eval-only", saved, "--eval-split", "valid", "--vocab", tmp_path / "vocab.txt"
+    )
     assert other.code == 2, other.output
     assert "is not the vocabulary that the weights were trained with; leave vocab out to use theirs" in other.output
 
