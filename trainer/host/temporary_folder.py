@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import stat
 import tempfile
@@ -40,7 +39,7 @@ def make_temporary_folder(run_dir: Path, node: int, within: Path) -> Path:
         OSError: it cannot be made.
     """
     while True:
-        path = within / f"{_prefix(run_dir, node)}{secrets.token_hex(2)}"
+        path = within / f"{_prefix(run_dir, node)}{os.urandom(2).hex()}"
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
             return path
