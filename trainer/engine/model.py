@@ -120,6 +120,8 @@ def _arrange_buckets(ddp: DDP) -> None:
     torch.autograd.backward(touched)  # the last one first
     for parameter in parameters:
         parameter.grad = None
+    # All ranks meet in it: in the first forward pass they would wait there for a rank that has not come to that.
+    ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()
 
 
 class _Touch(torch.autograd.Function):
