@@ -37,7 +37,11 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
     training = Training(**{"task": task, "max_epochs": 2, **given})  # type: ignore[arg-type]
     narration: list[str] = []
     context = worker_context(
-        rank, world_size, print_line=narration.append, checkpoints=None if folder is None else Path(folder)
+        rank,
+        world_size,
+        print_line=narration.append,
+        checkpoints=None if folder is None else Path(folder),
+        resumed_from=_file(training.resume) if training.resume else None,
     )
     seen: list[Any] = []
     weights: list[dict[str, torch.Tensor]] = []
@@ -73,6 +77,14 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         "best": [loop.best.value, loop.best.step],
         "lr": loop.schedule.lr,
     }
+
+
+def _file(resume: str) -> Path | None:
+    """Return the checkpoint that a training resumes: the named one, or the newest of the named folder."""
+    if not Path(resume).is_dir():
+        return Path(resume)
+    found = newest(Path(resume))
+    return None if found is None else found[0]
 
 
 def state_of(path: str | Path) -> dict[str, Any]:
