@@ -21,7 +21,11 @@ HELP = "evaluate a checkpoint without training, exact over all ranks"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     add_checkpoint(parser)
-    parser.add_argument("--split", choices=("test", "valid"), default="test", help="split to evaluate; default: test")
+    parser.add_argument(
+        "--split",
+        choices=("test", "valid"),
+        help="split to evaluate; default: test, or valid where the task has no test split",
+    )
     parser.add_argument("--recipe", metavar="FILE", help="recipe to use instead of the run's own")
     add_settings(parser)
     run_command.add_output(parser)
@@ -50,5 +54,5 @@ def run(args: Namespace) -> int:
         split=args.split,
         stdin=sys.stdin,
     )
-    narrate(f"evaluating {args.split} with {chosen.description}, {chosen.path}")
+    narrate(f"evaluating {recipe.train.eval_split} with {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ def run(args: Namespace) -> int:
         new = from_words(words)
     else:
         new = _from_answers()
+    if args.output not in (None, "-"):
+        new = replace(new, name=Path(args.output).stem)
     output = args.output or file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
     build(text, name=output)

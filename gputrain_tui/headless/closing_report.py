@@ -100,10 +100,10 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
     for finding, stands in newest_findings(state):
         if finding.severity == "info":
             continue
-        since = f" since step {finding.step}" if finding.step is not None else ""
+        since = f"step {finding.step}: " if finding.step is not None and stands else ""
         text = finding.message or finding.kind.replace("_", " ")
         title = (f"{'finding' if stands else 'cleared':<11}", "dim")
-        lines.append([title, (text + (since if stands else ""), "alarm" if stands else "dim")])
+        lines.append([title, (since + text, "alarm" if stands else "dim")])
     hidden = len(lines) - MAX_FINDINGS
     return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gputrain_tui.state.step_losses import newest_loss
-from trainer.contract.record import RunDir, Step, Validation, decode_events
+from trainer.contract.record import Finding, RunDir, Step, Validation, decode_events
 from trainer.contract.record.regular_file import read_tail
 
 
@@ -38,3 +38,18 @@ def last_test(run: RunDir, *, tail_bytes: int = 16_384) -> Validation | None:
     return next(
         (event for event in reversed(events) if isinstance(event, Validation) and event.weights_step is not None), None
     )
+
+
+def standing_findings(run: RunDir, *, tail_bytes: int = 1 << 18) -> list[Finding]:
+    """Return the findings of a run that goes on which are raised and not cleared, by the end of its own events."""
+    try:
+        data = read_tail(run.run_events, tail_bytes)
+    except OSError:
+        return []
+    found: dict[tuple[str, int | None], Finding] = {}
+    for event in decode_events(data):
+        if isinstance(event, Finding):
+            found.pop((event.kind, event.rank), None)
+            if event.state == "raised":
+                found[event.kind, event.rank] = event
+    return list(found.values())

@@ -6,10 +6,10 @@ from math import isfinite
 from typing import Any
 
 from gputrain_tui.history.notes import Notes, read_notes
-from gputrain_tui.history.record_tail import last_step, newest_loss_of
+from gputrain_tui.history.record_tail import last_step, newest_loss_of, standing_findings
 from gputrain_tui.history.runs import Run, UnreadableRun
 from gputrain_tui.history.status_file import ENDED, elapsed_of
-from gputrain_tui.state.finding_text import loss_is_nan, run_mark
+from gputrain_tui.state.finding_text import loss_is_nan, marking, run_mark
 from trainer.contract.errors import RecordError
 from trainer.contract.record import Finding, Validation
 
@@ -45,6 +45,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         notes = read_notes(run.dir)
     except RecordError:
         notes = Notes()  # `gputrain note` has the reason
+    findings = status.findings if status.status in ENDED else marking(standing_findings(run.dir))
     is_lost = run.state not in ENDED and run.state != status.status
     return {
         "id": run.id,
@@ -68,9 +69,9 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "note": notes.note or None,
         "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
-        "finding": run_mark(status.findings) or None,
-        "findings": [_finding(finding) for finding in status.findings],
-        "loss_is_nan": loss is None and loss_is_nan(status.findings),
+        "finding": run_mark(findings) or None,
+        "findings": [_finding(finding) for finding in findings],
+        "loss_is_nan": loss is None and loss_is_nan(findings),
     }
 
 

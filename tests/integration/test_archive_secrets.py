@@ -180,3 +180,11 @@ def test_a_line_that_is_no_event_is_left_out_and_said(tmp_path: Path) -> None:
     written = Archive(run).write(file, environment={}, project=tmp_path)
     assert "1 lines of the record that are no events" in written.left_out
     assert b"hidden-value-1" not in gzip.decompress(file.getvalue())
+
+
+def test_a_note_that_repeats_a_hidden_value_shows_it_no_more_than_the_recipe_does(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path / "runs", steps=5, status="finished")
+    run.dir.recipe.write_text('name = "demo"\n[train]\nscript = "s.py"\nargs = ["--password", "hunter2-abcdefgh"]\n')
+    run.dir.notes.write_text('{"note":"uses hunter2-abcdefgh","tags":["baseline"]}')
+    found = archived(run, tmp_path, logs=False, environment={})
+    assert json.loads(found["notes.json"]) == {"note": "uses ****************", "tags": ["baseline"]}

@@ -79,3 +79,8 @@ def test_questions_on_a_terminal_become_a_recipe(
     load(str(tmp_path / file))
     for line in content:
         assert line in text
+
+
+def test_a_recipe_is_named_like_the_file_that_is_asked_for(tmp_path: Path) -> None:
+    assert init(tmp_path, "-o", "slow.toml", "--", "torchrun", "train.py").returncode == 0
+    assert load(str(tmp_path / "slow.toml")).name == "slow"

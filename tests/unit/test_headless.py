@@ -258,7 +258,7 @@ def test_the_closing_table_has_raised_and_cleared_findings() -> None:
     state.apply(Finding(time=1007.0, kind="input_bound", step=110, message="data takes 40 % of a step"))
     state.apply(Finding(time=1007.0, kind="not_measured", severity="info", message="no bucket times"))
     assert plain(closing_lines(state, 80)).splitlines()[3:] == [
-        "finding    data takes 40 % of a step since step 110",
+        "finding    step 110: data takes 40 % of a step",
         "cleared    rank 1 is late",
     ]
 

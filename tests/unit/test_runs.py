@@ -14,8 +14,9 @@ from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.runs import create, find, list_runs, run_id
 from gputrain_tui.history.status_file import ENDED, Status, read_status
+from gputrain_tui.history.summary import summarize
 from trainer.contract.errors import RequestError
-from trainer.contract.record import EventWriter, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
+from trainer.contract.record import EventWriter, Finding, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
 
 
@@ -297,3 +298,14 @@ def test_a_status_written_by_a_later_version_can_still_be_read(tmp_path: Path) -
     run.dir.status.write_bytes(run.dir.status.read_bytes().replace(b"{", b'{"colour":"blue",', 1))
     assert read_status(run.dir) == run.status
     assert isinstance(run.status, Status)
+
+
+def test_a_run_that_goes_on_is_listed_with_the_findings_that_stand(tmp_path: Path) -> None:
+    run = make_run(tmp_path, status="running")
+    found = Finding(time=NOON, kind="non_finite", severity="critical", rank=1, step=60, cause="loss")
+    slow = Finding(time=NOON, kind="straggler", rank=0, step=9, message="slow")
+    over = msgspec.structs.replace(slow, time=NOON + 1, state="cleared")
+    run.dir.run_events.write_bytes(b"".join(map(encode_event, (slow, found, over))))
+    entry = summarize(run, now=NOON + 5)
+    assert (entry["finding"], entry["loss_is_nan"]) == ("NaN since step 60 on rank 1", True)
+    assert [each["kind"] for each in entry["findings"]] == ["non_finite"]

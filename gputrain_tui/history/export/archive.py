@@ -118,7 +118,7 @@ class Archive:
         small = {"recipe.toml": self._recipe(allow), "plan.json": self._plan(allow)}
         events = EventFilter(allow, texts=self._texts)
         small |= {"status.json": msgspec.json.encode(self._status(events)), "slurm.json": self._bytes("slurm.json")}
-        small["notes.json"] = self._bytes("notes.json")
+        small["notes.json"] = allow.mask(self._bytes("notes.json"))
         small |= {name: self._node(name, events) for name in self._sizes if name.startswith("nodes/")}
         large = {name: length for name, length in self._sizes.items() if name not in small}
         count = total = 0
