@@ -46,7 +46,7 @@ OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
 """Titles of columns that are omitted if no run has a value."""
 OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
-MAX_CAUSE_CELLS = 80
+MAX_CAUSE_CELLS = 110
 """Width to which the cause is cut: `gputrain attach` and `--json` have it in full."""
 MIN_CAUSE_CELLS = 16
 """Minimum width of the cause, below which another column is omitted."""
