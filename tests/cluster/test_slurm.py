@@ -24,6 +24,9 @@ from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 from taken_names import TakenNames
 
+from gputrain_tui.commands.runs import MAX_CAUSE_CELLS
+from gputrain_tui.tables import cut
+
 INTERFACES = {"n1": "eth0", "n2": "ens3", "n3": "enp1s0f1"}
 IN_CGROUPS = {f"p{os.getpid()}n{number}": name for number, name in enumerate(INTERFACES.values(), 1)}
 """Nodes of a cluster whose jobs have cgroups: these bear the node's name, and the machine has them for all clusters."""
@@ -568,7 +571,7 @@ def test_a_job_over_its_memory_limit_is_reported_with_rank_host_limit_and_key(
     assert (done.returncode, entry["state"], entry["exit_code"], entry["message"]) == (1, "failed", 1, cause)
     assert f"failed on {host}: out of memory" in done.stderr
     assert cause in done.stderr
-    assert table.rstrip().endswith(cause)
+    assert table.rstrip().endswith(cut(cause, MAX_CAUSE_CELLS))
     seen = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(event["kind"], event["host"]) for event in seen if event["type"] == "failure"} == {("out_of_memory", host)}
     assert seen[-1] == {
@@ -577,6 +580,7 @@ def test_a_job_over_its_memory_limit_is_reported_with_rank_host_limit_and_key(
         "status": "failed",
         "exit_code": 1,
         "message": cause,
+        "elapsed_ms": seen[-1]["elapsed_ms"],
     }
 
 

@@ -133,7 +133,7 @@ def open_checkpoint(path: Path, *, asked: str, run: str = "") -> tuple[Path, dic
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     """Return the folder's checkpoints, newest first; of the names of one file ``step_*`` comes first."""
     found = []
-    for path in (folder / name for name in checkpoints_in(folder)):
+    for path in (folder / name for name in sorted(checkpoints_in(folder), reverse=True)):
         try:
             if not path.is_file():  # opening a pipe without a writer would block
                 on_skipped(f"skipped: {path}: is not a file")
