@@ -80,7 +80,7 @@ def test_every_step_of_each_rank_and_over_ranks_validation_and_hyper_parameters_
     assert given["train.lr"].number_value == 0.5
     assert given["train.cpu"].bool_value
     assert given["train.task"].string_value == "lm"
-    assert given["task.api_key"].string_value == "********"
+    assert given["task.api_key"].string_value == "•••"
     assert given["world_size"].number_value == 2
 
 
