@@ -142,7 +142,7 @@ def compare(
         options,
         worker_context(rank, world_size, writer=writer),
     )
-    dataset = loop.splits["train"]
+    dataset = loop.data.splits["train"]
     lengths = task.lengths("train")
     (batch_size,) = options.batch_size
 

@@ -107,7 +107,7 @@ class SteppedLoop:
         self._left = 0
         self._ended = False
         self._resumed, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        batches: Any = self._loop.train_batches
+        batches: Any = self._loop.data.train
         batches.updates = partial(self._in_turn, batches.updates)
         self._thread = threading.Thread(target=self._train)
         self._thread.start()

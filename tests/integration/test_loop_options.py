@@ -53,7 +53,7 @@ def train(
     )
     before = torch.cat([p.detach().flatten() for p in loop.parameters]).clone()
     outcome = loop.run()
-    loop.train_batches.close()
+    loop.data.train.close()
     writer.close()
     after = torch.cat([p.detach().flatten() for p in loop.parameters])
     return {

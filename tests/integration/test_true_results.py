@@ -257,7 +257,7 @@ def splits(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, lis
     )
     return {
         "after": [random.getrandbits(30)],
-        **{split: list(dataset.indices) for split, dataset in loop.splits.items()},  # type: ignore[attr-defined]
+        **{split: list(dataset.indices) for split, dataset in loop.data.splits.items()},  # type: ignore[attr-defined]
     }
 
 

@@ -13,19 +13,14 @@ from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
-from trainer.engine.data_sample import (
-    DataSample,
-    NoDataSample,
-    data_samples,
-    require_same_data,
-    samples_to_compare,
-)
+from trainer.engine.data_sample import DataSample, NoDataSample, data_samples
 from trainer.engine.evaluation import evaluate
 from trainer.engine.model import autocast
+from trainer.engine.preparation import read_splits, require_same_on_ranks
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint
 from trainer.engine.stopping import Best, TrainingOutcome
-from trainer.engine.task_state import TASK_STATE, digest, state_of, without_task_state
+from trainer.engine.task_state import TASK_STATE, state_of, without_task_state
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
@@ -47,9 +42,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     require_consistent(options, task.options)
     split = options.eval_split
     distributed.from_master(lambda: start.checkpoint() and None)
-    seed_all(options.seed)  # as in training, so that a random split is the same one
-    splits = task.datasets()
-    reports.remark(ctx, "data_read", task.data_note())
+    splits = read_splits(task, options, ctx)
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
         raise RequestError(f"--eval-split is {split}, but the task has no such split; it has {known}")
@@ -58,9 +51,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     model = task.model()
     own_state = state_of(task)
     samples = data_samples({split: splits[split]}, task.collate, num_workers=options.num_workers)
-    compared = samples_to_compare(samples, world_size=ctx.world_size)
-    ctx.before_wait()
-    require_same_data(compared, {**ctx.request, "state of the task": digest(own_state)})
+    require_same_on_ranks(task, samples, ctx)
     source = start.source
 
     def read() -> tuple[dict[str, Any], int, int, list[tuple[str, str]]]:

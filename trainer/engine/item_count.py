@@ -1,4 +1,4 @@
-"""Division of gradients by the items (samples, tokens) of all ranks, where the losses of a step give their number."""
+"""Items (samples, tokens) of a step, by whose number over all ranks its summed losses are divided."""
 
 from __future__ import annotations
 
@@ -8,50 +8,105 @@ import torch
 from torch import Tensor, nn
 
 from trainer import distributed
-from trainer.contract.errors import TrainingError
-from trainer.engine.model import gradients, scale
-from trainer.engine.non_finite import FiniteCheck, no_item
+from trainer.data.batches import Update
+from trainer.engine.model import factor_for, gradients, scale
+from trainer.engine.non_finite import FiniteCheck
+from trainer.engine.worker_context import WorkerContext
 
 
 class ItemCount:
-    """Number of items of all ranks in an update, estimated by the last known number until gradients are corrected.
+    """Items of the step in progress, and the weight of its losses: W / B for W ranks that count B items together.
 
-    On a GPU both numbers stay there, and a count of 0 is detected later.
+    With ``count_per_sample`` B is known beforehand. Otherwise the last known B is used, and the gradients are corrected
+    after the reduction; with a compressing comm hook before it, since half precision holds a mean but may not hold a
+    sum. On a GPU the numbers stay there, and a count of 0 is detected later.
 
     Args:
-        estimate: estimate for the first update.
+        ctx: context of this rank.
+        per_sample: items of each sample; None if only the losses give their number.
+        estimate: items of the first step.
         parameters: parameters whose gradients are corrected.
-        finite: checks counts on a GPU later; None on a CPU, where they are checked at once.
+        finite: checks the counts.
+        before_reduction: whether gradients are corrected before they are reduced.
     """
 
     def __init__(
-        self, estimate: float, *, parameters: Sequence[nn.Parameter], finite: FiniteCheck | None = None
+        self,
+        ctx: WorkerContext,
+        *,
+        per_sample: int | None,
+        estimate: float,
+        parameters: Sequence[nn.Parameter],
+        finite: FiniteCheck,
+        before_reduction: bool,
     ) -> None:
         self.estimate: Tensor | float = estimate
+        """The last known number."""
+        self.samples = 0
+        """Samples of this rank in the step."""
+        self._ctx = ctx
+        self._per_sample = per_sample
         self._parameters = parameters
         self._finite = finite
+        self._before_reduction = before_reduction
 
-    def begin(self, count: Tensor | float, device: torch.device) -> None:
-        """Begin to sum this rank's items over the ranks."""
-        self._sum = distributed.sum_async(count, device)
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of this rank in the step; None if a sample is one item, or items are not known per sample."""
+        return self.samples * self._per_sample if self._per_sample and self._per_sample > 1 else None
 
-    def correct(self, *, step: int) -> Tensor | float:
-        """Turn gradients that were divided by the estimate into the exact mean; the true count is the next estimate.
+    def begin_step(self, update: Update, *, step: int) -> None:
+        """Begin to count the items of a step."""
+        self._step, self.samples = step, 0
+        self._count: Tensor | float = 0
+        self._divisor = update.global_samples * self._per_sample if self._per_sample else self.estimate
+
+    def add(self, loss: Tensor, count: Tensor | float, samples: int, *, last: bool) -> Tensor:
+        """Count a micro-batch of this rank, and after the last one begin to sum over the ranks.
 
         Returns:
-            The true count over the estimate.
+            The summed loss [] of the micro-batch.
+
+        Raises:
+            RequestError: the losses of the step count other items than ``count_per_sample`` makes.
+            TrainingError: no rank counts an item.
+        """
+        if not samples:  # a dummy is for the other ranks' collectives; it counts for nothing
+            loss, count = loss * 0.0, 0
+        self.samples += samples
+        self._count = self._count + count
+        if last and self._per_sample:
+            self._finite.require_items(self._count, samples=self.samples, step=self._step)
+        elif last:
+            self._total = distributed.sum_async(self._count, self._ctx.device)
+            if self._before_reduction:
+                self._correct()
+                self._divisor = self.estimate
+        return loss
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return a summed loss [] times W / B: DDP averages over the W ranks, which gives the mean over all items."""
+        return loss * factor_for(self._ctx.world_size / self._divisor, loss.dtype)
+
+    def correct_gradients(self) -> Tensor | float:
+        """Turn gradients that were divided by an estimate into the exact mean; the true count is the next estimate.
+
+        Returns:
+            The true count over the estimate; 1 if the true count divided them.
 
         Raises:
             TrainingError: no rank counts an item.
         """
-        total, estimate = self._sum(), self.estimate
-        if self._finite is None:
-            self.estimate = total.item()
-            if self.estimate <= 0:
-                raise TrainingError(no_item(step))
-        else:
-            self._finite.require_count(total, step=step)
-            self.estimate = torch.where(total > 0, total, estimate)
+        return 1.0 if self._per_sample or self._before_reduction else self._correct()
+
+    def mean(self, loss: Tensor | float) -> Tensor | float | None:
+        """Return the mean of this rank's summed losses over its items; None if it is known to count none."""
+        # The samples of a rank may count no item; a count that is a tensor is not read, as that may be a sync point.
+        return loss / self._count if self.samples and (isinstance(self._count, Tensor) or self._count) else None
+
+    def _correct(self) -> Tensor | float:
+        estimate, total = self.estimate, self._finite.require_count(self._total(), step=self._step)
+        self.estimate = torch.where(total > 0, total, estimate) if isinstance(total, Tensor) else total
         if isinstance(self.estimate, Tensor) or self.estimate != estimate:
             scale(gradients(self._parameters), estimate / self.estimate)  # none before a backward pass
         return self.estimate / estimate

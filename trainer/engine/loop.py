@@ -1,7 +1,7 @@
 """The training loop: step, accumulate, validate, save, stop.
 
-`Loop.run` is the loop itself; `Loop._update` is one optimizer step. Batches, timing, schedule, checkpoints and
-collectives have modules of their own; the entries of a checkpoint, and resuming, are in `training_state.py`.
+`Loop.run` is the loop itself; `Loop._update` is one optimizer step. Data and model are built in `preparation.py`; the
+entries of a checkpoint, and resuming, are in `training_state.py`.
 """
 
 from __future__ import annotations
@@ -13,35 +13,28 @@ from functools import partial
 from torch import Tensor
 
 from trainer import distributed
-from trainer.contract.errors import NotKeptError, RequestError, TrainingError
-from trainer.contract.option_rules import ends_without_validation, require_consistent, require_end
+from trainer.contract.errors import NotKeptError, TrainingError
 from trainer.contract.options import Training
 from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
 from trainer.distributed.host_copies import host_copies
-from trainer.engine import reports, task_state
+from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
-from trainer.engine.batching import batch_sizes, evaluation_batches, training_batches
-from trainer.engine.best_weights import BestWeights
+from trainer.engine.batching import batch_sizes
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import data_samples, require_same_data, samples_to_compare
 from trainer.engine.ema import WeightAverage
-from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.item_count import ItemCount
-from trainer.engine.loss_check import check_loss, read_sample_batches
+from trainer.engine.loss_check import check_loss
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model import (
     Accumulation,
     autocast,
-    checkpoint_activations,
     clip,
     compression,
-    factor_for,
     keep_buffers,
-    require_trainable,
     share_buffers,
     trainable,
     unwrap,
@@ -49,12 +42,13 @@ from trainer.engine.model import (
 )
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.one_sample import require_batches_for_norms
 from trainer.engine.optimizers import Schedule, training_optimizer
-from trainer.engine.out_of_memory import OutOfMemoryError, describe_out_of_memory, is_out_of_memory
+from trainer.engine.out_of_memory import out_of_memory_with
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.stopping import Best, StepTimes, TrainingOutcome, end_reached
+from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
+from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
+from trainer.engine.validation import Validation
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 from trainer.telemetry.step_meter import StepMeter
@@ -64,87 +58,70 @@ class Loop:
     """One rank's training, from a task and options to an outcome."""
 
     def __init__(self, task: Task, options: Training, ctx: WorkerContext) -> None:
-        """Build model, data, optimizer and schedule; every rank builds the same model.
+        """Build data, model, optimizer and schedule; every rank builds the same model.
 
         Raises:
             RequestError: the options do not fit the task, the data or the number of ranks.
         """
-        require_consistent(options, task.options)
-        require_end(options, task.options)
         self.task, self.options, self.ctx = task, options, ctx
-        seed_all(options.seed)  # so that a random split is the same on all ranks
-        self.splits = task.datasets()
-        reports.remark(ctx, "data_read", task.data_note())
-        if "train" not in self.splits:
-            raise RequestError(f"the task has no training data; its splits are {', '.join(self.splits) or 'none'}")
-        if "valid" not in self.splits and not ends_without_validation(options):
-            raise RequestError(
-                f"--patience is {options.patience}, but nothing is validated, as the task has no validation data, and "
-                "nothing would end this training: set --max-epochs, --max-updates or --stop-time too"
-            )
-        self.train_batches = training_batches(task, self.splits["train"], options, ctx)
-        self.eval_batches = evaluation_batches(task, self.splits, options, ctx)
-        samples = data_samples(self.splits, task.collate, num_workers=options.num_workers)
-        sample_batches = read_sample_batches(task, self.splits, num_workers=options.num_workers)
-        seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
-        model = task.model()
-        require_trainable(model)
-        require_batches_for_norms(task, model, self.splits["train"], options, smallest=self.train_batches.smallest)
-        if options.activation_checkpointing:
-            checkpoint_activations(task, model)
-        compared = samples_to_compare(samples, world_size=ctx.world_size)
-        state = {"state of the task": task_state.digest(task_state.state_of(task))}
-        ctx.before_wait()  # until the others have read their data and built their models, which DDP compares
-        require_same_data(compared, {**ctx.request, **state})
+        self.data = read_data(task, options, ctx)
+        model = build_model(task, options, self.data)
+        require_same_on_ranks(task, self.data.samples, ctx)  # before DDP, which compares the models
         self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
-        self.accumulation = Accumulation(self.model)
         self.raw_model = unwrap(self.model)
-        self.autocast = autocast(options, ctx.device)
-        metrics = check_loss(task, self.raw_model, sample_batches, ctx, autocast=self.autocast)
-        self.best = Best.of(options)
-        if metrics is not None and self._validates:
-            self.best.require_known(metrics)
-        seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
         self.parameters = trainable(self.raw_model)
-        self.optimizer = training_optimizer(task, self.raw_model, options)
-        self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
-        self.schedule = Schedule(options, self.optimizer)
+        self.autocast = autocast(options, ctx.device)
+        metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
+        self._validation = Validation(
+            task,
+            options,
+            ctx,
+            self.data,
+            model=self.raw_model,
+            average=self.average,
+            autocast=self.autocast,
+            metrics=metrics,
+        )
+        self.best = self._validation.best
+        seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
+
+        self.optimizer = training_optimizer(task, self.raw_model, options)
+        self.schedule = Schedule(options, self.optimizer)
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
-        wire = compression(options)
-        self._compresses = wire.hook is not None
+        self._accumulation = Accumulation(self.model)
+        compressed = compression(options)
         self.meter = StepMeter(
             self.model,
             device=ctx.device,
             writer=ctx.writer,
             rank=ctx.rank,
             detail_every=options.sync_detail_every,
-            comm_hook=wire.hook,
-            wire_ratio=wire.wire_ratio,
+            comm_hook=compressed.hook,
+            wire_ratio=compressed.wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
         )
-        self._copies = ctx.copies or host_copies(ctx.device)
         self._to_device = batch_copy(ctx.device)
         choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
+        self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
         self._finite = FiniteCheck(
-            task, self.raw_model, autocast=self.autocast, scaled=self.scaler.enabled, copies=self._copies
+            task,
+            self.raw_model,
+            autocast=self.autocast,
+            scaled=self.scaler.enabled,
+            copies=ctx.copies or host_copies(ctx.device),
         )
-        self._tests = options.test and "test" in self.splits
-        self._best_weights = BestWeights(wanted=self._tests and options.test_best and ctx.rank == 0)
-        self._holds_best = False
-        """Whether the model holds the best weights in place of the last ones, at the very end."""
-        self.epoch = 1
-        self._data_rank = 0
-        """A rank that had data in the last step, if one had."""
-        # One item per sample until a count is known; a far smaller estimate would overflow the first gradient in fp16.
         self._items = ItemCount(
-            float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
+            ctx,
+            per_sample=task.count_per_sample,
+            # One per sample until they are known; a far smaller number would overflow the first gradient in fp16.
+            estimate=float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
-            finite=None if self._copies is None else self._finite,
+            finite=self._finite,
+            before_reduction=compressed.hook is not None,
         )
-        self._progress = reports.Progress(ctx, every=options.log_interval)
-        self._validation_findings = reports.ValidationFindings(ctx)
         self._flops = FlopCount(options, ctx)
+        self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self.state = TrainingState(
@@ -156,15 +133,18 @@ class Loop:
             average=self.average,
             scaler=self.scaler,
             items=self._items,
-            train_batches=self.train_batches,
+            train_batches=self.data.train,
             task=task,
-            data_samples=samples,
+            data_samples=self.data.samples,
             best=self.best,
-            best_weights=self._best_weights,
+            best_weights=self._validation.best_weights,
             saving=self._saving,
         )
+        self.epoch = 1
         self._start_time = time.monotonic()
         self._stopped = self._time_is_up = False
+        self._data_rank = 0
+        """A rank that had data in the last step, if one had."""
 
     @property
     def updates(self) -> int:
@@ -185,8 +165,8 @@ class Loop:
         reports.announce(
             self.ctx,
             self.options,
-            samples=self.train_batches.samples,
-            updates_per_epoch=self.train_batches.updates_per_epoch(self._update_freq(1)),
+            samples=self.data.train.samples,
+            updates_per_epoch=self.data.train.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
             parameters=sum(parameter.numel() for parameter in self.parameters),
         )
@@ -204,10 +184,10 @@ class Loop:
             self._validate()  # the resumed training was stopped before it
         tried = self.updates  # in fp16 not every step that is tried is taken
         while not (self._stopped or (reason := self.end_reason())):
-            self.epoch = epoch = self.train_batches.position.epoch
+            self.epoch = epoch = self.data.train.position.epoch
             if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
                 agreement.reschedule(tried)
-            for update in self.train_batches.updates(self._update_freq(epoch)):
+            for update in self.data.train.updates(self._update_freq(epoch)):
                 stepped = self._update(update)
                 tried += 1
                 step_times.step_done()
@@ -221,12 +201,12 @@ class Loop:
                     self._save()
                 if reason := self.end_reason():
                     break
-            if not self.train_batches.updates_left(1):
+            if not self.data.train.updates_left(1):
                 self._end_of_epoch(epoch)
                 if self._stopped:
                     break
-                self.train_batches.next_epoch()
-                self.schedule.begin_epoch(self.train_batches.position.epoch)
+                self.data.train.next_epoch()
+                self.schedule.begin_epoch(self.data.train.position.epoch)
         if not self._stopped:
             agreement.close()
             self._finish(reason)
@@ -235,89 +215,70 @@ class Loop:
         return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
 
     def _update(self, update: Update) -> bool:
-        """Make one optimizer step over the update's micro-batches of all ranks; return whether it was taken.
+        """Make one optimizer step over the micro-batches of all ranks; return whether it was taken.
 
-        The gradient is the exact mean over the items (samples, tokens) of the global batch: DDP averages over the W
-        ranks, so each local sum is scaled by W / B, B being the items of all ranks and micro-steps. If B is not known
-        beforehand, the last known B is used and the gradients are corrected after the reduction; with a compressing
-        comm hook they are corrected before it, since half precision holds a mean but may not hold a sum. In fp16 a step
-        whose gradient overflows is left out: it counts nowhere, and the loss scale is halved.
+        The gradient is the exact mean over the items (samples, tokens) of the global batch, see ``ItemCount``. In fp16
+        a step whose gradient overflows is left out: it counts nowhere, and the loss scale is halved.
         """
-        options, meter, device = self.options, self.meter, self.ctx.device
+        step, meter, items, finite = self.updates + 1, self.meter, self._items, self._finite
         self.optimizer.zero_grad(set_to_none=True)
-        per_sample = self.task.count_per_sample
-        denominator = update.global_samples * per_sample if per_sample else self._items.estimate
-        grad_scale: Tensor | float = self.scaler.value
-        loss_sum: Tensor | float = 0.0
-        count: Tensor | int = 0
-        samples = 0
+        items.begin_step(update, step=step)
         self._data_rank = update.data_rank
-        for index, micro in enumerate(update):
+        loss_sum: Tensor | float = 0.0
+        for index, micro in enumerate(update, start=1):
+            last = index == update.micro_steps
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
-            last = index == update.micro_steps - 1
-            samples += micro.samples
-            # A dummy is for the other ranks' collectives; it counts for nothing.
-            counted = nullcontext() if micro.samples else keep_buffers(self.raw_model)
-            try:
-                with self.accumulation(last=last), self._flops.count(batch, micro.samples), counted:
-                    with self.autocast:
-                        local_sum, local_count, _ = summed_loss(self.task, self.model, batch)
-                    if not micro.samples:
-                        local_sum, local_count = local_sum * 0.0, 0
-                    count = count + local_count
-                    if last and per_sample:
-                        self._finite.require_items(count, samples=samples, step=self.updates + 1)
-                    elif last:
-                        self._items.begin(count, device)
-                        if self._compresses:
-                            self._items.correct(step=self.updates + 1)
-                            denominator = self._items.estimate
-                    meter.lap("forward")
-                    loss_sum = loss_sum + self._finite.require_loss(local_sum, batch, step=self.updates + 1)
-                    self._flops.begin_backward()
-                    scaled = local_sum * factor_for(self.ctx.world_size / denominator, local_sum.dtype)
-                    self.scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-                    meter.lap("backward")
-            except (RuntimeError, MemoryError) as error:
-                if unused := self._use.describe(error):
-                    raise RequestError(unused) from error
-                if not is_out_of_memory(error):
-                    raise
-                cause = describe_out_of_memory(batch, error)
-                raise OutOfMemoryError(f"out of memory at step {self.updates + 1}, {cause}") from error
-        gradients = self._use.gradients(step=self.updates + 1)
-        if not per_sample and not self._compresses:
-            grad_scale *= self._items.correct(step=self.updates + 1)
+            with (
+                self._use.named_in_errors(),
+                out_of_memory_with(batch, step=step),
+                self._accumulation(last=last),  # DDP reduces the gradients in the backward pass of the last one
+                self._flops.count(batch, micro.samples),
+                nullcontext() if micro.samples else keep_buffers(self.raw_model),
+            ):
+                with self.autocast:
+                    loss, count, _ = summed_loss(self.task, self.model, batch)
+                loss = items.add(loss, count, micro.samples, last=last)
+                meter.lap("forward")
+                loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
+                self._flops.begin_backward()
+                self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
+                meter.lap("backward")
+        gradients = self._use.gradients(step=step)
+        grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
-        norm = clip(gradients, options.clip_norm)
-        grad_norm = self._finite.require_gradient(norm, self.optimizer, step=self.updates + 1)
+        norm = clip(gradients, self.options.clip_norm)
+        grad_norm = finite.require_gradient(norm, self.optimizer, step=step)
         if not self.scaler.step(self.optimizer):
             self._discard_step()
             return False
         self.average.update()
-        self.state.updates += 1
-        lr = self.schedule.lr
-        self.schedule.step(self.updates)
+        self.state.updates, lr = step, self.schedule.lr
+        self.schedule.step(step)
         meter.lap("optimizer")
-        # The samples of a rank may count no item; a count that is a tensor is not read, as that may be a sync point.
-        loss = loss_sum / count if samples and (isinstance(count, Tensor) or count) else None
-        meter.end(
-            step=self.updates,
+        self._report_step(items.mean(loss_sum), lr=lr, grad_norm=grad_norm, grad_scale=grad_scale)
+        return True
+
+    def _report_step(
+        self, loss: Tensor | float | None, *, lr: float, grad_norm: Tensor | float, grad_scale: Tensor | float
+    ) -> None:
+        """Record a step, and compare the models of the ranks if it is time to."""
+        step, items = self.updates, self._items
+        self.meter.end(
+            step=step,
             epoch=self.epoch,
             loss=loss,
-            samples=samples,
-            tokens=samples * per_sample if per_sample and per_sample > 1 else None,
+            samples=items.samples,
+            tokens=items.tokens,
             lr=lr,
             grad_norm=grad_norm,
             grad_scale=grad_scale,
         )
         self._desync.finish()
-        if self._due(options.desync_every):
-            self._desync.begin(step=self.updates)
-        self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
-        return True
+        if self._due(self.options.desync_every):
+            self._desync.begin(step=step)
+        self._progress(epoch=self.epoch, step=step, loss=loss, lr=lr)
 
     def _discard_step(self) -> None:
         """Discard a step whose gradient overflowed.
@@ -333,12 +294,7 @@ class Loop:
     @property
     def validation_missing(self) -> bool:
         """Whether the last update still has to be validated, as that of every training with validation data."""
-        return self._validates and self.state.validated_at != self.updates
-
-    @property
-    def _validates(self) -> bool:
-        options = self.options
-        return "valid" in self.splits and bool(options.valid_every_epochs or options.valid_every_updates)
+        return self._validation.enabled and self.state.validated_at != self.updates
 
     def end_reason(self) -> str:
         """Return why training makes no further update; empty if it makes one.
@@ -348,26 +304,22 @@ class Loop:
         """
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"
-        self.best.require_end(self.options)
-        if self.options.patience and self.best.since >= self.options.patience:
-            return f"no better {self.best.metric} in {self.best.since} validations"
-        epoch = self.train_batches.position.epoch
-        return end_reached(self.options, epoch=epoch, updates=self.updates, lr=self.schedule.lr)
+        return self.best.end_reason(self.options) or end_reached(
+            self.options, epoch=self.data.train.position.epoch, updates=self.updates, lr=self.schedule.lr
+        )
 
     def _requests(self) -> LoopRequests:
         """Return the requests of this rank; only those of rank 0 depend on the clock."""
-        options, now = self.options, time.monotonic()
-        by_time = self.ctx.rank == 0
+        options, ctx = self.options, self.ctx
+
+        def passed(minutes: float, since: float) -> bool:
+            return ctx.rank == 0 and bool(minutes) and time.monotonic() - since >= minutes * 60
+
         return LoopRequests(
-            stop=self.ctx.stop_requested(),
-            end=by_time and bool(options.stop_time) and now - self._start_time >= options.stop_time * 60,
+            stop=ctx.stop_requested(),
+            end=passed(options.stop_time, self._start_time),
             # A save has all ranks check their numbers, so a rank that found one that is not finite requests it.
-            save=self._finite.found_bad()
-            or (
-                by_time
-                and bool(options.save_every_minutes)
-                and now - self._saving.last_time >= options.save_every_minutes * 60
-            ),
+            save=self._finite.found_bad() or passed(options.save_every_minutes, self._saving.last_time),
         )
 
     def _stop(self) -> TrainingOutcome:
@@ -416,30 +368,17 @@ class Loop:
             self._save()
         self._desync.begin(step=self.updates)
         self._desync.finish()
-        untested = ""
-        with self.average.in_place():
-            if self.ctx.rank == 0 and (text := self.task.sample(self.raw_model)):
-                reports.report_sample(self.ctx, text, step=self.updates)
-        if self._tests:
-            best = self.best
-            if self.options.test_best and best.value is not None and best.step != self.updates:
-                self._holds_best = self._best_weights.load_into(self.raw_model, best, self.ctx, last_step=self.updates)
-            with nullcontext() if self._holds_best else self.average.in_place():
-                result = self._evaluation("test")
-            if result is None:
-                return
-            weights_step = best.step if self._holds_best else self.updates
-            reports.report_validation(
-                self.ctx, "test", result, step=self.updates, epoch=self.epoch, weights_step=weights_step
-            )
-            untested = result.non_finite
+        non_finite = self._validation.test(step=self.updates, epoch=self.epoch)
+        if non_finite is None:
+            self._stopped = True
+            return
         self.ctx.stopping()  # a stop requested from here on waits for the disk
         if not_kept := self._saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
         if difference := self._desync.unresolved:
             raise TrainingError(f"trained, but {difference}")
-        if untested:
-            raise NonFiniteError(f"trained, but the test is not finite: {untested}")
+        if non_finite:
+            raise NonFiniteError(f"trained, but the test is not finite: {non_finite}")
         self.ctx.print_line(f"finished: {reason}")
 
     # ------------------------------------------------------------------------------------------------ validation
@@ -450,33 +389,15 @@ class Loop:
         self.meter.pause()
         self._sync_model()
         self.ctx.set_state("validating")
-        with self.average.in_place():
-            result = self._evaluation("valid")
-            is_best = result is not None and self.best.add(result.loss, result.metrics, step=self.updates)
-            if is_best:
-                self._best_weights.keep(self.raw_model)
-        if result is not None:
+        is_best = self._validation.validate(step=self.updates, epoch=self.epoch)
+        if is_best is None:
+            self._stopped = True
+        else:
             self.state.validated_at = self.updates
-            reports.report_validation(self.ctx, "valid", result, step=self.updates, epoch=self.epoch)
-            self._validation_findings.add("valid", result, step=self.updates)
             if is_best and self._saving.enabled:
                 self._save(best=True, ended=ended)
         self.ctx.set_state("training")
         self.meter.start()
-
-    def _evaluation(self, split: str) -> Evaluation | None:
-        """Evaluate a split; return None on all ranks if one of them was asked to stop meanwhile."""
-        result = evaluate(
-            self.task,
-            self.raw_model,
-            self.eval_batches[split],
-            device=self.ctx.device,
-            autocast=self.autocast,
-            stop_requested=self.ctx.stop_requested,
-            before_wait=self.ctx.before_wait,
-        )
-        self._stopped |= result is None
-        return result
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -490,7 +411,7 @@ class Loop:
         Raises:
             NonFiniteError: a loss, gradient, parameter or buffer is not finite.
         """
-        if self._holds_best or (
+        if self._validation.model_has_best or (
             self._saving.last_update == self.updates and not best and ended in (None, self._saving.last_epoch)
         ):
             return

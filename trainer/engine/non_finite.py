@@ -124,10 +124,21 @@ class FiniteCheck:
             return value
         raise NonFiniteError(self._gradient_message(step, self._batch))
 
-    def require_count(self, count: Tensor, *, step: int) -> None:
-        """Have ``require_all`` check that the number of items of all ranks in a step, [] on a GPU, is above 0."""
-        assert self._copies is not None
-        self._check_later("count", count, step, self._copies)
+    def require_count(self, count: Tensor, *, step: int) -> Tensor | float:
+        """Raise if the number of items of all ranks in a step, [], is not above 0; on a GPU check it later.
+
+        Returns:
+            A number if it was checked, else the tensor [].
+
+        Raises:
+            TrainingError: with the step.
+        """
+        if self._copies is not None:
+            self._check_later("count", count, step, self._copies)
+            return count
+        if (value := count.item()) <= 0:
+            raise TrainingError(no_item(step))
+        return value
 
     def require_items(self, count: Tensor | float, *, samples: int, step: int) -> None:
         """Raise unless the count of this rank's losses follows from ``count_per_sample``; on a GPU check it later.

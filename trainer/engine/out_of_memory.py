@@ -1,7 +1,9 @@
-"""Recognition of out-of-memory errors, and the description of the batch that caused one."""
+"""Recognition of out-of-memory errors, and their message, which describes the batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,15 +16,20 @@ class OutOfMemoryError(TrainingError):
     """A rank ran out of memory; the message has the step and the shapes of the batch."""
 
 
-def shapes(batch: Any) -> str:
-    """Describe a batch's tensors for a message: ``[32, 64] int64, [32] int64``."""
-    if isinstance(batch, Tensor):
-        return f"{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, dict):
-        return ", ".join(f"{key}: {shapes(value)}" for key, value in batch.items())
-    if isinstance(batch, list | tuple):
-        return ", ".join(shapes(value) for value in batch)
-    return type(batch).__name__
+@contextmanager
+def out_of_memory_with(batch: Any, *, step: int) -> Iterator[None]:
+    """Have an out-of-memory error of the block name the step and the shapes of its batch.
+
+    Raises:
+        OutOfMemoryError: in place of torch's own error.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OutOfMemoryError(f"out of memory at step {step}, batch {shapes(batch)}: {first_line}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -32,7 +39,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def describe_out_of_memory(batch: Any, error: BaseException) -> str:
-    """Return the shapes of the batch, and the first line of the error's message or its type."""
-    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"batch {shapes(batch)}: {first_line}"
+def shapes(batch: Any) -> str:
+    """Describe a batch's tensors for a message: ``[32, 64] int64, [32] int64``."""
+    if isinstance(batch, Tensor):
+        return f"{list(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, dict):
+        return ", ".join(f"{key}: {shapes(value)}" for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return ", ".join(shapes(value) for value in batch)
+    return type(batch).__name__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -51,15 +52,23 @@ class ParameterUse:
         self._first = False
         return found
 
-    def describe(self, error: Exception) -> str:
-        """Return a message in place of DDP's own about a parameter that was not used; empty for another error."""
-        text = str(error)
-        if _UNFINISHED not in text:
-            return ""
-        matched = _INDICES.search(text)
-        indices = [int(index) for index in matched[1].split()] if matched else []
-        known = [self._name(self._parameters[index]) for index in indices if index < len(self._parameters)]
-        return _refusal(known, "the step before")
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Have DDP's error about a parameter that the step before did not use name it.
+
+        Raises:
+            RequestError: in place of DDP's own error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if _UNFINISHED not in text:
+                raise
+            matched = _INDICES.search(text)
+            indices = [int(index) for index in matched[1].split()] if matched else []
+            known = [self._name(self._parameters[index]) for index in indices if index < len(self._parameters)]
+            raise RequestError(_refusal(known, "the step before")) from error
 
     def _report(self, names: list[str], step: int) -> None:
         if self._all_reduced:

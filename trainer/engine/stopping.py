@@ -67,10 +67,17 @@ class Best:
     """Newest validations in a row without a finite value."""
 
     @classmethod
-    def of(cls, options: Training) -> Best:
-        """Return the criterion of the options: by default a lower loss, or a higher metric."""
+    def of(cls, options: Training, *, metrics: Iterable[str] | None = None) -> Best:
+        """Return the criterion of the options: by default a lower loss, or a higher metric.
+
+        Raises:
+            RequestError: the task's metrics are known, and the criterion is none of them.
+        """
         maximize = options.maximize_best_metric
-        return cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
+        best = cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
+        if metrics is not None:
+            best.require_known(metrics)
+        return best
 
     def require_known(self, metrics: Iterable[str]) -> None:
         """Require that the criterion is the loss or one of the task's metrics.
@@ -85,11 +92,12 @@ class Best:
                 f"{nearest(self.metric, known)}"
             )
 
-    def require_end(self, options: Training) -> None:
-        """Require that a training which only patience ends still has values to compare.
+    def end_reason(self, options: Training) -> str:
+        """Return why patience ends the training, or an empty string.
 
         Raises:
-            TrainingError: the newest validations have none, as many as patience allows.
+            TrainingError: nothing else would end it, and the newest validations have no value to compare, as many as
+                patience allows.
         """
         others = options.max_updates or options.max_epochs or options.stop_time or options.min_lr >= 0
         if options.patience and self.unknown >= options.patience and not others:
@@ -97,6 +105,8 @@ class Best:
                 f"the {self.metric} of the last {self.unknown} validations is NaN or infinite, and nothing but "
                 "--patience, which compares it, would end this training"
             )
+        ended = options.patience and self.since >= options.patience
+        return f"no better {self.metric} in {self.since} validations" if ended else ""
 
     def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
         """Add a validation; return whether it is the best so far.

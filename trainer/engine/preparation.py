@@ -1,0 +1,105 @@
+"""Data and model of a training: built alike on every rank, and checked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import ends_without_validation, require_consistent, require_end
+from trainer.contract.options import Training
+from trainer.data.batches import EpochBatches, EvalBatches
+from trainer.data.dataset import AnyDataset
+from trainer.data.seeds import seed_all
+from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
+from trainer.engine import reports, task_state
+from trainer.engine.batching import evaluation_batches, training_batches
+from trainer.engine.data_sample import (
+    DataSample,
+    NoDataSample,
+    data_samples,
+    require_same_data,
+    samples_to_compare,
+)
+from trainer.engine.loss_check import SampleBatches, read_sample_batches
+from trainer.engine.model import checkpoint_activations, require_trainable
+from trainer.engine.one_sample import require_batches_for_norms
+from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """The task's data on this rank."""
+
+    splits: Mapping[str, AnyDataset]
+    train: EpochBatches | StreamBatches
+    """Batches of the training."""
+    evaluation: Mapping[str, EvalBatches | StreamEvalBatches]
+    """Batches of the other splits."""
+    samples: Mapping[str, DataSample | NoDataSample]
+    """Samples by split, which the ranks and a resumed training compare."""
+    loss_check: SampleBatches
+    """Batches for the check of the loss."""
+
+
+def read_splits(task: Task, options: Training, ctx: WorkerContext) -> Mapping[str, AnyDataset]:
+    """Read the task's data."""
+    seed_all(options.seed)  # so that a random split is the same on all ranks, and in an evaluation
+    splits = task.datasets()
+    reports.remark(ctx, "data_read", task.data_note())
+    return splits
+
+
+def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData:
+    """Read the task's data, and make the batches of this rank.
+
+    Raises:
+        RequestError: the options do not fit each other, the data or the number of ranks.
+    """
+    require_consistent(options, task.options)
+    require_end(options, task.options)
+    splits = read_splits(task, options, ctx)
+    if "train" not in splits:
+        raise RequestError(f"the task has no training data; its splits are {', '.join(splits) or 'none'}")
+    if "valid" not in splits and not ends_without_validation(options):
+        raise RequestError(
+            f"--patience is {options.patience}, but nothing is validated, as the task has no validation data, and "
+            "nothing would end this training: set --max-epochs, --max-updates or --stop-time too"
+        )
+    return TrainingData(
+        splits=splits,
+        train=training_batches(task, splits["train"], options, ctx),
+        evaluation=evaluation_batches(task, splits, options, ctx),
+        samples=data_samples(splits, task.collate, num_workers=options.num_workers),
+        loss_check=read_sample_batches(task, splits, num_workers=options.num_workers),
+    )
+
+
+def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
+    """Build the task's model on the CPU.
+
+    Raises:
+        RequestError: it cannot be trained with these options and this data.
+    """
+    seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
+    model = task.model()
+    require_trainable(model)
+    require_batches_for_norms(task, model, data.splits["train"], options, smallest=data.train.smallest)
+    if options.activation_checkpointing:
+        checkpoint_activations(task, model)
+    return model
+
+
+def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample | NoDataSample], ctx: WorkerContext) -> None:
+    """Wait until all ranks have read their data and built their models; require the same request, data and task state.
+
+    Raises:
+        RequestError: one line that names the ranks and what differs, the same on every rank.
+    """
+    compared = samples_to_compare(samples, world_size=ctx.world_size)
+    state = task_state.digest(task_state.state_of(task))
+    ctx.before_wait()
+    require_same_data(compared, {**ctx.request, "state of the task": state})
