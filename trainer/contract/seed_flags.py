@@ -1,4 +1,4 @@
-"""Flags of fairseq and HetSeq that are no options here: accepted ones without an effect, and refused ones.
+"""Names of the seeds that are no options here: class names, flags without an effect, and refused flags.
 
 Torch-free. A flag with the meaning of one of our options is an alias of that option, in ``options``.
 """
@@ -9,6 +9,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.contract.errors import RequestError
+
+OPTIMIZER_CLASSES = {
+    "SGD": "sgd",
+    "Adam": "adam",
+    "AdamW": "adamw",
+    "Adadelta": "adadelta",
+    "Adagrad": "adagrad",
+    # HetSeq's classes; its Adam decays weights apart from the gradient, as adamw does.
+    "_Adam": "adamw",
+    "_Adadelta": "adadelta",
+}
+"""Class name of an optimizer in torch, PyText or HetSeq → choice of ``--optimizer``."""
+SCHEDULE_CLASSES = {
+    "PolynomialDecayScheduler": "polynomial_decay",
+    "PolynomialDecaySchedule": "polynomial_decay",
+    "PolynomialDecayLRSchedule": "polynomial_decay",
+    "InverseSquareRootSchedule": "inverse_sqrt",
+    "CosineSchedule": "cosine",
+    "CosineLRSchedule": "cosine",
+    "FixedSchedule": "fixed",
+    "FixedLRSchedule": "fixed",
+    "StepScheduler": "step",
+    "StepLRSchedule": "step",
+}
+"""Class name of a schedule in HetSeq or fairseq → choice of ``--lr-scheduler``."""
 
 
 @dataclass(frozen=True, kw_only=True)

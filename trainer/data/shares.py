@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.contract.option_rules import require_batch_sizes
-from trainer.contract.options import DEFAULT_BATCH_SIZE
+
+DEFAULT_BATCH_SIZE = 32
+"""Samples per rank and micro-step if neither ``--batch-size`` nor ``--max-tokens`` is given."""
 
 
 def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple[int, ...]:

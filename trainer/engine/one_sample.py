@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from trainer.contract.errors import RequestError
-from trainer.contract.options import DEFAULT_BATCH_SIZE, Training
+from trainer.contract.options import Training
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
+from trainer.data.shares import DEFAULT_BATCH_SIZE
 from trainer.tasks.task import Task
 
 _TOO_FEW = "more than 1 value per channel"

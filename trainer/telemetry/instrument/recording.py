@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
 from trainer.telemetry.instrument.compilation import CompilationReport
+from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.step_meter import Phase
-from trainer.telemetry.step_tracker import StepTracker, first_tensor
+from trainer.telemetry.step_tracker import StepTracker
 
 R = TypeVar("R")
 
@@ -101,12 +102,7 @@ class Recording:
         """Number of losses before the last backward pass."""
         self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
         """Reference to a loss that a GradScaler has scaled, the unscaled loss, and the scale."""
-        self._fetched: set[ref[Any]] = set()
-        """Data iterators that have given a batch since the model was last trained."""
-        self._trained: set[ref[Any]] = set()
-        """Data iterators whose batches the model was trained with."""
-        self._fetched_size: tuple[int, int | None] = (0, None)
-        """Samples and tokens of the batches of the step so far."""
+        self._batches = FetchedBatches()
         os.register_at_fork(after_in_child=self._forget)
 
     @property
@@ -197,12 +193,11 @@ class Recording:
         if self._newest() is not model and model not in self._models:
             self._follow(model, tracker)
         tracker.mark(self._open_phase(tracker), then="forward")
-        self._train_on_fetched(tracker)
+        tracker.epoch += self._batches.train()
         if len(self._models) == 1:
             first = arguments[0] if arguments and not named else None
-            samples, tokens = _size(first if type(first) is Tensor else [named, arguments])
-            tracker.samples += samples
-            tracker.tokens = _plus(tracker.tokens, tokens)
+            size = size_of(first if type(first) is Tensor else [named, arguments])
+            tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
 
     @_guarded
     def end_forward(self, model: DistributedDataParallel) -> None:
@@ -222,7 +217,7 @@ class Recording:
             return False
         tracker = self._begin(output.device)
         tracker.mark(self._open_phase(tracker), then="backward", trained=True)
-        self._train_on_fetched(tracker)
+        tracker.epoch += self._batches.train()
         self._in_backward = True
         self._losses_before = len(self._losses)
         scaled, self._scaled = self._scaled, None
@@ -313,13 +308,8 @@ class Recording:
         if not torch.is_grad_enabled():
             tracker.mark_evaluation()
             return False
-        # Batches that are not trained on are an evaluation's: those of another iterator since the last training, or
-        # earlier ones of this iterator.
-        this = ref(iterator)
-        evaluated = bool(self._fetched - self._trained) if this in self._trained else this in self._fetched
-        if evaluated:
+        if self._batches.were_evaluated(iterator):
             tracker.mark_evaluation()
-            self._fetched.clear()
         tracker.mark(self._open_phase(tracker), then="data")
         return True
 
@@ -329,29 +319,16 @@ class Recording:
         if self._tracker is None:
             return
         self._tracker.mark("data", then="other" if self._models else "forward")
-        self._fetched.add(ref(iterator))
-        if len(self._models) != 1:
-            samples, tokens = _size(batch)
-            self._fetched_size = self._fetched_size[0] + samples, _plus(self._fetched_size[1], tokens)
+        self._batches.add(iterator, None if len(self._models) == 1 else batch)
 
     @_guarded
     def end_epoch(self, iterator: Any) -> None:
         """Record the end of a DataLoader's iterator."""
         if self._tracker is None:
             return
-        this = ref(iterator)
-        if this in self._fetched and this not in self._trained:
+        if self._batches.end(iterator):
             self._tracker.mark_evaluation()
-        self._trained.discard(this)
-        self._fetched.discard(this)
         self._tracker.mark("other")
-
-    def _train_on_fetched(self, tracker: StepTracker) -> None:
-        """Record that the model is trained on the fetched batches; those of a new iterator begin an epoch."""
-        if not self._fetched <= self._trained:
-            tracker.epoch += 1
-            self._trained = {iterator for iterator in self._trained | self._fetched if iterator() is not None}
-        self._fetched.clear()
 
     # ------------------------------------------------------------------------------------------ comm hooks
 
@@ -424,7 +401,7 @@ class Recording:
         elif tensors and len(tensors) == len(self._losses):
             tracker.loss = tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum()
         if len(self._models) != 1:
-            tracker.samples, tracker.tokens = self._fetched_size
+            tracker.samples, tracker.tokens = self._batches.size
         tracker.end(optimizer)
         self._begin_step()
 
@@ -433,25 +410,12 @@ class Recording:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._backwards, self._losses, self._fetched_size = 0, [], (0, None)
+        self._backwards, self._losses, self._batches.size = 0, [], (0, None)
 
 
 def _trains(model: DistributedDataParallel) -> bool:
     # The flag of the inner model: Lightning sets only that back after an evaluation.
     return model.module.training and torch.is_grad_enabled()
-
-
-def _size(batch: Any) -> tuple[int, int | None]:
-    """Return the samples of a batch and, if it is of integers [samples, tokens], its tokens with padding."""
-    tensor = first_tensor(batch)
-    if tensor is None:
-        return 0, None
-    whole = tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    return tensor.shape[0], tensor.numel() if whole else None
-
-
-def _plus(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else one + other
 
 
 def _print_line(line: str) -> None:

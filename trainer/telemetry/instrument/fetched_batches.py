@@ -1,0 +1,71 @@
+"""Batches of a script's DataLoaders: whether the model is trained on them, and how many samples they have."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+
+from trainer.telemetry.step_tracker import first_tensor
+
+
+class FetchedBatches:
+    """Batches since the model was last trained.
+
+    Those that are not trained on are an evaluation's: of another iterator since the last training, or earlier ones of
+    the same iterator.
+    """
+
+    def __init__(self) -> None:
+        self.size: tuple[int, int | None] = (0, None)
+        """Samples and tokens of the batches of the step so far."""
+        self._fetched: set[ref[Any]] = set()
+        """Data iterators that have given a batch since the model was last trained."""
+        self._trained: set[ref[Any]] = set()
+        """Data iterators whose batches the model was trained with."""
+
+    def were_evaluated(self, iterator: Any) -> bool:
+        """Return, when a further batch is requested, whether those before were an evaluation's; then forget them."""
+        this = ref(iterator)
+        evaluated = bool(self._fetched - self._trained) if this in self._trained else this in self._fetched
+        if evaluated:
+            self._fetched.clear()
+        return evaluated
+
+    def add(self, iterator: Any, batch: Any | None) -> None:
+        """Add a batch; None if its size does not count."""
+        self._fetched.add(ref(iterator))
+        if batch is not None:
+            self.size = plus(self.size, size_of(batch))
+
+    def end(self, iterator: Any) -> bool:
+        """Forget an iterator at its end; return whether its batches were an evaluation's."""
+        this = ref(iterator)
+        evaluated = this in self._fetched and this not in self._trained
+        self._trained.discard(this)
+        self._fetched.discard(this)
+        return evaluated
+
+    def train(self) -> bool:
+        """Record that the model is trained on the batches; return whether one is of a new iterator: an epoch begins."""
+        begins = not self._fetched <= self._trained
+        if begins:
+            self._trained = {iterator for iterator in self._trained | self._fetched if iterator() is not None}
+        self._fetched.clear()
+        return begins
+
+
+def size_of(batch: Any) -> tuple[int, int | None]:
+    """Return the samples of a batch and, if it is of integers [samples, tokens], its tokens with padding."""
+    tensor = first_tensor(batch)
+    if tensor is None:
+        return 0, None
+    whole = tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    return tensor.shape[0], tensor.numel() if whole else None
+
+
+def plus(one: tuple[int, int | None], other: tuple[int, int | None]) -> tuple[int, int | None]:
+    """Return the sum of two sizes; tokens that are not known add nothing."""
+    tokens = [size[1] for size in (one, other) if size[1] is not None]
+    return one[0] + other[0], sum(tokens) if tokens else None
