@@ -14,10 +14,6 @@ BOLD = re.compile(r"\*\*([^*]+)\*\*")
 ITEM = re.compile(r"([-*]|\d+\.) ")
 UNDERLINES = {"#": "=", "##": "-", "###": ""}
 FENCE = "```"
-MAX_FIRST_CELLS = 30
-"""Widest first column beside which the text of a row stands; below a wider cell it gets lines of its own."""
-MIN_LAST_CELLS = 24
-"""Least width of the last column, which is wrapped."""
 
 
 def render(markdown: str, width: int) -> str:
@@ -59,15 +55,18 @@ def table_text(lines: Sequence[str], width: int) -> str:
     """Return the lines of a Markdown table as aligned columns, of which the last one is wrapped."""
     head, _, *rows = [[_inline(cell) for cell in _cells(line)] for line in lines]
     shown = [head, *rows] if any(head) else rows
+    # Widest first column beside which the text of a row stands; below a wider cell it gets lines of its own.
+    max_first_cells = 30
     wide = [
-        max((cells(row[at]) for row in shown if at or cells(row[0]) <= MAX_FIRST_CELLS), default=0)
+        max((cells(row[at]) for row in shown if at or cells(row[0]) <= max_first_cells), default=0)
         for at in range(len(head))
     ]
     text: list[str] = []
+    min_last_cells = 24  # least width of the last column, which is wrapped
     for row in shown:
         lead = "  ".join(cell + " " * (size - cells(cell)) for cell, size in zip(row[:-1], wide, strict=False))
         indent = sum(size + 2 for size in wide[:-1])
-        first, *rest = textwrap.wrap(row[-1], max(width - indent, MIN_LAST_CELLS), break_on_hyphens=False) or [""]
+        first, *rest = textwrap.wrap(row[-1], max(width - indent, min_last_cells), break_on_hyphens=False) or [""]
         if cells(lead) + 2 > indent:
             text += [lead.rstrip(), " " * indent + first]
         else:

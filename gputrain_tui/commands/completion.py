@@ -24,8 +24,6 @@ HELP = "print the script that completes commands, flags and runs in bash, zsh or
 RECIPES = (".toml", ".json")
 CHECKPOINTS = (".pt", ".safetensors")
 ARCHIVES = (".tar.gz", ".tar.zst")
-OFFERED_RUNS = 200
-"""Runs offered at once; a shell shows no more in one screen, and a word that is longer offers others."""
 
 BASH = r"""# Completion of gputrain for bash. In ~/.bashrc:  eval "$(gputrain completion bash)"
 _gputrain() {
@@ -154,7 +152,9 @@ def _run_names(word: str) -> Iterator[str]:
     except (OSError, RequestError):
         return
     yield from (["last"] if names else [])
-    yield from nlargest(OFFERED_RUNS, (name for name in names if name.startswith(word)))
+    # Runs offered at once; a shell shows no more in one screen, and a word that is longer offers others.
+    offered_runs = 200
+    yield from nlargest(offered_runs, (name for name in names if name.startswith(word)))
 
 
 def _keys() -> Iterator[tuple[str, str]]:

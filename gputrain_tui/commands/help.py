@@ -18,8 +18,6 @@ from trainer.contract.errors import ExitCode
 NAME = "help"
 HELP = "show a topic of the reference, such as recipe or findings"
 
-WIDTH = 100
-"""Columns of the text in a pipe, and at most on a terminal: longer lines are harder to read."""
 PAGER = "less"
 
 
@@ -32,6 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Show a topic, or list all."""
     topics = [read_topic(name) for name in ORDER] if args.topic is None else [read_topic(args.topic)]
+    width = 100  # columns of the text in a pipe, and at most on a terminal: longer lines are harder to read
     if args.json:
         print_json(json.dumps(_json(topics, text=args.topic is not None), ensure_ascii=False))
     elif args.topic is None:
@@ -40,7 +39,7 @@ def run(args: Namespace) -> int:
         )
         print("\n`gputrain --help` lists the commands, `gputrain COMMAND --help` the options of one.")
     else:
-        columns = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
+        columns = min(shutil.get_terminal_size().columns, width) if sys.stdout.isatty() else width
         _show(render(topics[0].markdown, columns))
     return ExitCode.FINISHED
 

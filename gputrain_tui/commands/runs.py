@@ -48,8 +48,6 @@ OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags"
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
 MAX_CAUSE_CELLS = 110
 """Width to which the cause is cut: `gputrain attach` and `--json` have it in full."""
-MIN_CAUSE_CELLS = 16
-"""Minimum width of the cause, below which another column is omitted."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -185,9 +183,10 @@ def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> t
         max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)
     ]
     shown = list(kept)
+    min_cause_cells = 16  # minimum width of the cause, below which another column is omitted
     for title in (None, *OMITTED):
         shown = [index for index in shown if COLUMNS[index].title != title]
         room = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
-        if room >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
+        if room >= (min(min_cause_cells, widths[CAUSE]) if CAUSE in shown else -2):
             break
     return shown, room

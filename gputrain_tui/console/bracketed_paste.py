@@ -18,10 +18,6 @@ from textual.message import Message
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?")
-READ_BYTES = 4096
-"""Bytes per read of the terminal."""
-WAIT_S = 0.1
-"""Seconds to wait for input before a lone escape character counts as the Escape key."""
 
 
 class PasteParser(XTermParser):
@@ -74,11 +70,13 @@ class PasteDriver(LinuxDriver):
         """Read and parse terminal input until the console ends."""
         parser = PasteParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
+        read_bytes = 4096  # bytes per read of the terminal
+        wait_s = 0.1  # seconds to wait for input before a lone escape character counts as the Escape key
         with selectors.SelectSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():
-                if selector.select(WAIT_S):
-                    data = os.read(self.fileno, READ_BYTES)
+                if selector.select(wait_s):
+                    data = os.read(self.fileno, read_bytes)
                     if not data:
                         break  # the terminal was closed
                     if text := decode(data):

@@ -14,8 +14,6 @@ from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 
 BELL = "\a"
-MAX_TEXT_CHARS = 200
-"""Most characters of a notification, more than desktops show."""
 
 
 class EndNotice:
@@ -49,7 +47,8 @@ def notice(text: str, environ: Mapping[str, str]) -> str:
     term = environ.get("TERM", "")
     if term in ("", "dumb", "linux") or "STY" in environ:  # GNU screen and the Linux console would print the text
         return BELL
-    text = f"gputrain: {printable(text)}"[:MAX_TEXT_CHARS]
+    max_text_chars = 200  # most characters of a notification, more than desktops show
+    text = f"gputrain: {printable(text)}"[:max_text_chars]
     if term.startswith(("foot", "rxvt")) or "VTE_VERSION" in environ:
         shown = f"\x1b]777;notify;gputrain;{text.removeprefix('gputrain: ').replace(';', ',')}\x1b\\"
     else:

@@ -17,8 +17,6 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Input
 
-KEY_PATIENCE_S = 0.5
-"""Most seconds for which a key waits for the one before it, whose mark is lost if its widget is removed."""
 DOUBLE_KEY_S = 0.4
 """Most seconds between the two keys of ``gg``."""
 
@@ -57,10 +55,12 @@ class OrderedKeys(App[int]):
 
     async def on_event(self, event: events.Event) -> None:
         """Hold a key back until the one before it has been handled."""
+        # Most seconds for which a key waits for the one before it, whose mark is lost if its widget is removed.
+        key_patience_s = 0.5
         if isinstance(event, events.Key) and not event.is_forwarded:
             self._waiting.append(event)
-            if self._under_way and event.time - self._key_time < KEY_PATIENCE_S:
-                self.set_timer(KEY_PATIENCE_S, partial(self._next_key, self._under_way))
+            if self._under_way and event.time - self._key_time < key_patience_s:
+                self.set_timer(key_patience_s, partial(self._next_key, self._under_way))
             else:
                 await self._next_key(self._under_way)
             return

@@ -17,8 +17,6 @@ from gputrain_tui.console.widgets.step_bars import bar_lines
 PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log", "hardware"]
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """Panels in the order of the key for the next panel; not the hardware panel, which is shown only zoomed."""
-RENDEZVOUS_HEAD_LINES = 8
-"""Lines of the rendezvous panel besides one per host."""
 LEAST_LIST_LINES = 5
 """Fewest useful lines of a list of findings or a log."""
 GAP_CELLS = 2
@@ -29,8 +27,6 @@ COLUMN_CELLS, STACKED_LINES = 38, 8
 """Fewest cells of a panel beside another, and fewest lines of one above another, in the narrow layout."""
 MOST_PANELS = 4
 """Most panels besides the table in the narrow layout."""
-FINDINGS_CELLS = 48
-"""Fewest cells of the findings beside the table."""
 CHARTS: tuple[PanelName, ...] = ("loss", "sync", "bars", "late")
 """Panels that are empty before the first step."""
 
@@ -136,10 +132,11 @@ def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region
 def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """Return the table above all other panels; a wide area has the findings beside it."""
     top, rest = area.split_horizontal(_table_height(area, choice, share=0.34))
+    findings_cells = 48  # fewest cells of the findings beside the table
     if not choice.rendezvous:
         table, findings = top, None
-        if 0 < choice.table_cells <= area.width - GAP_CELLS - FINDINGS_CELLS and top.height >= LEAST_LIST_LINES:
-            table, beside = top.split_vertical(max(choice.table_cells, area.width - GAP_CELLS - 2 * FINDINGS_CELLS))
+        if 0 < choice.table_cells <= area.width - GAP_CELLS - findings_cells and top.height >= LEAST_LIST_LINES:
+            table, beside = top.split_vertical(max(choice.table_cells, area.width - GAP_CELLS - 2 * findings_cells))
             findings = Region(beside.x + GAP_CELLS, beside.y, beside.width - GAP_CELLS, beside.height)
         return {"ranks": table, **_panels_below_table(rest, choice, findings)}
     rendezvous, log = _columns(rest, 2)
@@ -210,7 +207,8 @@ def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
 def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """Return the layout before the first step: the table beside the rendezvous and the log."""
     left, right = _columns(area, 2)
-    rendezvous, log = right.split_horizontal(min(choice.hosts + RENDEZVOUS_HEAD_LINES, (right.height + 1) // 2))
+    rendezvous_head_lines = 8  # lines of the rendezvous panel besides one per host
+    rendezvous, log = right.split_horizontal(min(choice.hosts + rendezvous_head_lines, (right.height + 1) // 2))
     return {"ranks": left, "rendezvous": rendezvous, "log": log}
 
 

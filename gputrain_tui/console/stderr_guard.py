@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from trainer.contract.errors import printable_lines
 
-SHOWN_BYTES = 16 << 10
-"""Bytes of the captured text that are shown, the last ones."""
 KEPT_BYTES = 1 << 20
 """Bytes beyond which ``trim`` drops the captured text, so that a week of warnings does not fill the memory."""
 
@@ -57,7 +55,8 @@ def trim() -> None:
 
 def _show(kept: int) -> None:
     size = os.fstat(kept).st_size
-    written = os.pread(kept, SHOWN_BYTES, max(0, size - SHOWN_BYTES))
+    shown_bytes = 16 << 10  # bytes of the captured text that are shown, the last ones
+    written = os.pread(kept, shown_bytes, max(0, size - shown_bytes))
     if written:
         text = printable_lines(written.decode("utf-8", "backslashreplace"))
         os.write(2, text.encode("utf-8", "backslashreplace"))

@@ -6,9 +6,6 @@ import os
 import subprocess
 from contextlib import suppress
 
-TMUX_TIMEOUT_S = 2.0
-"""Seconds after which tmux counts as hung."""
-
 
 def in_tmux() -> bool:
     """Return whether the console runs within tmux."""
@@ -17,11 +14,12 @@ def in_tmux() -> bool:
 
 def load_buffer(text: str) -> None:
     """Put a text into tmux's newest buffer, and by tmux into the clipboard of the terminal around it."""
+    tmux_timeout_s = 2.0  # seconds after which tmux counts as hung
     with suppress(OSError, subprocess.SubprocessError):  # OSC 52 was sent as well
         subprocess.run(
             ["tmux", "load-buffer", "-w", "-"],
             input=text.encode(),
             capture_output=True,
-            timeout=TMUX_TIMEOUT_S,
+            timeout=tmux_timeout_s,
             check=False,
         )

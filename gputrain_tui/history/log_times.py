@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from operator import itemgetter
 
-MARKS = 1 << 19
-"""Maximum number of known times of all ranks together: 8 MiB, 8 minutes of 1,024 ranks that print in every second."""
 MIN_MARKS = 256
 """Number of known times that each rank may have at least."""
 
@@ -18,7 +16,10 @@ class LogTimes:
     """Sizes of one log file and the times at which they were first known."""
 
     def __init__(self, ranks: int = 1) -> None:
-        self._most = max(MARKS // max(ranks, 1), MIN_MARKS)
+        # Maximum number of known times of all ranks together: 8 MiB, 8 minutes of 1,024 ranks that print in every
+        # second.
+        marks = 1 << 19
+        self._most = max(marks // max(ranks, 1), MIN_MARKS)
         self._sizes = array("q")
         self._times = array("d")
         self._forgotten = 0

@@ -17,8 +17,6 @@ FAN_OUT = 4
 """Points of a level that one point of the next covers."""
 POINTS_PER_LEVEL = 8192
 """Minimum number of points kept of a level: more than four for every column of the widest chart."""
-FRAME_VALUES_PER_LEVEL = 1 << 18
-"""Memory bound of one metric: frames × ranks."""
 
 
 class Band(NamedTuple):
@@ -177,7 +175,8 @@ class RankFrames:
     def append(self, frame: Frame) -> None:
         """Add the newest frame; steps only rise."""
         ranks = max((len(values) for values in frame.values if values is not None), default=1)
-        kept = min(max(FRAME_VALUES_PER_LEVEL // ranks, 64), POINTS_PER_LEVEL // 2)
+        frame_values_per_level = 1 << 18  # memory bound of one metric: frames × ranks
+        kept = min(max(frame_values_per_level // ranks, 64), POINTS_PER_LEVEL // 2)
         index = 0
         while True:
             level = self._levels[index]

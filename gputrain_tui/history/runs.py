@@ -36,8 +36,6 @@ SECOND_CHARS = len("20261121-010203")
 """Leading characters of a run id: the second in which it started."""
 RECENT_RUNS = 200
 """Runs that are read where a command or screen needs the newest ones; a list of all reads these first."""
-SHOWN_MATCHES = 4
-"""Runs that a message names at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +287,7 @@ def find(wanted: str, root: Path | None = None) -> Run:
         fitting = (run for each in _by_second(folder, chosen) for run in _read_group(folder, each))
     broken: UnreadableRun | None = None
     found: list[Run] = []
+    shown_matches = 4  # runs that a message names at most
     for run in fitting:
         if isinstance(run, UnreadableRun):
             broken = broken or run
@@ -296,16 +295,16 @@ def find(wanted: str, root: Path | None = None) -> Run:
             return run
         else:
             found.append(run)
-        if len(found) > SHOWN_MATCHES:
+        if len(found) > shown_matches:
             break
     if len(found) == 1:
         return found[0]
     if found:
-        shown = ", ".join(run.id for run in found[:SHOWN_MATCHES])
+        shown = ", ".join(run.id for run in found[:shown_matches])
         count = (
             f"{len(found)} runs: {shown}"
-            if len(found) <= SHOWN_MATCHES
-            else f"more than {SHOWN_MATCHES} runs: {shown}, …"
+            if len(found) <= shown_matches
+            else f"more than {shown_matches} runs: {shown}, …"
         )
         raise RequestError(f"{quoted(wanted)} matches {count}")
     if broken is not None:

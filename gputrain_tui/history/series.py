@@ -30,8 +30,6 @@ LEAD_SPANS, LEAD_COLUMNS = 5, 256
 are read; older steps have a weight below 1 %."""
 MAX_OPEN_EVENTS = 1 << 19
 """Memory bound: events kept of steps that some rank has not reported yet."""
-MIN_OPEN_STEPS = 256
-"""Steps kept that some rank has not reported yet, for any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +88,14 @@ class Series:
         rank = event.rank
         key = event.step if width == 1 else (event.step - 1) // width
         row = self._open.get(key)
+        min_open_steps = 256  # steps kept that some rank has not reported yet, for any number of ranks
         if row is None:
             if key <= self._completed:
                 if event.time <= self._completed_time:
                     return  # its row was completed without it
                 self._rewind(key)
             row = self._open[key] = {}
-            if len(self._open) > MIN_OPEN_STEPS and len(self._open) * self.world_size > MAX_OPEN_EVENTS:
+            if len(self._open) > min_open_steps and len(self._open) * self.world_size > MAX_OPEN_EVENTS:
                 oldest = sorted(self._open)[: len(self._open) // 8 + 1]
                 self._complete_until(oldest[-1])
                 row = self._open.setdefault(key, {})

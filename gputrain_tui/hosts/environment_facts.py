@@ -19,9 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-MAX_DATA_FILES = 20_000
-"""Most files of a data folder that are counted; listing more on a network file system would delay the start."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Torch:
@@ -185,6 +182,8 @@ def _files_and_bytes(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, str) or not value:
         return None
     path = Path(os.path.expanduser(value))  # noqa: PTH111
+    # Most files of a data folder that are counted; listing more on a network file system would delay the start.
+    max_data_files = 20_000
     try:
         if path.is_file():
             return 1, path.stat().st_size
@@ -194,7 +193,7 @@ def _files_and_bytes(value: Any) -> tuple[int, int] | None:
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
             sizes += [Path(folder, name).stat().st_size for name in names if not name.startswith(".")]
-            if len(sizes) > MAX_DATA_FILES:
+            if len(sizes) > max_data_files:
                 return None
     except (OSError, ValueError):
         return None

@@ -11,10 +11,6 @@ from gputrain_tui.recipe.source import RecipeError
 from gputrain_tui.recipe.values import parse_gpus
 from trainer.contract.errors import RequestError, nearest, quoted
 
-MAX_HOSTFILE_BYTES = 1 << 20
-"""Enough for forty thousand hosts; a larger file was named by mistake and is not read."""
-MAX_SLOTS = 4096
-"""Beyond the cores of any machine, so that a larger number is a typing error."""
 KEYS = ("slots", "max_slots", "gpus", "port")
 HOST = re.compile(r"(?P<host>(?:[\w.+-]+@)?(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w][\w.-]*))(?::(?P<slots>.*))?")
 IPV6_ADDRESS = re.compile(r"(?:[\w.+-]+@)?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[\w.-]+)?")
@@ -43,15 +39,17 @@ def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
     Raises:
         RequestError: it cannot be read, names no host, or a line is wrong.
     """
+    # Enough for forty thousand hosts; a larger file was named by mistake and is not read.
+    max_hostfile_bytes = 1 << 20
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_HOSTFILE_BYTES + 1)
+            content = file.read(max_hostfile_bytes + 1)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise RequestError(f"{path} cannot be read: {reason}; name a file with one host per line") from None
-    if len(content) > MAX_HOSTFILE_BYTES:
-        raise RequestError(f"{path} is longer than {MAX_HOSTFILE_BYTES >> 20} MiB; name a file with one host per line")
+    if len(content) > max_hostfile_bytes:
+        raise RequestError(f"{path} is longer than {max_hostfile_bytes >> 20} MiB; name a file with one host per line")
     return parse_hosts(text, name=str(path))
 
 
@@ -111,8 +109,9 @@ def _parse_entry(words: list[str], where: str) -> HostEntry:
         match = HOST.fullmatch(word)
     if match is None:
         raise RequestError(f"{where}: {quoted(word)} is not a host; write a name, an address, user@host or [address]")
+    max_slots = 4096  # beyond the cores of any machine, so that a larger number is a typing error
     if match["slots"] is not None:
-        slots = _number(match["slots"], where, f"the number of slots after {match['host']}:", MAX_SLOTS)
+        slots = _number(match["slots"], where, f"the number of slots after {match['host']}:", max_slots)
     for setting in settings:
         key, equals, value = setting.partition("=")
         key = key.lower().replace("-", "_")
@@ -122,7 +121,7 @@ def _parse_entry(words: list[str], where: str) -> HostEntry:
         if key == "port":
             port = _number(value, where, "port", 65535)
         elif key == "slots":
-            slots = _number(value, where, "slots", MAX_SLOTS)
+            slots = _number(value, where, "slots", max_slots)
         elif key == "gpus":
             gpus = _gpus(value, where)
     if slots is not None and gpus is not None:

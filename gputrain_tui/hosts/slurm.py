@@ -14,8 +14,6 @@ from trainer.contract.errors import RequestError
 
 COMMAND_TIMEOUT_S = 30.0
 """Time limit of a command; Slurm's own for a message is 10 s, and it retries."""
-KILL_TIMEOUT_S = 2.0
-"""Time limit for killing a step; a live host needs hundredths of a second, a lost one 11 s."""
 OVER = (
     "COMPLETED",
     "FAILED",
@@ -195,9 +193,10 @@ def kill_step(number: int, step_name: str, host: str) -> None:
     """
     steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
     named = [line.split()[0] for line in steps if line.split()[1:] == [step_name, host]]
+    kill_timeout_s = 2.0  # time limit for killing a step; a live host needs hundredths of a second, a lost one 11 s
     if named:
         try:
-            _call(["scancel", "--signal=KILL", *named], timeout_s=KILL_TIMEOUT_S)  # sent to the host itself
+            _call(["scancel", "--signal=KILL", *named], timeout_s=kill_timeout_s)  # sent to the host itself
         except RequestError:
             with suppress(RequestError):  # it has ended meanwhile
                 _call(["scancel", *named])

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 GIB = 1 << 30
 
-CPU_RANK_BYTES = 90 * MIB
-"""Private memory of a CPU rank with a small model: 92 MiB measured, torch 2.13 from the fork server. Other models need
-more; less available memory than this gives a warning."""
 MIN_RECORD_BYTES = 4 * MIB
 """Least free space for a run's record."""
 RECORD_FILES = 24
@@ -41,14 +38,6 @@ RECORD_FILES_PER_RANK = 4
 """Files of a rank: events, downsampled record, log and a temporary file."""
 LOW_DISK_BYTES = GIB
 """Less free space gives a warning: a few checkpoints use it up."""
-SHM_PER_WORKER_BYTES = 64 * MIB
-"""Shared memory of a data loading process: two batches in flight of some tens of MiB."""
-SHM_PER_GPU_BYTES = 32 * MIB
-"""Shared memory of one rank for the buffers of NCCL's SHM transport."""
-OPEN_FILES_PER_RANK = 16
-"""Pipes and sockets of a rank in the node agent and in itself: 11 to 29 in all, measured."""
-BASE_OPEN_FILES = 64
-"""Open files of a node agent without ranks."""
 
 
 def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: LocalFacts) -> list[CheckResult]:
@@ -296,7 +285,10 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
     key = ranks_key(recipe, max(on_cpu, key=lambda node: len(node.ranks)))
     ranks_text = f"{ranks} CPU rank{'s' * (ranks != 1)}"
     total, available = facts.memory_total_bytes, facts.memory_available_bytes
-    need = ranks * (CPU_RANK_BYTES if recipe.script is None else SCRIPT_BYTES)
+    # Private memory of a CPU rank with a small model: 92 MiB measured, torch 2.13 from the fork server. Other models
+    # need more; less available memory than this gives a warning.
+    cpu_rank_bytes = 90 * MIB
+    need = ranks * (cpu_rank_bytes if recipe.script is None else SCRIPT_BYTES)
     if available is not None and need > available:
         yield CheckResult(
             status="warning",
@@ -332,7 +324,10 @@ def _shared_memory(
         )
         return
     on_gpus = ranks if plan.backend == "nccl" and ranks > 1 else 0
-    need = max(workers * SHM_PER_WORKER_BYTES, on_gpus * SHM_PER_GPU_BYTES)
+    # Shared memory of a data loading process: two batches in flight of some tens of MiB.
+    shm_per_worker_bytes = 64 * MIB
+    shm_per_gpu_bytes = 32 * MIB  # shared memory of one rank for the buffers of NCCL's SHM transport
+    need = max(workers * shm_per_worker_bytes, on_gpus * shm_per_gpu_bytes)
     if free is None or not need:
         return
     if free >= need:
@@ -352,7 +347,9 @@ def _open_files(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
     ranks = max((len(node.ranks) for node in nodes), default=0)
     if facts.open_files is None or not ranks:
         return
-    need = BASE_OPEN_FILES + ranks * OPEN_FILES_PER_RANK + 4 * recipe.train.num_workers
+    open_files_per_rank = 16  # pipes and sockets of a rank in the node agent and in itself: 11 to 29 in all, measured
+    base_open_files = 64  # open files of a node agent without ranks
+    need = base_open_files + ranks * open_files_per_rank + 4 * recipe.train.num_workers
     if facts.open_files >= need:
         yield CheckResult(status="ok", check="open files", what=f"{facts.open_files} per process")
         return

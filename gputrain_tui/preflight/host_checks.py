@@ -31,15 +31,6 @@ from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.builtin_tasks import BUILT_IN
 
-CLOCK_WARNING_S = 2.0
-"""Offset of a host's clock from which the times of several hosts in one record mislead a reader."""
-CLOCK_ERROR_S = 60.0
-"""Offset beyond which the order of files by time is wrong, and tokens or licences with a time are refused."""
-MAX_NAMES = 4
-"""Hosts named in one line."""
-MAX_PAIRS = 6
-"""Unreachable pairs of hosts that get a line; a firewall between sixteen hosts makes 240 of them."""
-
 
 def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> list[CheckResult]:
     """Run all checks of the hosts of a run over ssh.
@@ -62,9 +53,10 @@ def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> li
             found += _machine_limits(recipe, plan, answer, answer.facts)
             found += _rendezvous(answer)
     names = list(dict.fromkeys(answer.host for answer in answers if answer.facts is not None))
+    max_names = 4  # hosts named in one line
     if names:
-        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-        found.append(_ok("hosts", f"{', '.join(names[:MAX_NAMES])}{more} answered"))
+        more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+        found.append(_ok("hosts", f"{', '.join(names[:max_names])}{more} answered"))
     found += _same_machine(answers)
     found += _differences(recipe, plan, answers)
     found += _connections(plan, answers)
@@ -140,11 +132,15 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
 def _clock(answer: HostAnswer) -> Iterator[CheckResult]:
     # The host read its clock at an unknown moment of the round trip.
     least_offset_s = abs(answer.clock_offset_s) - answer.round_trip_s / 2
-    if least_offset_s < CLOCK_WARNING_S:
+    # Offset of a host's clock from which the times of several hosts in one record mislead a reader.
+    clock_warning_s = 2.0
+    if least_offset_s < clock_warning_s:
         return
     side = "ahead of" if answer.clock_offset_s > 0 else "behind"
+    # Offset beyond which the order of files by time is wrong, and tokens or licences with a time are refused.
+    clock_error_s = 60.0
     yield CheckResult(
-        status="error" if least_offset_s > CLOCK_ERROR_S else "warning",
+        status="error" if least_offset_s > clock_error_s else "warning",
         check="clock",
         what=f"its clock is {abs(answer.clock_offset_s):.1f} s {side} this machine's",
         fix=f"ssh {shlex.quote(answer.host)} sudo timedatectl set-ntp true",
@@ -321,8 +317,9 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
         for other, why in answer.unreachable.items()
         if other in by_node and not (answer.lost and other == 0)
     ]
-    for answer, other, why in islice(pairs, MAX_PAIRS):
-        more = f", and {len(pairs) - MAX_PAIRS} more pairs" if len(pairs) > MAX_PAIRS else ""
+    max_pairs = 6  # unreachable pairs of hosts that get a line; a firewall between sixteen hosts makes 240 of them
+    for answer, other, why in islice(pairs, max_pairs):
+        more = f", and {len(pairs) - max_pairs} more pairs" if len(pairs) > max_pairs else ""
         yield _error(
             answer,
             "network",

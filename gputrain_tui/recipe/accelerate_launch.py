@@ -16,9 +16,6 @@ import msgspec
 
 from trainer.contract.errors import RequestError, printable
 
-TIMEOUT_S = 120.0
-"""Importing accelerate and torch takes seconds, on a network disk a minute."""
-
 PROGRAM = """\
 import contextlib, io, json, os, subprocess, sys
 found = {}
@@ -91,6 +88,7 @@ def ask_accelerate(python: str, words: Sequence[str]) -> AccelerateLaunch:
     Raises:
         RequestError: accelerate is not installed there, or refuses the command.
     """
+    timeout_s = 120.0  # importing accelerate and torch takes seconds, on a network disk a minute
     try:
         with tempfile.TemporaryDirectory(prefix="gputrain-") as folder:
             done = subprocess.run(
@@ -99,11 +97,11 @@ def ask_accelerate(python: str, words: Sequence[str]) -> AccelerateLaunch:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=TIMEOUT_S,
+                timeout=timeout_s,
                 check=False,
             )
     except subprocess.TimeoutExpired:
-        raise RequestError(f"accelerate gave no answer within {TIMEOUT_S:.0f} s about what it would start") from None
+        raise RequestError(f"accelerate gave no answer within {timeout_s:.0f} s about what it would start") from None
     except OSError as error:
         raise RequestError(f"{python} cannot be started: {error.strerror}") from None
     lines = done.stdout.strip().splitlines()

@@ -13,9 +13,6 @@ from pathlib import Path
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES, TOP_LEVEL_KEYS
 from trainer.contract.home_folder import expand_home
 
-MAX_FILES_PER_FOLDER = 200
-"""Limit of files that are read: a folder may have thousands of TOML files."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
@@ -61,8 +58,9 @@ def complete_path(text: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def _toml_files(folder: Path) -> Iterable[Path]:
+    max_files_per_folder = 200  # limit of files that are read: a folder may have thousands of TOML files
     try:
-        return sorted(islice(folder.glob("*.toml"), MAX_FILES_PER_FOLDER))
+        return sorted(islice(folder.glob("*.toml"), max_files_per_folder))
     except OSError:
         return []
 

@@ -22,8 +22,6 @@ WITHOUT_GROUP = frozenset(
     )
 )  # fmt: skip
 """Packages that make no process group by themselves; others, such as accelerate and lightning, may."""
-MAX_FILES = 50
-"""Most files of a script that are read."""
 
 
 def makes_group(script: str, read_file: ReadFile) -> bool | None:
@@ -34,6 +32,7 @@ def makes_group(script: str, read_file: ReadFile) -> bool | None:
         read_file: returns the text of a file; raises OSError.
     """
     folder, pending, seen, unknown = PurePath(script).parent, [script], {script}, False
+    max_files = 50  # most files of a script that are read
     while pending:
         name = pending.pop()
         try:
@@ -54,7 +53,7 @@ def makes_group(script: str, read_file: ReadFile) -> bool | None:
                 unknown = True
             pending += [each for each in beside if each not in seen]
             seen.update(beside)
-        if len(seen) > MAX_FILES:
+        if len(seen) > max_files:
             return None
     return None if unknown else False
 

@@ -23,9 +23,6 @@ from trainer.contract.errors import RequestError, nearest
 from trainer.contract.home_folder import expand_home
 from trainer.contract.schema import Option
 
-DESCRIBE_TIMEOUT_S = 120.0
-"""Time limit of importing torch and a task, which takes seconds."""
-
 
 class TaskDescription(msgspec.Struct, kw_only=True):
     """A cache entry for a user's task."""
@@ -151,10 +148,11 @@ def task_file(task: str) -> Path | None:
 def _describe_in_subprocess(task: str) -> list[Option]:
     """Return the options that ``python -m trainer --describe-task`` prints after importing the task."""
     words = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
+    describe_timeout_s = 120.0  # time limit of importing torch and a task, which takes seconds
     try:
-        answer = subprocess.run(words, capture_output=True, timeout=DESCRIBE_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(words, capture_output=True, timeout=describe_timeout_s, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise RequestError(f"it took longer than {DESCRIBE_TIMEOUT_S:.0f} s to import") from None
+        raise RequestError(f"it took longer than {describe_timeout_s:.0f} s to import") from None
     if answer.returncode != 0:
         lines = answer.stderr.decode(errors="replace").strip().splitlines()
         raise RequestError(

@@ -18,9 +18,6 @@ from trainer.contract.record import EventWriter, Failure, RankState, RunDir, dec
 from trainer.contract.record.regular_file import read_tail
 from trainer.host.memory import oom_kills, read_memory_group
 
-LAST_BYTES = 4096
-"""Bytes to read of a record's end: enough for the last ``rank_state`` event."""
-
 
 class FailureAttribution:
     """The failures of one node, in the order in which they were reported."""
@@ -180,8 +177,9 @@ class FailureAttribution:
 
 def _is_finished(events: Path) -> bool:
     """Whether the last event of a rank's record is the state ``finished``."""
+    last_bytes = 4096  # bytes to read of a record's end: enough for the last ``rank_state`` event
     try:
-        last = decode_events(read_tail(events, LAST_BYTES))[-1:]
+        last = decode_events(read_tail(events, last_bytes))[-1:]
     except OSError:
         return False
     return any(isinstance(event, RankState) and event.state == "finished" for event in last)

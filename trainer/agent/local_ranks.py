@@ -14,9 +14,6 @@ from trainer.host.boot import boot_time_s
 from trainer.host.proc_files import PROC
 from trainer.host.processes import CLOCK_TICKS_HZ, read_stat
 
-CLOCK_SLACK_S = 1.0
-"""Tolerance between the start time of a process, in ticks since boot, and the time of its event."""
-
 
 class LocalRanks:
     """Ranks of a node that have recorded their process.
@@ -71,4 +68,6 @@ class LocalRanks:
     def _started_before(self, pid: int, recorded_at: float) -> bool:
         """Whether a process lives and started before its event: the pid of an older event may have been reused."""
         stat = read_stat(pid, self._proc)
-        return stat is not None and self._boot_s + stat.start_ticks / CLOCK_TICKS_HZ <= recorded_at + CLOCK_SLACK_S
+        # Tolerance between the start time of a process, in ticks since boot, and the time of its event.
+        clock_slack_s = 1.0
+        return stat is not None and self._boot_s + stat.start_ticks / CLOCK_TICKS_HZ <= recorded_at + clock_slack_s

@@ -7,11 +7,6 @@ from pathlib import Path
 
 from trainer.contract.record.regular_file import read_part, size_of
 
-TAIL_BYTES = 64 << 10
-"""Bytes at the end of a log that are searched."""
-MESSAGE_LENGTH = 300
-"""Maximum length of a message, in characters."""
-
 _RERAISED = re.compile(r"Caught \S+ in (.+?)\.?$")
 """First line of an error that torch re-raises from another process or thread, before the original traceback."""
 _GROUP = re.compile(r"^(?:\[rank\d+\]:)?\[[EF]\S+ \S+ (?:\S+ )?(ProcessGroup\w+\.cpp:\d+\] .+)")
@@ -40,15 +35,17 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
     """
     if log is None:
         return ""
+    tail_bytes = 64 << 10  # bytes at the end of a log that are searched
     try:
-        begin = max(since, size_of(log) - TAIL_BYTES)
-        lines = read_part(log, begin, TAIL_BYTES).decode("utf-8", "replace").splitlines()
+        begin = max(since, size_of(log) - tail_bytes)
+        lines = read_part(log, begin, tail_bytes).decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
     found = _last_error(lines) or next((match[1] for line in reversed(lines) if (match := _GROUP.match(line))), "")
     if not found and any_line:
         found = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return found[:MESSAGE_LENGTH]
+    message_length = 300  # maximum length of a message, in characters
+    return found[:message_length]
 
 
 def _last_error(lines: list[str]) -> str:

@@ -32,11 +32,6 @@ from trainer.host.proc_environ import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
 from trainer.host.unmarked_processes import UnmarkedProcesses
 
-UNKNOWN_EXIT = 255
-"""Exit code that ``multiprocessing`` assigns to a process whose fork server has ended."""
-SERVER_EXIT_S = 1.0
-"""Time-out of the fork server's end after its connections have closed."""
-
 
 def run_node(
     assignments: Sequence[RankAssignment],
@@ -222,6 +217,7 @@ class _NodeAgent:
 
     def _collect(self) -> None:
         """Take the ranks' reports, then their exits: a rank that has ended reported before."""
+        unknown_exit = 255  # exit code that ``multiprocessing`` assigns to a process whose fork server has ended
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
@@ -242,7 +238,7 @@ class _NodeAgent:
                 rank.reports.close()
                 self._pids.pop(rank.assignment.rank, None)  # the kernel may reuse the pid
                 if rank.unreported and self._shutdown.kill_at is None:
-                    if rank.exit_code == UNKNOWN_EXIT and self._server_ended(rank):
+                    if rank.exit_code == unknown_exit and self._server_ended(rank):
                         continue
                     if rank.assignment.is_script and rank.exit_code == 0:
                         self._attribution.finish(rank)
@@ -251,7 +247,8 @@ class _NodeAgent:
 
     def _server_ended(self, rank: WorkerProcess) -> bool:
         """Return whether the fork server has ended, with which the kernel kills its ranks; record that once."""
-        ended, number = forkserver.ended(SERVER_EXIT_S)
+        server_exit_s = 1.0  # time-out of the fork server's end after its connections have closed
+        ended, number = forkserver.ended(server_exit_s)
         if ended and not self._server_gone:
             self._server_gone = True
             self._attribution.server_ended(rank.assignment.host, number)

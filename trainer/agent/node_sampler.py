@@ -29,8 +29,6 @@ SAMPLE_S = 1.0
 """Minimum time between two samples."""
 ASLEEP_PERCENT = 2.0
 """Use of a core below which a process counts as asleep; two ticks of the kernel's clock in a second."""
-WAITS_PERCENT = 10.0
-"""Share of the time that a main thread waits for a core, from which on all threads of its process are sampled."""
 
 
 def rank_sample(
@@ -198,6 +196,8 @@ class NodeSampler:
         self._cores = after
         processes: dict[int, ProcessUsage] = {}
         threads: dict[int, dict[str, int]] = {}
+        # Share of the time that a main thread waits for a core, from which on all threads of its process are sampled.
+        waits_percent = 10.0
         for rank, pid in sorted(self._pids.items()):
             process = read_usage(pid, proc=self._proc)
             if process is None:
@@ -206,7 +206,7 @@ class NodeSampler:
             of_rank = rank_sample(rank, earlier, process, seconds=seconds, tick_hz=CLOCK_TICKS_HZ)
             if of_rank.cpu_percent is not None and of_rank.cpu_percent < ASLEEP_PERCENT:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
-            if (of_rank.wait_percent or 0.0) >= WAITS_PERCENT:
+            if (of_rank.wait_percent or 0.0) >= waits_percent:
                 threads[rank] = busy_ns(pid, proc=self._proc)
                 of_rank.children = child_count(pid, proc=self._proc)
                 if rank in self._busy_ns:

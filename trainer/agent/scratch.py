@@ -17,9 +17,6 @@ from trainer.contract.errors import MachineNotReadyError
 from trainer.contract.record import RunDir
 from trainer.host.temporary_folder import SHORT, delete_temporary_folders, make_temporary_folder, system_folder
 
-LONGEST_SOCKET_FOLDER = 71
-"""Maximum bytes of the path of a folder for sockets of ``multiprocessing``: they have 36 more, of at most 107."""
-
 
 @contextlib.contextmanager
 def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[Path | None]:
@@ -33,10 +30,12 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[Path | None]:
     if run_dir is None:
         yield None
         return
+    # Maximum bytes of the path of a folder for sockets of ``multiprocessing``: they have 36 more, of at most 107.
+    longest_socket_folder = 71
     try:
         system = system_folder()
         folder = make_temporary_folder(run_dir.path, node, system)
-        short = len(os.fsencode(folder)) <= LONGEST_SOCKET_FOLDER
+        short = len(os.fsencode(folder)) <= longest_socket_folder
         sockets = folder if short else make_temporary_folder(run_dir.path, node, SHORT)
     except OSError as error:
         raise MachineNotReadyError(

@@ -12,12 +12,8 @@ from trainer.contract.record import Failure
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 
-LAST_WRITE_S = 0.2
-"""Time to write the rest of a script's record before SIGTERM, which may kill it before Python runs again."""
 TERMINATION_S = 1.5
 """Time from the signal that ends a rank to SIGKILL."""
-CAUSE_WAIT_S = 1.0
-"""Time to wait for the report of the root cause after a rank has reported only a lost peer."""
 PROCESS_EXIT_S = 20.0
 """Time-out of the end of a rank's process after its training is complete."""
 KILLED_EXIT_S = 5.0
@@ -47,10 +43,12 @@ class Shutdown:
 
     def stop(self, ranks: Sequence[WorkerProcess], grace_s: float = TERMINATION_S) -> None:
         """Send all ranks the signal that ends them, and SIGKILL after a grace."""
+        # Time to write the rest of a script's record before SIGTERM, which may kill it before Python runs again.
+        last_write_s = 0.2
         if self.kill_at is None:
             now = time.monotonic()
             self.kill_at = now + grace_s
-            self._terminate_at = now + LAST_WRITE_S
+            self._terminate_at = now + last_write_s
             for rank in ranks:
                 # A rank that can save treats SIGTERM as a stop request.
                 has_record = rank.stoppable or rank.assignment.is_script
@@ -92,13 +90,14 @@ class Shutdown:
             failures: failures so far.
             now: monotonic seconds.
         """
+        cause_wait_s = 1.0  # time to wait for the report of the root cause after a rank has reported only a lost peer
         if self._stop_request.level and not failures:
             self._follow_stop_request(running, now)
         elif failures and self.kill_at is None:
             if any(failure.kind != "lost_peer" for _, failure in failures):
                 self.stop(running)
             elif self._cause_until is None:
-                self._cause_until = now + CAUSE_WAIT_S
+                self._cause_until = now + cause_wait_s
             elif now >= self._cause_until:
                 self.stop(running)
         for rank in running:

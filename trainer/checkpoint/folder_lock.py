@@ -19,8 +19,6 @@ LOCK = ".lock"
 """Name of the locked file. It is never deleted: two processes could then lock two inodes of that name."""
 RELEASE_S = 5.0
 """Time-out for a process of the same run to release the lock: a restarted run may overlap with its previous process."""
-POLL_S = 0.05
-"""Time between two attempts to take the lock."""
 HOLDER_START = b'{"run":'
 """First bytes of a holder's line in the lock file."""
 _WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -68,13 +66,14 @@ class FolderLock:
 
     def _take(self, fd: int, folder: Path, run_id: str) -> None:
         deadline = time.monotonic() + RELEASE_S
+        poll_s = 0.05  # time between two attempts to take the lock
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = _holder(fd)
                 if holder is not None and run_id and holder.run == run_id and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
+                    time.sleep(poll_s)
                     continue
                 raise RequestError(
                     f"{folder}: another training writes its checkpoints here "

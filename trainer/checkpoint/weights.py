@@ -18,8 +18,6 @@ _WITHIN = ("model", "state_dict", "model_state_dict")
 """Keys of the weights in checkpoints of this package, fairseq, Lightning and torch's tutorials."""
 _PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile add to every name."""
-MAX_NAMES = 5
-"""Maximum names per difference in a message; a model may have hundreds."""
 
 
 def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -120,5 +118,6 @@ def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dic
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    max_names = 5  # maximum names per difference in a message; a model may have hundreds
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more

@@ -30,9 +30,6 @@ examples:
   --describe-task TASK     print the options of a task as JSON
 """
 
-COLUMN = 34
-"""Column at which descriptions start."""
-
 
 def render(task: str, task_options: Sequence[Option] | None, width: int) -> str:
     """Return the help text for a terminal of ``width`` columns; without ``task_options``, without those of a task."""
@@ -67,10 +64,11 @@ def _entry(option: Option, width: int) -> list[str]:
     if option.kind == "bool" and option.default:
         help = f"turn off, as it is on by default: {help}"
     text = "; ".join(part for part in (help, *switches, _default(option)) if part)
-    indent = " " * COLUMN
-    body = textwrap.wrap(text, max(width, COLUMN + 30) - COLUMN, break_on_hyphens=False) or [""]
+    column = 34  # column at which descriptions start
+    indent = " " * column
+    body = textwrap.wrap(text, max(width, column + 30) - column, break_on_hyphens=False) or [""]
     head = f"  {names}"
-    lines = [head.ljust(COLUMN) + body[0]] if len(head) <= COLUMN - 2 else [head, indent + body[0]]
+    lines = [head.ljust(column) + body[0]] if len(head) <= column - 2 else [head, indent + body[0]]
     return lines + [indent + line for line in body[1:]]
 
 

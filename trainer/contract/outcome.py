@@ -38,10 +38,6 @@ SAVE_TIMEOUT_S = 60.0
 
 LOST_PEER_KINDS = ("lost_peer", "stalled", "left_early", "silent")
 """Kinds of failures that follow from the loss of another rank."""
-RESERVED_NODE_BYTES = 4096
-"""Space reserved for a node's outcome, without its ranks and a traceback."""
-RESERVED_RANK_BYTES = 128
-"""Space reserved for each rank in its node's outcome."""
 
 
 class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -108,9 +104,11 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     def reserve(path: Path, *, ranks: int) -> None:
         """Fill the file with blanks, so that ``write`` has space even on a full disk; readers skip a blank file."""
         path.unlink(missing_ok=True)
+        reserved_node_bytes = 4096  # space reserved for a node's outcome, without its ranks and a traceback
+        reserved_rank_bytes = 128  # space reserved for each rank in its node's outcome
         with contextlib.suppress(OSError):  # a full disk has no space to reserve
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b" " * (RESERVED_NODE_BYTES + RESERVED_RANK_BYTES * ranks))
+            path.write_bytes(b" " * (reserved_node_bytes + reserved_rank_bytes * ranks))
 
     def write(self, path: Path) -> None:
         """Write the file atomically; on a full disk overwrite the reserved one in place, without the traceback.

@@ -14,9 +14,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-MAX_TENSORS = 64
-"""Maximum tensors in a pickled dataset: each takes an open file in both processes, which may have 1024."""
-
 MAX_BYTES = 64 << 20
 """Maximum bytes of a pickled dataset: every worker gets its own copy, whereas forked workers share the memory."""
 
@@ -49,7 +46,9 @@ class _TrialPickler(ForkingPickler):
         if isinstance(value, Tensor):
             self._tensors += 1
             self._bytes += value.untyped_storage().nbytes()
-        if self._tensors > MAX_TENSORS or self._bytes > MAX_BYTES:
+        # Maximum tensors in a pickled dataset: each takes an open file in both processes, which may have 1024.
+        max_tensors = 64
+        if self._tensors > max_tensors or self._bytes > MAX_BYTES:
             raise _NotPicklableError
         module = getattr(value, "__module__", None) if callable(value) else type(value).__module__
         if not (isinstance(module, str) and _is_importable(module)):

@@ -65,11 +65,6 @@ __all__ = [
     "sum_async",
 ]
 
-_DESTROY_DELAY_S = 0.1
-"""Pause before the group is destroyed, see ``shutdown``."""
-_STORE_LINGER_S = 2.0
-"""Maximum time for which rank 0 keeps the store open for ranks that have not left yet."""
-
 
 @dataclass
 class _GroupState:
@@ -284,9 +279,10 @@ def shutdown(*, abort: bool = False) -> None:
     group, _group = _group, None
     if group is not None and not abort:  # a rank that aborts has reported its failure, or counts as lost
         group.leave()
+    destroy_delay_s = 0.1  # pause before the group is destroyed, see ``shutdown``
     if dist.is_initialized() and not abort:
         world_size = dist.get_world_size()
-        time.sleep(_DESTROY_DELAY_S)
+        time.sleep(destroy_delay_s)
         dist.destroy_process_group()
         if group is not None:
             leave_store(group.rdzv.store, group.rank, world_size)
@@ -319,11 +315,12 @@ def describe_lost_peers() -> str:
 def leave_store(store: Store, rank: int, world_size: int) -> None:
     """Mark this rank as gone; rank 0 waits for the marks of all, briefly, because a peer may have died."""
     keys = [f"left/{other}" for other in range(1, world_size)]
+    store_linger_s = 2.0  # maximum time for which rank 0 keeps the store open for ranks that have not left yet
     try:
         if rank != 0:
             store.set(f"left/{rank}", "")
             return
-        deadline = time.monotonic() + _STORE_LINGER_S
+        deadline = time.monotonic() + store_linger_s
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.005)
     except RuntimeError:

@@ -24,8 +24,6 @@ Number = TypeVar("Number", Tensor, float, int)
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-BROADCAST_BYTES = 64 << 20
-"""Bytes of a broadcast that are on the GPU at a time: a checkpoint may be larger than its free memory."""
 
 Group = dist.ProcessGroup | None
 """A group of ranks; None is that of all."""
@@ -271,7 +269,9 @@ def broadcast_object(data: Any, src_rank: int = 0, group: Group = None, dist_dev
     size = _on_backend_device(torch.tensor([mine.numel()], dtype=torch.int64), group)
     dist.broadcast(size, src_rank, group=group)
     data_bytes = mine if sends else torch.empty(int(size), dtype=torch.uint8)
-    for piece in torch.split(data_bytes, BROADCAST_BYTES):
+    # Bytes of a broadcast that are on the GPU at a time: a checkpoint may be larger than its free memory.
+    broadcast_bytes = 64 << 20
+    for piece in torch.split(data_bytes, broadcast_bytes):
         wire = _on_backend_device(piece, group)
         dist.broadcast(wire, src_rank, group=group)
         if not sends and wire.data_ptr() != piece.data_ptr():

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 ENTRIES = "2000"
 """Size of the recorder: the default of newer torch versions; older ones record nothing by default."""
-SHOWN = 3
-"""Collectives named in one line."""
 OLD_NAMES = {
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -82,7 +80,8 @@ def describe_collectives(recorded: dict[str, Any]) -> str:
     entries: Sequence[dict[str, Any]] = sorted(recorded.get("entries", ()), key=lambda entry: int(entry["record_id"]))
     if not entries:
         return ""
-    last = ", ".join(_entry(entry) for entry in entries[-SHOWN:])
+    shown = 3  # collectives named in one line
+    last = ", ".join(_entry(entry) for entry in entries[-shown:])
     status = recorded.get("pg_status", {}).get(str(entries[-1]["pg_id"]), {})
     begun, done = status.get("last_enqueued_collective"), status.get("last_completed_collective")
     progress = f"; {done} of {begun} are complete" if begun is not None and done is not None else ""

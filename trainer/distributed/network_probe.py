@@ -39,13 +39,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Environment variable with the interfaces of NCCL: names or prefixes, one or several."""
 
-PROBE_TIMEOUT_S = 10.0
-"""Time-out of the connections between machines; enough for TCP to send its first packet three times."""
-EXCHANGE_TIMEOUT_S = 30.0
-"""Time-out for another machine's endpoint or probe result in the store."""
-MAX_UNREACHABLE_LISTED = 4
-"""Maximum number of unreachable pairs in the message."""
-
 
 class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
     """Port and addresses on which a machine listens during the probe."""
@@ -77,7 +70,8 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
         return "lo" if requested is None and "lo" in names else None
     here = next(index for index, machine in enumerate(result.machines) if mine.rank in machine.ranks)
     keys = PrefixStore(KEY_PREFIX, rdzv.store)
-    wait = Wait(EXCHANGE_TIMEOUT_S, None)
+    exchange_timeout_s = 30.0  # time-out for another machine's endpoint or probe result in the store
+    wait = Wait(exchange_timeout_s, None)
     try:
         if mine.rank == result.machines[here].ranks[0]:
             # NCCL interprets its own setting, which may be a prefix or a list.
@@ -173,7 +167,9 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
         for index, endpoint in enumerate(endpoints)
         if index != here and endpoint.addresses
     }
-    failed = unreachable(tried, max(min(PROBE_TIMEOUT_S, wait.left_s), 0.1))
+    # Time-out of the connections between machines; enough for TCP to send its first packet three times.
+    probe_timeout_s = 10.0
+    failed = unreachable(tried, max(min(probe_timeout_s, wait.left_s), 0.1))
     keys.set(f"unreachable/{here}", _to_json(failed))
     if here != 0:
         return
@@ -186,8 +182,9 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
             f"{machine.host} cannot reach {machines[other].name} at {endpoints[other].addresses[0]} ({why})"
             for other, why in failed.items()
         ]
-    refusal = ", ".join(pairs[:MAX_UNREACHABLE_LISTED]) + (
-        f" and {len(pairs) - MAX_UNREACHABLE_LISTED} more" if len(pairs) > MAX_UNREACHABLE_LISTED else ""
+    max_unreachable_listed = 4  # maximum number of unreachable pairs in the message
+    refusal = ", ".join(pairs[:max_unreachable_listed]) + (
+        f" and {len(pairs) - max_unreachable_listed} more" if len(pairs) > max_unreachable_listed else ""
     )
     if refusal:
         refusal += (

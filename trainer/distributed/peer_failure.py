@@ -26,12 +26,8 @@ PEER_FAILURE_PREFIX = "gputrain-peer-failure"
 
 REPORT_TIMEOUT_S = 0.5
 """Time-out for writing a report: the connection to the store may be lost too."""
-STORE_LINGER_S = 0.5
-"""Time for which rank 0, whose process serves the store, waits for the others to read it."""
 COLLECT_TIMEOUT_S = 4.0
 """Time-out for the reports of the other ranks."""
-COLLECT_IDLE_S = 1.5
-"""No more reports are expected this long after the last: all ranks notice a failure at almost the same time."""
 
 
 class PeerReport(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -61,17 +57,20 @@ def describe_lost_peers(
         _write_report(keys, rank, "")
         _close_connections(rdzv.port)
         deadline = time.monotonic() + COLLECT_TIMEOUT_S
-        idle_at = time.monotonic() + COLLECT_IDLE_S
+        # No more reports are expected this long after the last: all ranks notice a failure at almost the same time.
+        collect_idle_s = 1.5
+        idle_at = time.monotonic() + collect_idle_s
         while len(reports) < world_size and time.monotonic() < min(deadline, idle_at):
             for other in range(world_size):
                 if other not in reports and keys.check([str(other)]):
                     reports[other] = msgspec.json.decode(keys.get(str(other)), type=PeerReport)
-                    idle_at = time.monotonic() + COLLECT_IDLE_S
+                    idle_at = time.monotonic() + collect_idle_s
             time.sleep(0.02)
 
     store_answered = run_with_timeout(COLLECT_TIMEOUT_S + REPORT_TIMEOUT_S, collect)
+    store_linger_s = 0.5  # time for which rank 0, whose process serves the store, waits for the others to read it
     if rank == 0:
-        time.sleep(STORE_LINGER_S)
+        time.sleep(store_linger_s)
     # Rank 0's process serves the store: a store that ends after rank 0's report was closed, not lost.
     return attribute_failure(
         machines,

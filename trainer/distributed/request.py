@@ -14,10 +14,6 @@ import msgspec
 from trainer.contract.errors import RequestError
 from trainer.distributed.collectives import all_gather_list
 
-NAMED = 3
-"""Differing values listed in a refusal; the rest is counted."""
-LONGEST = 120
-"""Maximum characters of a value in a refusal: enough for a path, too few for a list of a thousand batch sizes."""
 ABSENT = "none"
 """Shown for a value that a rank does not have."""
 
@@ -38,12 +34,13 @@ def disagreement(first: RankRequest, second: RankRequest) -> str:
     names = [name for name in {**low.values, **high.values} if low.values.get(name) != high.values.get(name)]
     if not names:
         return ""
+    named = 3  # differing values listed in a refusal; the rest is counted
     differences = [
         f"{name}: {_shown(low, name)} on rank {low.rank} ({low.process}), "
         f"{_shown(high, name)} on rank {high.rank} ({high.process})"
-        for name in names[:NAMED]
+        for name in names[:named]
     ]
-    more = f"; and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    more = f"; and {len(names) - named} more" if len(names) > named else ""
     return f"ranks have different settings: {'; '.join(differences)}{more}"
 
 
@@ -63,4 +60,6 @@ def require_same(values: Mapping[str, str]) -> None:
 
 def _shown(request: RankRequest, name: str) -> str:
     value = request.values.get(name, ABSENT)
-    return value if len(value) <= LONGEST else f"{value[: LONGEST - 1]}…"
+    # Maximum characters of a value in a refusal: enough for a path, too few for a list of a thousand batch sizes.
+    longest = 120
+    return value if len(value) <= longest else f"{value[: longest - 1]}…"

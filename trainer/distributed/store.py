@@ -29,8 +29,6 @@ REPORT_EVERY_S = 1.0
 KEY_PREFIX = "gputrain-join"
 """Prefix of the rendezvous keys; a store file without it was not written by this package."""
 
-NO_ROUTE_S = 10.0
-"""Time-out while there is no route to rank 0's host: a machine that boots gets its network within seconds."""
 
 FILE_SETTLE_S = 2.0
 """Time-out for the first registration in a store file that a peer has just created."""
@@ -160,6 +158,8 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
     others = [other for other in range(world_size) if other != rank]
     reason = "no attempt was made"
     no_route_since: float | None = None
+    # Time-out while there is no route to rank 0's host: a machine that boots gets its network within seconds.
+    no_route_s = 10.0
     while True:
         no_route = False
         try:
@@ -173,7 +173,7 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
         except DistError:
             reason = "something else listens there, not the store of a process group"
         no_route_since = (no_route_since or time.monotonic()) if no_route else None
-        if no_route_since is not None and time.monotonic() - no_route_since >= min(NO_ROUTE_S, wait.timeout_s):
+        if no_route_since is not None and time.monotonic() - no_route_since >= min(no_route_s, wait.timeout_s):
             raise JoinTimeoutError(
                 f"there is no route from {socket.gethostname()} to rank 0 at {host}:{port} ({reason}): "
                 "use an address of rank 0's machine to which this machine has a route"

@@ -19,10 +19,6 @@ from trainer.distributed.encoding import encode
 
 SAMPLES = 32
 """Number of samples; if a tenth of the data was altered, they show it with a probability of 97 %."""
-BUDGET_S = 1.0
-"""Seconds after which no further sample is read, since training waits for it."""
-_SEED = 0
-"""Seed for reading samples, so that random augmentation is the same each time."""
 
 
 class DataSample:
@@ -86,13 +82,15 @@ class DataSample:
         began = time.monotonic()
         found: list[str] = []
         reader = BatchLoader(self._dataset, self._digest, num_workers=self._num_workers, pin_memory=False)
-        read = reader.read(range(len(self._dataset)), indices, lambda index: (index, index + 1), seed=_SEED)
+        seed = 0  # seed for reading samples, so that random augmentation is the same each time
+        read = reader.read(range(len(self._dataset)), indices, lambda index: (index, index + 1), seed=seed)
+        budget_s = 1.0  # seconds after which no further sample is read, since training waits for it
         try:
             with keep_random_state():
                 for index in indices:
-                    seed_all(mix_seed(_SEED, index))  # as a loader process does
+                    seed_all(mix_seed(seed, index))  # as a loader process does
                     found.append(next(read).batch)
-                    if time.monotonic() - began > BUDGET_S:
+                    if time.monotonic() - began > budget_s:
                         break
         except Exception:  # noqa: BLE001 - training raises the same error when it reads the sample
             return found

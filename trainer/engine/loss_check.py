@@ -22,8 +22,6 @@ from trainer.engine.model import keep_buffers, to_device
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 
-SAME = 0.01
-"""Relative difference of losses that are taken as equal: bf16 has 8 bits."""
 _SEED = 0
 
 
@@ -128,6 +126,7 @@ def _compare(
 
     metrics: tuple[str, ...] | None = None
     means: list[tuple[float, float]] = []
+    same = 0.01  # relative difference of losses that are taken as equal: bf16 has 8 bits
     for one, two in batches.pairs:
         single, count, sums = loss(one)
         double, double_count, _ = loss(two)
@@ -136,7 +135,7 @@ def _compare(
                 metrics = tuple(task.metrics(sums, count))
             except ArithmeticError:  # such as a precision without positives
                 metrics = None
-        if single and count and math.isclose(double, single, rel_tol=SAME) and double_count > 1.5 * count:
+        if single and count and math.isclose(double, single, rel_tol=same) and double_count > 1.5 * count:
             means.append((single, double_count))
     if means and len(means) == len(batches.pairs):
         value, count = means[0]

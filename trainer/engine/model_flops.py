@@ -24,10 +24,6 @@ from trainer.engine.flop_formulas import BY_CUDNN, FORMULAS, UNCOUNTED
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
-MAX_SHAPES = 8
-"""Maximum number of batch shapes to count, each of which slows one micro-step; if these agree, others will."""
-TOLERANCE = 0.01
-"""Relative difference up to which two counts agree; utilization is shown in whole percents."""
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional")
 """Namespaces whose costly operators are all known here; the operations of other kernels cannot be counted."""
 _FORMATS: Mapping[torch.dtype, NumberFormat] = {
@@ -167,12 +163,15 @@ class FlopCount:
 
     def _note(self, flops: Mapping[NumberFormat, int], samples: int) -> None:
         per_sample, written = sum(flops.values()) / samples, self._written
+        tolerance = 0.01  # relative difference up to which two counts agree; utilization is shown in whole percents
         if written is None and per_sample:
             self._write(self._event(flops, per_sample))
-        elif written is not None and abs(per_sample - written.flops_per_sample) > TOLERANCE * written.flops_per_sample:
+        elif written is not None and abs(per_sample - written.flops_per_sample) > tolerance * written.flops_per_sample:
             self._write(structs.replace(written, time=time.time(), varies=True))
             self._counts = False
-        if not per_sample or len(self._shapes) == MAX_SHAPES:
+        # Maximum number of batch shapes to count, each of which slows one micro-step; if these agree, others will.
+        max_shapes = 8
+        if not per_sample or len(self._shapes) == max_shapes:
             self._counts = False
 
     def _event(self, flops: Mapping[NumberFormat, int], per_sample: float) -> record.ModelFlops:

@@ -19,9 +19,6 @@ from trainer.environments.decision import (
 )
 from trainer.environments.hostlist import expand, task_counts
 
-FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""Lowest reserved step id (slurm.h), of batch scripts and interactive shells, which are no parallel steps."""
-
 FIRST_DERIVED_PORT, DERIVED_PORT_PAIRS = 12_000, 9_000
 """Derived ports are pairs from 12000 to 29999, below Linux's ephemeral ports (32768 on)."""
 
@@ -43,7 +40,9 @@ TOTAL_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 def is_task(environ: Mapping[str, str]) -> bool:
     """Whether this process is a task of a parallel step, and not a batch script or a salloc shell."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
-    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    # Lowest reserved step id (slurm.h), of batch scripts and interactive shells, which are no parallel steps.
+    first_special_step = 0xFFFF_FFF0
+    return step.isdecimal() and int(step) < first_special_step
 
 
 def is_requeued(environ: Mapping[str, str]) -> bool:

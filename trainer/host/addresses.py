@@ -19,8 +19,6 @@ SYS_NET = Path("/sys/class/net")
 
 SIOCGIFCONF, SIOCGIFFLAGS, SIOCGIFNETMASK = 0x8912, 0x8913, 0x891B
 """Ioctl numbers of interfaces, from ``linux/sockios.h``."""
-IFF_RUNNING = 0x40
-"""Flag of an interface that is up and has a carrier, from ``linux/if.h``."""
 IFREQ_BYTES = 40
 """Size of ``struct ifreq``: a name of 16 bytes, then the requested value, an IPv4 address at byte 20."""
 MAX_ADDRESSES = 1024
@@ -97,7 +95,8 @@ def is_interface_up(name: str) -> bool:
             (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, SIOCGIFFLAGS, request), 16)
     except OSError:
         return False
-    return bool(flags & IFF_RUNNING)
+    iff_running = 0x40  # flag of an interface that is up and has a carrier, from ``linux/if.h``
+    return bool(flags & iff_running)
 
 
 def networks() -> tuple[Network, ...]:

@@ -10,10 +10,6 @@ import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
-TRIM_BYTES = 1 << 29
-"""Free memory kept at the end of the heap: more than the temporaries of a step on CPU ranks."""
-MMAP_BYTES = 1 << 25
-"""Size from which a block gets its own mapping; the maximum that glibc allows."""
 USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 """Environment variables with which a user configures malloc or replaces it."""
 
@@ -25,4 +21,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is None:
         return False
-    return bool(mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)) and bool(mallopt(M_TRIM_THRESHOLD, TRIM_BYTES))
+    trim_bytes = 1 << 29  # free memory kept at the end of the heap: more than the temporaries of a step on CPU ranks
+    mmap_bytes = 1 << 25  # size from which a block gets its own mapping; the maximum that glibc allows
+    return bool(mallopt(M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, trim_bytes))

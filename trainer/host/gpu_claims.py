@@ -24,10 +24,6 @@ from trainer.host.proc_files import PROC, read_bytes
 
 MACHINE = "GPUTRAIN_GPU_CLAIMS"
 """Environment variable: runs with different values have claims of their own, as if on different machines."""
-MAX_NAME_BYTES = 107
-"""Maximum length of a socket's name."""
-SOCKET_PATH = 7
-"""Index of the name in a line of ``/proc/net/unix``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +71,7 @@ def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping
         GpuClaimError: the kernel refuses a claim.
         GpuTakenError: another process has claimed one of them.
     """
+    max_name_bytes = 107  # maximum length of a socket's name
     with contextlib.ExitStack() as stack:
         for uuid in dict.fromkeys(uuids):
             name = _name(uuid, environ)
@@ -82,7 +79,7 @@ def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping
                 if not shared:
                     stack.enter_context(_held(name))
                 # Who holds it, and that it is shared: the names of all sockets can be read by everybody.
-                holder = f"{name}/{'s' if shared else 'a'}/{os.getpid()}/{os.getuid()}/{_plain(run)}"[:MAX_NAME_BYTES]
+                holder = f"{name}/{'s' if shared else 'a'}/{os.getpid()}/{os.getuid()}/{_plain(run)}"[:max_name_bytes]
                 stack.enter_context(_held(holder))
             except OSError as error:
                 if error.errno != errno.EADDRINUSE and not shared:
@@ -130,8 +127,9 @@ def _plain(text: str) -> str:
 def _socket_names() -> list[str]:
     """Return the abstract names of this network namespace."""
     lines = read_bytes(PROC / "net/unix").decode("utf-8", "replace").splitlines()
-    words = (line.split(None, SOCKET_PATH) for line in lines)
-    return [found[SOCKET_PATH][1:] for found in words if len(found) > SOCKET_PATH and found[SOCKET_PATH][0] == "@"]
+    socket_path = 7  # index of the name in a line of ``/proc/net/unix``
+    words = (line.split(None, socket_path) for line in lines)
+    return [found[socket_path][1:] for found in words if len(found) > socket_path and found[socket_path][0] == "@"]
 
 
 def _holders(name: str, names: Sequence[str]) -> list[GpuClaim]:

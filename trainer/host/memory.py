@@ -10,9 +10,6 @@ from pathlib import Path
 
 from trainer.host.proc_files import CGROUP, PROC, read_number, read_text
 
-NO_LIMIT_BYTES = 1 << 60
-"""Cgroups of version 1 show a number near 2^63 where there is no limit."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -94,7 +91,8 @@ class MemoryGroup:
         while folder.is_relative_to(self.root):
             limits += [read_number(folder / name) for name in ("memory.limit_in_bytes", "memory.max")]
             folder = folder.parent
-        return min((limit for limit in limits if limit is not None and limit < NO_LIMIT_BYTES), default=None)
+        no_limit_bytes = 1 << 60  # cgroups of version 1 show a number near 2^63 where there is no limit
+        return min((limit for limit in limits if limit is not None and limit < no_limit_bytes), default=None)
 
 
 def read_memory_group(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryGroup | None:

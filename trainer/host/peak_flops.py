@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 NumberFormat = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 """Number format of matrix products."""
 
-_TERA = 1e12
 _BRAND = re.compile(r"(NVIDIA )?(TESLA |GEFORCE )?")
 
 
@@ -70,8 +69,9 @@ def peak_flops_per_s(gpu: str, multiprocessors: int, number_format: NumberFormat
     name = gpu.upper()
     brand = _BRAND.match(name)
     assert brand is not None, "every part of the pattern may be absent"
+    tera = 1e12
     for kind in _KINDS:
         if re.fullmatch(kind.name, name[brand.end() :]):
             peak = kind.teraflops.get(number_format)
-            return None if peak is None or multiprocessors != kind.multiprocessors else peak * _TERA
+            return None if peak is None or multiprocessors != kind.multiprocessors else peak * tera
     return None

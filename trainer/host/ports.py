@@ -11,8 +11,6 @@ from trainer.host.proc_files import PROC, read_text
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Range of ``free_port``: below the ephemeral ports of Linux, so that no outgoing connection takes the port between
 the check and the moment at which rank 0 listens."""
-ATTEMPTS = 200
-"""Ports to try before the kernel chooses one; when so many are taken, nearly all are."""
 
 
 def bind_error(port: int) -> int:
@@ -41,7 +39,8 @@ def free_port(draw: random.Random | None = None) -> int:
     """Return a free port of this machine, drawn at random so that runs started at the same time differ."""
     # Not from the training's seed: runs that start together must not try the same ports.
     draw = draw or random.SystemRandom()
-    for _ in range(ATTEMPTS):
+    attempts = 200  # ports to try before the kernel chooses one; when so many are taken, nearly all are
+    for _ in range(attempts):
         port = draw.randint(FIRST_PORT, LAST_PORT)
         if is_port_free(port):
             return port

@@ -22,9 +22,6 @@ from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from trainer.host.processes import exists
 from trainer.host.stop_request import NOW_SIGNAL, SAVE_SIGNALS, STACK_SIGNAL
 
-PARENT_POLL_S = 0.2
-"""Seconds between two checks of the parent on kernels before 5.3, which have no pidfd."""
-
 
 def die_with_parent_process() -> None:
     """Have the kernel kill this process when the thread that started it ends; inherited by exec, not by fork."""
@@ -59,6 +56,7 @@ def die_with_process(parent_pid: int) -> None:
 
 
 def _watch(parent_pid: int, handle: int) -> None:
+    parent_poll_s = 0.2  # seconds between two checks of the parent on kernels before 5.3, which have no pidfd
     if handle >= 0:
         # A pidfd becomes readable when its process ends.
         waiter = select.poll()
@@ -67,7 +65,7 @@ def _watch(parent_pid: int, handle: int) -> None:
             pass
     else:
         while exists(parent_pid):
-            time.sleep(PARENT_POLL_S)
+            time.sleep(parent_poll_s)
     _kill_self()
 
 

@@ -21,10 +21,6 @@ RANK_BYTES = 20 << 20
 its model."""
 SCRIPT_BYTES = 5 << 20
 """Minimum private memory of a script's process, which may run without torch."""
-FILES_PER_RANK = 2
-"""Descriptors that the node agent holds open for each rank: the pipe to it and its pidfd or sentinel."""
-OTHER_FILES = 16
-"""Descriptors that the node agent holds open besides those."""
 
 
 SHM = Path("/dev/shm")
@@ -50,8 +46,11 @@ class ResourceLimits:
         limits: list[tuple[int, str]] = []
         if self.processes is not None:
             limits.append((self.processes, f"{self.processes} processes are allowed"))
+        # Descriptors that the node agent holds open for each rank: the pipe to it and its pidfd or sentinel.
+        files_per_rank = 2
+        other_files = 16  # descriptors that the node agent holds open besides those
         if self.files is not None:
-            limits.append(((self.files - OTHER_FILES) // FILES_PER_RANK, f"a process may open {self.files} files"))
+            limits.append(((self.files - other_files) // files_per_rank, f"a process may open {self.files} files"))
         if self.memory_bytes is not None:
             why = f"{self.memory_bytes / (1 << 30):.1f} GiB of memory, and a rank takes {rank_bytes >> 20} MiB or more"
             limits.append((self.memory_bytes // rank_bytes, why))

@@ -21,8 +21,6 @@ from trainer.host.processes import descendants, environ_value
 from trainer.host.temporary_folder import SHORT, system_folder, temporary_folders
 
 FILE = "unmarked.json"
-MAX_NODES = 256
-"""Nodes of a run whose lists are looked for on this machine, where few run."""
 
 _decode = msgspec.json.Decoder(list[ProcessIdentity])
 
@@ -50,8 +48,9 @@ class UnmarkedProcesses:
 
 def unmarked_processes(run_dir: Path) -> Iterator[ProcessIdentity]:
     """Yield the listed processes of a run that still live."""
+    max_nodes = 256  # nodes of a run whose lists are looked for on this machine, where few run
     for within in {system_folder(), SHORT}:
-        for folder in temporary_folders(run_dir, range(MAX_NODES), within):
+        for folder in temporary_folders(run_dir, range(max_nodes), within):
             try:
                 listed = read_json(folder / FILE, _decode)
             except RecordError:

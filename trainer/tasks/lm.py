@@ -20,9 +20,6 @@ from trainer.tasks import cache
 from trainer.tasks.sources import Splits, read_pieces, text_splits
 from trainer.tasks.task import Task
 
-BYTE_VALUES = 256
-"""Size of the vocabulary."""
-
 
 class Windows:
     """Dataset of consecutive windows of a text, each with the byte that follows it."""
@@ -85,7 +82,8 @@ class Decoder(nn.Module):
 
     def __init__(self, options: LmOptions) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(BYTE_VALUES, options.dim)
+        byte_values = 256  # size of the vocabulary
+        self.embedding = nn.Embedding(byte_values, options.dim)
         self.cosine: Tensor
         self.sine: Tensor
         cosine, sine = _angles(options.context, options.dim // options.heads)

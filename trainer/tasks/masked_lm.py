@@ -29,8 +29,6 @@ class BertSize(NamedTuple):
 
 
 PRESETS = {"tiny": BertSize(2, 128, 2), "base": BertSize(12, 768, 12)}
-MAX_POSITIONS = 512
-"""Rows of BERT's position embedding, for any sequence length."""
 
 
 class Sequences:
@@ -89,7 +87,8 @@ class Bert(nn.Module):
     def __init__(self, shape: BertSize, *, vocabulary: int, dropout: float) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, shape.dim)
-        self.positions = nn.Embedding(MAX_POSITIONS, shape.dim)
+        max_positions = 512  # rows of BERT's position embedding, for any sequence length
+        self.positions = nn.Embedding(max_positions, shape.dim)
         # Without sentence pairs all tokens are of the first segment; the table keeps BERT's shape.
         self.segments = nn.Embedding(2, shape.dim)
         self.norm = nn.LayerNorm(shape.dim, eps=1e-12)

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-MAX_ALPHABET = 1000
-"""Maximum characters of a trained vocabulary; words with rarer ones become [UNK]."""
-LINES_PER_BATCH = 2048
-"""Lines per call of the tokenizer, which splits them over its threads."""
 
 
 class WordPieceVocabulary(NamedTuple):
@@ -112,7 +108,8 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
     for line in _lines(pieces):
         counts.update(normalize(line))
     letters = sorted(char for char in counts if not char.isspace())
-    kept = sorted(sorted(letters, key=lambda char: -counts[char])[:MAX_ALPHABET])
+    max_alphabet = 1000  # maximum characters of a trained vocabulary; words with rarer ones become [UNK]
+    kept = sorted(sorted(letters, key=lambda char: -counts[char])[:max_alphabet])
     rare = dict.fromkeys(map(ord, set(letters) - set(kept)), " ")
     trainer = WordPieceTrainer(
         vocab_size=size,
@@ -198,9 +195,10 @@ def _tokenise(tokenizer: Tokenizer, pieces: Sequence[Piece], path: Path) -> None
 
 def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
+    lines_per_batch = 2048  # lines per call of the tokenizer, which splits them over its threads
     for line in lines:
         batch.append(line)
-        if len(batch) == LINES_PER_BATCH:
+        if len(batch) == lines_per_batch:
             yield batch
             batch = []
     if batch:

@@ -69,10 +69,6 @@ class Clock(Protocol):
         ...
 
 
-RUN_DELAY_INTERVAL_S = 50e-6
-"""Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is negligible."""
-
-
 class HostClock:
     """Clock of a CPU rank; a mark is ready at once.
 
@@ -99,7 +95,10 @@ class HostClock:
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return the time and the run delay."""
         now = self._clock()
-        if waits and now - self._read_s > RUN_DELAY_INTERVAL_S and self._waits is not None:
+        # Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is
+        # negligible.
+        run_delay_interval_s = 50e-6
+        if waits and now - self._read_s > run_delay_interval_s and self._waits is not None:
             self._waited, self._read_s = self._waits(), now
         return now, self._waited
 

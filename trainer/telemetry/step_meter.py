@@ -40,11 +40,6 @@ NEXT_PHASE: dict[Phase | None, str] = {
     "excluded": "data",
 }
 """Phase after each phase, in a loop whose laps follow each other without a gap; None is the start of a step."""
-LONG_PHASE_S = 5.0
-"""Minimum time of a phase before it is reported as long, seconds."""
-LONG_PHASE_STEPS = 4.0
-"""Minimum time of a phase before it is reported as long, in multiples of the longest recent step; a compilation is
-reported sooner, since the longest step may have been another one."""
 
 
 class StepMeter:
@@ -334,7 +329,8 @@ class StepMeter:
         if self._paused or progress != self._progress:
             self._progress, self._progress_s, self._reported_part = progress, now, None
         waited_s = now - self._progress_s
-        if waited_s < LONG_PHASE_S:
+        long_phase_s = 5.0  # minimum time of a phase before it is reported as long, seconds
+        if waited_s < long_phase_s:
             return
         phases = self._phases.copy()  # the training thread appends to it
         part: Any = self.part_after(phases[-1] if phases else None)
@@ -342,8 +338,11 @@ class StepMeter:
             part = "sync"
         elif is_compiling():
             part = "compile"
+        # Minimum time of a phase before it is reported as long, in multiples of the longest recent step; a
+        # compilation is reported sooner, since the longest step may have been another one.
+        long_phase_steps = 4.0
         if part == self._reported_part or (
-            part != "compile" and waited_s < LONG_PHASE_STEPS * self._recorder.longest_s
+            part != "compile" and waited_s < long_phase_steps * self._recorder.longest_s
         ):
             return
         self._reported_part = part

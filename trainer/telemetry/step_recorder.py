@@ -16,8 +16,6 @@ from trainer.telemetry.step_events import StepReading, merge, step_event, synchr
 
 MERGE_INTERVAL_S = 0.05
 """Steps that end within this time share an event, which bounds the record to some 20 events a second."""
-LONGEST_DECAY = 0.9
-"""Factor by which the longest recent step shrinks with each further step."""
 
 
 class StepRecorder:
@@ -118,7 +116,8 @@ class StepRecorder:
         clock.release(reading.marks[:-1])  # the last one is the first of the next step
         for buckets in reading.syncs:
             clock.release(buckets.marks())
-        self.longest_s = max(LONGEST_DECAY * self.longest_s, (event.step_ms or 0.0) * 1e-3)
+        longest_decay = 0.9  # factor by which the longest recent step shrinks with each further step
+        self.longest_s = max(longest_decay * self.longest_s, (event.step_ms or 0.0) * 1e-3)
         self._unmerged.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
         if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:

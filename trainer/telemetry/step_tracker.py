@@ -23,8 +23,6 @@ from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
-GROUP_STEPS = 3
-"""Steps after which the ranks of a script must have a process group."""
 NESTING = 4
 """Maximum depth of nested lists and dictionaries in which a batch's tensors are searched for."""
 
@@ -170,7 +168,8 @@ class StepTracker:
             if _is_checked(self.step, self._checksum_every):
                 self._begin_checksum()
                 self.meter.start()
-        if self.step == self._first_step + GROUP_STEPS and self._rank == 0:
+        group_steps = 3  # steps after which the ranks of a script must have a process group
+        if self.step == self._first_step + group_steps and self._rank == 0:
             self._check_process_group()
 
     def check_last_step(self) -> None:

@@ -35,10 +35,6 @@ DEBOUNCE_S = 0.15
 
 TALL_LINES = 32
 """Fewest lines of a screen with a blank line before the preflight."""
-LEAST_FORM_LINES = 6
-"""Fewest lines of the form, however many the preflight needs."""
-LEAST_PLAN_LINES = 4
-"""Fewest lines of the plan then: title, column names, first node, number of hidden lines."""
 
 UNTRIED_FIELDS = ("task", "host")
 """Fields not validated while being typed: a task is imported in a process, a host is contacted by ssh."""
@@ -199,9 +195,11 @@ class RecipePage(Page):
         room = self.query_one("#sheet").size.height - self.query_one("#under").size.height
         room -= self.size.height >= TALL_LINES
         plan_lines = max(self.size.height // 3 - 2, 6)
-        lines = min(summary.lines(summary.size.width), max(room - LEAST_FORM_LINES - LEAST_PLAN_LINES, 1))
+        least_form_lines = 6  # fewest lines of the form, however many the preflight needs
+        least_plan_lines = 4  # fewest lines of the plan then: title, column names, first node, number of hidden lines
+        lines = min(summary.lines(summary.size.width), max(room - least_form_lines - least_plan_lines, 1))
         summary.styles.height = lines
-        plan.styles.height = min(plan_lines, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
+        plan.styles.height = min(plan_lines, max(room - least_form_lines - lines, least_plan_lines))
 
     def _open_warm_pool(self) -> None:
         """Start a process that loads torch ahead of the launch."""

@@ -13,8 +13,6 @@ from gputrain_tui.tables import duration
 
 FINE = 4
 """Columns of equally many steps that are read per column of another axis, so that few of its columns stay empty."""
-ZOOM_RATIO = 2
-"""Ratio of the numbers of steps before and after zooming once."""
 LEAST_STEPS = 8
 """Fewest steps to show."""
 
@@ -55,7 +53,8 @@ class ChartView:
         """Show half as many steps, around the cursor or else the newest ones; if not ``closer``, twice as many."""
         first, last = self.span or default_span
         count = last - first + 1
-        count = max(count // ZOOM_RATIO, LEAST_STEPS) if closer else count * ZOOM_RATIO
+        zoom_ratio = 2  # ratio of the numbers of steps before and after zooming once
+        count = max(count // zoom_ratio, LEAST_STEPS) if closer else count * zoom_ratio
         if count >= default_span[1] - default_span[0] + 1:
             self.span = None
             return

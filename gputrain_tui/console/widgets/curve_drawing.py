@@ -31,18 +31,10 @@ BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
 """Limits of a drawn number's absolute value, so that differences and quotients stay finite."""
-MEAN_FROM_CELLS = 70
-"""Fewest cells of a chart whose title has the word ``mean`` after the newest loss."""
 LR_FROM_LINES = 10
 """Fewest lines of a chart that has a strip of the learning rate."""
 LABEL_CELLS = 6
 """Cells of a y label."""
-USUAL_SHARE = 0.95
-"""Share of the columns that fit below the top if spikes are cropped."""
-SPIKE_RATIO = 2.5
-"""Ratio of the greatest to the usual height from which spikes are cropped; below it, both can be read."""
-NEWEST_COLUMNS = 8
-"""Newest columns whose medians are never cropped: a new level is no spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +122,8 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     if curve.readout is not None:
         return curve.readout
     left: Row = [(curve.title, "title"), (" ", "base"), (_value_text(curve, curve.value), "bright")]
-    mean = "mean" if curve.is_loss and curve.ranks > 1 and width >= MEAN_FROM_CELLS else ""
+    mean_from_cells = 70  # fewest cells of a chart whose title has the word ``mean`` after the newest loss
+    mean = "mean" if curve.is_loss and curve.ranks > 1 and width >= mean_from_cells else ""
     left += [(f" {word}", "dim") for word in (curve.unit, mean) if word]
     if curve.rank is not None:
         left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
@@ -159,11 +152,15 @@ def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, 
 def _usual_top(curve: Curve, low: float) -> float:
     """Return the top of the axis that crops rare spikes; infinite if there are none."""
     highs = sorted(value for value in curve.window.high if isfinite(value))
-    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * NEWEST_COLUMNS:
+    newest_columns = 8  # newest columns whose medians are never cropped: a new level is no spike
+    if not curve.spiky or curve.scale == "log" or len(highs) < 2 * newest_columns:
         return inf
-    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-NEWEST_COLUMNS:] if isfinite(v)]
-    top = max([highs[int(USUAL_SHARE * (len(highs) - 1))], *newest])
-    return top + 0.2 * (top - low) if highs[-1] - low > SPIKE_RATIO * (top - low) > 0 else inf
+    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-newest_columns:] if isfinite(v)]
+    usual_share = 0.95  # share of the columns that fit below the top if spikes are cropped
+    top = max([highs[int(usual_share * (len(highs) - 1))], *newest])
+    # Ratio of the greatest to the usual height from which spikes are cropped; below it, both can be read.
+    spike_ratio = 2.5
+    return top + 0.2 * (top - low) if highs[-1] - low > spike_ratio * (top - low) > 0 else inf
 
 
 class Axis:

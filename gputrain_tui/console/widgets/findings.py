@@ -24,8 +24,6 @@ from gputrain_tui.state.finding_text import failure_summary, finding_summary, ur
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
 
-MESSAGE_INDENT_CELLS = 23
-"""Cells of mark, time and rank before a message on the same line."""
 NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
 DETAIL_INDENT_CELLS = 3
@@ -202,12 +200,13 @@ def _line(entry: FindingEntry, width: int, *, marked: bool, whole: bool) -> list
         return [row, *_indented(entry.message, text_role, width, DETAIL_INDENT_CELLS)]
     if entry.short and not whole and width < NARROW_CELLS:
         return [[*row[:2], (entry.short, text_role), *cleared]]
-    room = width - MESSAGE_INDENT_CELLS - 2 - (9 if entry.cleared else 0)
+    message_indent_cells = 23  # cells of mark, time and rank before a message on the same line
+    room = width - message_indent_cells - 2 - (9 if entry.cleared else 0)
     first, *rest = _wrapped(entry.message, room)
     if rest and not whole:
         first = entry.short if 0 < len(entry.short) <= room else f"{first} …"
     row += [(who.ljust(9), text_role), (" ", "base"), (first, text_role)]
-    rows = [row, *([(" " * MESSAGE_INDENT_CELLS, "base"), (line, text_role)] for line in rest if whole)]
+    rows = [row, *([(" " * message_indent_cells, "base"), (line, text_role)] for line in rest if whole)]
     rows[-1] += cleared
     if entry.where and sum(len(text) for text, _ in row) + len(entry.where) + 3 <= width:
         row.append((f"  {printable(entry.where)}", "dim"))

@@ -16,11 +16,6 @@ from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer
 from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
-HOT_CELSIUS = 85
-"""Temperature in °C from which it is shown as a warning: GPUs begin to throttle a little above."""
-STALE_S = 30.0
-"""Age of an inventory, seconds, from which it is shown as a warning."""
-
 
 @dataclass(frozen=True)
 class GpuColumn:
@@ -41,7 +36,8 @@ def _percent(gpu: Gpu) -> Row:
 
 def _temperature(gpu: Gpu) -> Row:
     celsius = gpu.temperature_celsius
-    return [(format_integer(celsius), "dim" if celsius is None or celsius < HOT_CELSIUS else "warning")]
+    hot_celsius = 85  # temperature in °C from which it is shown as a warning: GPUs begin to throttle a little above
+    return [(format_integer(celsius), "dim" if celsius is None or celsius < hot_celsius else "warning")]
 
 
 def _clock(gpu: Gpu) -> Row:
@@ -67,8 +63,6 @@ COLUMNS = (
     GpuColumn("max MHz", 7, 9, lambda gpu: [(format_integer(gpu.max_sm_clock_mhz), "dim")]),
     GpuColumn("PCI", 16, 10, lambda gpu: [(gpu.pci_bus_id, "dim")], right=False),
 )
-STATE_CELLS = 26
-"""Fewest cells of the last column: throttle reasons and users."""
 THROTTLE_TEXTS = {
     "application_clocks": "clocks set",
     "power_cap": "power",
@@ -80,14 +74,14 @@ THROTTLE_TEXTS = {
     "display_clocks": "display",
 }
 """Short texts of NVML's throttle reasons."""
-MARK_CELLS = 8
-"""Cells of the mark and the GPU's index, before the columns."""
 
 
 def columns_for(width: int) -> list[GpuColumn]:
     """Return the most important columns, as many as fit."""
     kept = list(COLUMNS)
-    while kept and MARK_CELLS + sum(column.width + 2 for column in kept) + STATE_CELLS > width:
+    state_cells = 26  # fewest cells of the last column: throttle reasons and users
+    mark_cells = 8  # cells of the mark and the GPU's index, before the columns
+    while kept and mark_cells + sum(column.width + 2 for column in kept) + state_cells > width:
         kept.remove(max(kept, key=lambda column: column.keep))
     return kept
 
@@ -123,7 +117,8 @@ def age(host: Host, now: float) -> tuple[str, str]:
     if host.inventory_at is None:
         return ("asking" if host.surveying or host.surveyed_at is None else "", "dim")
     old = max(now - host.inventory_at, 0.0)
-    return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= STALE_S else "dim")
+    stale_s = 30.0  # age of an inventory, seconds, from which it is shown as a warning
+    return ("now" if old < 3 else f"{duration(old)} ago", "warning" if old >= stale_s else "dim")
 
 
 def draw_host(host: Host, width: int, *, name_cells: int, chosen: int, now: float) -> Row:

@@ -11,8 +11,6 @@ from gputrain_tui.tables import duration, printable
 
 NAME_CELLS, VALUE_CELLS = 30, 22
 """Cells of a line before its curve: host, GPU and quantity; newest and greatest value."""
-SHARED_SCALE = 1.25
-"""Ratio of a curve's top to its greatest value, if the quantity has no limit."""
 
 
 def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: int | None = None) -> list[Row]:
@@ -36,7 +34,8 @@ def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: i
 
 def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: int, *, named: bool) -> Row:
     cells = max(width - NAME_CELLS - VALUE_CELLS - 1, 1)
-    top = series.limit or SHARED_SCALE * series.greatest
+    shared_scale = 1.25  # ratio of a curve's top to its greatest value, if the quantity has no limit
+    top = series.limit or shared_scale * series.greatest
     values = series.columns(hardware.begin, hardware.end, cells)
     bars = "".join(_bar(value, top) for value in values)
     host = printable(hardware.hosts[key.node])

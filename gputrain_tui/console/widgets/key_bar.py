@@ -11,10 +11,6 @@ from gputrain_tui.console.actions import Action, footer, footer_of_focus
 from gputrain_tui.console.widgets.canvas import Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row, row_cells
 
-LAST_SURE_RANK = 20
-"""Last footer rank of the actions that are shortened rather than left out."""
-FIRST_PINNED_RANK = 90
-"""First footer rank of the actions at the right, for which room is always kept."""
 SELECTED: Row = [
     (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Deselect", "label"),
 ]  # fmt: skip
@@ -24,10 +20,12 @@ SELECTED: Row = [
 def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[int, int, Action]]]:
     """Return the line, and per action its cells: the first one, the one after the last, the action."""
     targets: list[tuple[int, int, Action]] = []
-    right = [action for action in actions if action.footer >= FIRST_PINNED_RANK]
-    rest = [action for action in actions if action.footer < FIRST_PINNED_RANK]
+    first_pinned_rank = 90  # first footer rank of the actions at the right, for which room is always kept
+    right = [action for action in actions if action.footer >= first_pinned_rank]
+    rest = [action for action in actions if action.footer < first_pinned_rank]
     room = width - 1 - sum(_action_cells(action) for action in right)
-    sure = [action for action in rest if action.footer <= LAST_SURE_RANK]
+    last_sure_rank = 20  # last footer rank of the actions that are shortened rather than left out
+    sure = [action for action in rest if action.footer <= last_sure_rank]
     folds = next((level for level in (0, 1) if _needed_cells(sure, level) <= room), 2)
     row: Row = [(" ", "base")]
     done = set()

@@ -30,14 +30,6 @@ from trainer.contract.record import RunDir
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-TICK_BYTES = 1 << 20
-"""Most bytes to read per tick, some milliseconds of work."""
-BACKLOG_BYTES = 4 << 20
-"""Bytes of earlier output to read at the start."""
-CLOCK_FROM_CELLS = 56
-"""Fewest cells of a panel that shows the time of each line."""
-SHIFT_CELLS = 16
-"""Cells by which a key moves long lines sideways."""
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
 LINE_ROLES = ("base", "prefix", "warning", "error", "dim")
 MATCH_ROLES = ("match", "current")
@@ -134,9 +126,10 @@ class LogView(Canvas, can_focus=True):
         """Read appended output; repaint if lines, their times or the flagged ranks changed."""
         if not self.display:
             return
+        tick_bytes = 1 << 20  # most bytes to read per tick, some milliseconds of work
         if self._follower is not None:
             offset = self._follower.offset
-            parts = [(name, data, offset(name) - len(data)) for name, data in self._follower.poll(TICK_BYTES)]
+            parts = [(name, data, offset(name) - len(data)) for name, data in self._follower.poll(tick_bytes)]
             for name, data, begin in in_order(parts, self._live.log_times if self._live is not None else {}):
                 self.buffer.feed(name, data, begin=begin)
                 self._missed = False  # a new line may match
@@ -156,7 +149,8 @@ class LogView(Canvas, can_focus=True):
         self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, None
         self._pointed = None
         only = None if self._rank is None else {str(self._rank)}
-        self._follower = Follower(self._run.logs, ".log", only=only, torn=True, last_bytes=BACKLOG_BYTES)
+        backlog_bytes = 4 << 20  # bytes of earlier output to read at the start
+        self._follower = Follower(self._run.logs, ".log", only=only, torn=True, last_bytes=backlog_bytes)
 
     # Scrolling
 
@@ -207,7 +201,8 @@ class LogView(Canvas, can_focus=True):
 
     def action_shift(self, steps: int) -> None:
         """Move long lines sideways."""
-        self._shift = max(self._shift + steps * SHIFT_CELLS, 0)
+        shift_cells = 16  # cells by which a key moves long lines sideways
+        self._shift = max(self._shift + steps * shift_cells, 0)
         self.redraw()
 
     def wheel(self, lines: int) -> None:
@@ -423,7 +418,8 @@ class LogView(Canvas, can_focus=True):
 
     def _clock(self, line: LogLine) -> str:
         """Return the time of a line as text: blanks if unknown; empty if no line has one or the panel is too narrow."""
-        if self._live is None or not self._live.log_times or self.size.width < CLOCK_FROM_CELLS:
+        clock_from_cells = 56  # fewest cells of a panel that shows the time of each line
+        if self._live is None or not self._live.log_times or self.size.width < clock_from_cells:
             return ""
         times = self._live.log_times.get(line.name)
         at = times.at(line.end) if times is not None else None

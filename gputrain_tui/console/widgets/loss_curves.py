@@ -15,9 +15,6 @@ from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, dra
 from gputrain_tui.history.compare import Measure, resampled
 from gputrain_tui.history.runs import Run
 
-LATE_START_SHARE = 0.1
-"""Share of the axis: if the first steps of all runs lie beyond it (resumed runs), the axis begins there, not at 0."""
-
 
 class LossCurves(Canvas):
     """Chart of several runs' curves."""
@@ -78,7 +75,10 @@ class LossCurves(Canvas):
         last = max(ends, default=0.0)
         begins = [h.first_step for h in histories if h.first_step]
         first = float(min(begins, default=0)) if not self.over_time else 0.0
-        first = first if first > LATE_START_SHARE * last else 0.0
+        # Share of the axis: if the first steps of all runs lie beyond it (resumed runs), the axis begins there, not
+        # at 0.
+        late_start_share = 0.1
+        first = first if first > late_start_share * last else 0.0
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
             points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing, measure=self.measure)

@@ -13,9 +13,6 @@ from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.tables import duration, printable
 from trainer.host.addresses import Network
 
-LABEL_CELLS = 9
-"""Cells of a line's label."""
-
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:
     """Return cores, load, memory, network and driver, as many lines as fit; ``name``: empty for this machine."""
@@ -29,8 +26,9 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
     )
     cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
     usable = f", {cpus.usable} usable here" if cpus.usable < cpus.logical else ""
+    label_cells = 9  # cells of a line's label
     lines: list[Row] = [
-        [("cpu".ljust(LABEL_CELLS), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
+        [("cpu".ljust(label_cells), "dim"), (cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")]
     ]
     bar_cells = min(max(width // 4, 10), 40)
     if inventory.load is not None:
@@ -38,7 +36,7 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
         text = "  ".join(f"{value:5.2f}" for value in inventory.load)
         lines.append(
             [
-                ("load".ljust(LABEL_CELLS), "dim"),
+                ("load".ljust(label_cells), "dim"),
                 *bar(share, bar_cells),
                 (f"  {text}", "bright"),
                 ("  1, 5, 15 min", "dim"),
@@ -49,7 +47,7 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
         text = f"{format_gib(used)} of {format_gib(memory.total_bytes)} GiB"
         lines.append(
             [
-                ("memory".ljust(LABEL_CELLS), "dim"),
+                ("memory".ljust(label_cells), "dim"),
                 *bar(used / memory.total_bytes, bar_cells),
                 (f"  {text}", "bright"),
                 (f"  {format_gib(memory.available_bytes)} available", "dim"),
@@ -57,13 +55,13 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
         )
     networks = [network for network in inventory.networks if network.addresses and network.up]
     if networks:
-        lines.append([("network".ljust(LABEL_CELLS), "dim"), *_networks(networks)])
+        lines.append([("network".ljust(label_cells), "dim"), *_networks(networks)])
     if inventory.driver:
         cuda = f"  CUDA up to {inventory.cuda}" if inventory.cuda else ""
-        lines.append([("driver".ljust(LABEL_CELLS), "dim"), (inventory.driver, "bright"), (cuda, "dim")])
+        lines.append([("driver".ljust(label_cells), "dim"), (inventory.driver, "bright"), (cuda, "dim")])
     elif name and inventory.note:
         lines.append(
-            [("GPUs".ljust(LABEL_CELLS), "dim"), (printable(inventory.note).replace(" on this machine", ""), "dim")]
+            [("GPUs".ljust(label_cells), "dim"), (printable(inventory.note).replace(" on this machine", ""), "dim")]
         )
     return [fit_row(row, width) for row in [head, *lines][:height]]
 

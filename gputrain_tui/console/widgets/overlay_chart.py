@@ -61,8 +61,6 @@ TITLES: dict[Measure, tuple[str, str]] = {
     "sync_exposed_ms": ("sync wait", "ms"),
 }
 """Title and unit of each measure's chart."""
-WIDE_LEGEND_CELLS = 100
-"""Fewest cells of a legend with throughput and synchronisation."""
 
 
 def draw_overlay(overlay: Overlay, width: int, height: int) -> list[Row]:
@@ -134,7 +132,8 @@ def _ends(overlay: Overlay, width: int) -> Row:
 
 def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
     """Return a line per run: number, colour, name, newest loss, best validation loss; in wide panels more."""
-    is_wide = width >= WIDE_LEGEND_CELLS
+    wide_legend_cells = 100  # fewest cells of a legend with throughput and synchronisation
+    is_wide = width >= wide_legend_cells
     names = max(width - 7 - 2 * 14 - (36 if is_wide else 0), 8)
     rows = []
     for index, line in enumerate(lines):

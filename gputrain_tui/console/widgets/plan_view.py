@@ -14,14 +14,8 @@ from gputrain_tui.plan.shell import devices_text, rank_range
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
-PLAN_LINES = 1 << 20
-"""More lines than any plan has, for scrolling to its end."""
 BESIDE_CELLS = 140
 """Fewest cells in which the commands stand beside the table of nodes."""
-GAP_CELLS = 3
-"""Cells between the table and the commands."""
-LEAST_LINES = 6
-"""Fewest lines of a plan beside the commands, so that the form's height does not change with every recipe."""
 
 
 def wrap_command(node: PlannedNode, width: int, *, program: str = "") -> list[str]:
@@ -58,14 +52,15 @@ def draw_plan(plan: Plan, width: int) -> list[Row]:
     nodes = _nodes(plan)
     if width < BESIDE_CELLS:
         return [fit_row(row, width) for row in [*nodes, [], *_commands(plan, width)]]
-    left = min(max(map(row_cells, nodes)), width // 2) + GAP_CELLS
+    gap_cells = 3  # cells between the table and the commands
+    left = min(max(map(row_cells, nodes)), width // 2) + gap_cells
     commands = _commands(plan, width - left)
     count = max(len(nodes), len(commands))
     nodes += [[]] * (count - len(nodes))
     commands += [[]] * (count - len(commands))
-    gap: Row = [(" " * GAP_CELLS, "base")]
+    gap: Row = [(" " * gap_cells, "base")]
     return [
-        [*fit_row(node, left - GAP_CELLS), *gap, *fit_row(command, width - left)]
+        [*fit_row(node, left - gap_cells), *gap, *fit_row(command, width - left)]
         for node, command in zip(nodes, commands, strict=True)
     ]
 
@@ -130,7 +125,9 @@ class PlanView(Canvas, can_focus=True):
         width = self.size.width
         is_short = self.plan is not None and not self.problem and width >= BESIDE_CELLS
         lines = len(draw_plan(self.plan, width)) + 1 if is_short and self.plan is not None else None
-        self.styles.max_height = None if lines is None else max(lines, LEAST_LINES)
+        # Fewest lines of a plan beside the commands, so that the form's height does not change with every recipe.
+        least_lines = 6
+        self.styles.max_height = None if lines is None else max(lines, least_lines)
 
     def wait(self) -> None:
         """Show that the plan is being computed."""
@@ -173,7 +170,8 @@ class PlanView(Canvas, can_focus=True):
 
     def action_edge(self, side: int) -> None:
         """Go to the first or the last line."""
-        self.action_scroll_by(side * PLAN_LINES)
+        plan_lines = 1 << 20  # more lines than any plan has, for scrolling to its end
+        self.action_scroll_by(side * plan_lines)
 
     def wheel(self, lines: int) -> None:
         """Scroll the plan."""

@@ -35,9 +35,6 @@ MARKED = ("▲", "warning")
 BAR_CELLS = (8, 48)
 """Least and greatest width of the progress bar."""
 
-MEAN_FROM_CELLS = 140
-"""Fewest cells of a header with the words ``mean of N ranks`` after the loss."""
-
 
 def mark_of(status: str, *, marked: bool) -> tuple[str, str]:
     """Return mark and role of a status; ``marked``: whether findings stand."""
@@ -182,7 +179,8 @@ def _figures(head: RunHeading, width: int) -> Row:
 
 def _mean_of(head: RunHeading, width: int) -> str:
     """Return the words ``mean of N ranks`` for the loss; empty for one rank or in a narrow header."""
-    return f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= MEAN_FROM_CELLS else ""
+    mean_from_cells = 140  # fewest cells of a header with the words ``mean of N ranks`` after the loss
+    return f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= mean_from_cells else ""
 
 
 def _needed_cells(fields: list[tuple[int, Row]], progress: float | None) -> int:

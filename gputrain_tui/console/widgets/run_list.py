@@ -17,10 +17,6 @@ from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
-LEAST_NAME_CELLS = 30
-"""Fewest cells of a run's id beside the columns of ``ADDED``."""
-SHORT_NAME_CELLS = 21
-"""Fewest cells of a run's id beside the columns of ``FIRST``: the date and the beginning of the name."""
 SORT_KEYS = ("started", "state", "step", "loss", "valid", "lr", "tokens", "took", "recipe", "tags")
 """Columns that the sort key goes through."""
 
@@ -51,12 +47,15 @@ WITH_VALUES = {VALID: "valid", LR: "lr", TOKENS: "tokens", TAGS: "tags"}
 def columns_for(width: int, entries: Sequence[Mapping[str, Any]]) -> list[RunColumn]:
     """Return the columns to the right of the run's id."""
     columns: set[RunColumn] = set()
-    room = width - 18 - SHORT_NAME_CELLS
+    # Fewest cells of a run's id beside the columns of ``FIRST``: the date and the beginning of the name.
+    short_name_cells = 21
+    room = width - 18 - short_name_cells
     for column in FIRST:
         if column.width + 2 <= room:
             columns.add(column)
             room -= column.width + 2
-    room -= LEAST_NAME_CELLS - SHORT_NAME_CELLS
+    least_name_cells = 30  # fewest cells of a run's id beside the columns of ``ADDED``
+    room -= least_name_cells - short_name_cells
     for column in ADDED:
         name = WITH_VALUES.get(column)
         if name is not None and not any(entry[name] for entry in entries):

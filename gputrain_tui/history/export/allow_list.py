@@ -22,8 +22,6 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, describe
 
 HIDDEN = "•••"
-MIN_VALUE_CHARS = 8
-"""Minimum length of a value that is hidden in the record and in logs: ``false`` of a variable is in every log."""
 
 VARIABLES = frozenset(
     (
@@ -174,8 +172,10 @@ class AllowList:
         """Remember a value and its words: a line of shell is in no log, but the password in it may be."""
         parts = re.split(r"[\s'\"=;&|@:,/?]+", value) if words else []
         parts += [part[2:] for part in parts if _SHORT_FLAG.match(part)]  # -pVALUE
+        # Minimum length of a value that is hidden in the record and in logs: ``false`` of a variable is in every log.
+        min_value_chars = 8
         for text in (value, *parts):
-            if len(text) >= MIN_VALUE_CHARS and not self.is_shown(text):
+            if len(text) >= min_value_chars and not self.is_shown(text):
                 self._values.add(text.encode("utf-8", "surrogateescape"))
                 self._values.add(json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogateescape"))
         self._pattern = None

@@ -16,12 +16,6 @@ from gputrain_tui.history.export.steps import RankReading, SingleStep
 from gputrain_tui.history.follow import Follower
 from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, decode_events
 
-BUDGET_BYTES = 1 << 20
-"""Bytes read between two commits; decoded events take about twenty times as much memory."""
-MAX_ROWS = 10_000
-"""Maximum number of steps that wait for some rank; beyond that the oldest is written without it, as for a script whose
-ranks form no group."""
-
 
 class Sink(Protocol):
     """Receiver of the values of a run, which are pending until ``commit``."""
@@ -73,7 +67,9 @@ class LiveScalars:
     def poll(self) -> bool:
         """Forward the appended values; return whether any file has grown."""
         found = False
-        for name, lines in self._follower.poll(BUDGET_BYTES):
+        # Bytes read between two commits; decoded events take about twenty times as much memory.
+        budget_bytes = 1 << 20
+        for name, lines in self._follower.poll(budget_bytes):
             found = True
             events = decode_events(lines, self._world_size)
             if name == "run":
@@ -112,10 +108,13 @@ class LiveScalars:
             self._rows[key] = {}
             heapq.heappush(self._order, key)
         self._rows[key][rank] = single
+        # Maximum number of steps that wait for some rank; beyond that the oldest is written without it, as for a
+        # script whose ranks form no group.
+        max_rows = 10_000
         if len(self._rows[key]) == self._world_size:
             while self._order and self._order[0] <= key:  # earlier steps are in it if a rank has skipped them
                 self._emit_first()
-        elif len(self._rows) > MAX_ROWS:
+        elif len(self._rows) > max_rows:
             self._emit_first()
 
     def _emit_first(self) -> None:

@@ -12,8 +12,6 @@ from trainer.contract.record import SINGLE_VALUES, Step, encode_event
 
 CORE_WAIT_PHASES = ("data", "h2d", "forward", "backward", "sync", "optimizer", "other")
 """Phases of ``core_wait_ms``, which has a column for each."""
-PARTS_PER_WRITE = 2000
-"""Buffered parts, two for each line, after which they are written: about 300 KB."""
 
 _KEYS = ("rank", "step", "time", "epoch")
 _SCALARS = tuple(
@@ -58,11 +56,12 @@ def _row(single: SingleStep) -> tuple[object, ...]:
 def write_jsonl(record: RecordedSteps, file: BinaryIO) -> None:
     """Write a step event of the record for each single step, with ``attempt`` and ``averaged_over`` besides."""
     parts: list[bytes] = []
+    parts_per_write = 2000  # buffered parts, two for each line, after which they are written: about 300 KB
     for rank in record.ranks:
         for attempt, averaged_over, _, step in record.of(rank):
             parts.append(encode_event(step)[:-2])
             parts.append(b',"attempt":%d,"averaged_over":%d}\n' % (attempt, averaged_over))
-            if len(parts) >= PARTS_PER_WRITE:
+            if len(parts) >= parts_per_write:
                 file.write(b"".join(parts))
                 parts.clear()
     file.write(b"".join(parts))

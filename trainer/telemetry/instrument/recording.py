@@ -27,9 +27,6 @@ from trainer.telemetry.step_tracker import StepTracker
 
 R = TypeVar("R")
 
-MAX_LAPS = 100_000
-"""Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill memory."""
-
 
 def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
     """Call a method only in the thread that trains; the first fault in it ends the measuring, not the training."""
@@ -376,12 +373,15 @@ class Recording:
 
     def _begin(self, device: torch.device) -> StepTracker:
         """Return the tracker; at the first call open the record."""
+        # Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill
+        # memory.
+        max_laps = 100_000
         if self._tracker is None:
             self.thread = threading.get_ident()
             self._open_record()
             self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             self._tracker.start()
-        elif self._tracker.laps > MAX_LAPS:
+        elif self._tracker.laps > max_laps:
             self._discard(self._tracker)
         return self._tracker
 
