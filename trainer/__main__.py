@@ -167,7 +167,7 @@ def _check_training(words: Sequence[str]) -> Training:
         RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.
     """
     from trainer.contract.builtin_tasks import check_data, options_schema
-    from trainer.contract.seed_flags import settle
+    from trainer.contract.seed_flags import remove_seed_flags
 
     training, remaining = _read(Training, words)
     schema = options_schema(training.task)
@@ -177,7 +177,7 @@ def _check_training(words: Sequence[str]) -> Training:
         _require_rules(training, None)
         return training
     values, unknown = read_flags(remaining, describe(schema))
-    unknown, _ = settle(unknown)  # rank 0 reports flags without effect, once for all nodes
+    unknown, _ = remove_seed_flags(unknown)  # rank 0 reports flags without effect, once for all nodes
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
     task_options = check(schema, values, where=_flag_names(describe(schema)))

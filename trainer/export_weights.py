@@ -84,7 +84,7 @@ def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
     from trainer.checkpoint import open_checkpoint, weights_of
     from trainer.checkpoint.safetensors_file import write_safetensors
 
-    source, state, passed_over = open_checkpoint(checkpoint, asked="--checkpoint", run=run)
+    source, state, passed_over = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
     entries = weights_of(state, source=str(source))
     weights: dict[str, Tensor] = {}
     left_out: list[str] = []

@@ -18,9 +18,10 @@ from gputrain_tui.diagnosis.imbalance import Imbalance
 from gputrain_tui.diagnosis.memory import MemoryGrowth
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
-from gputrain_tui.diagnosis.straggler import WINDOW_ROWS, stragglers
-from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, host_and_device
-from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
+from gputrain_tui.diagnosis.straggler import stragglers
+from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
+from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, HISTORY, WINDOW_ROWS
+from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 from trainer.contract.record import Finding
 

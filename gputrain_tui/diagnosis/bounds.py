@@ -7,26 +7,23 @@ from collections.abc import Sequence
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.row import StepRow, base_ms, wire_ms
 from gputrain_tui.diagnosis.statistics import median, quantile
-from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
+from gputrain_tui.diagnosis.symptom import Symptom, percent
+from gputrain_tui.diagnosis.thresholds import (
+    BOUND_CRITICAL_SHARE,
+    BOUND_WINDOW_STEPS,
+    CLEAR_SHARE,
+    MAX_CORE_WAIT_SHARE,
+    MIN_DATA_SHARE,
+    MIN_WIRE_SHARE,
+)
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
-
-WINDOW_STEPS = 60
-"""Such findings are not urgent: many steps make them certain."""
-MIN_DATA_SHARE = 0.30
-"""Share of a step spent waiting for data, or outside of torch, from which a run is bound by that."""
-MIN_WIRE_SHARE = 0.40
-"""Share of a step spent in exposed transfers from which a run is bound by communication."""
-CRITICAL_SHARE = 0.60
-"""Share of a step for a critical finding."""
-MAX_CORE_WAIT_SHARE = 0.5
-"""Maximum wait for cores as a share of the transfer time; above, the cores and not the network are the bound."""
 
 
 def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return the symptoms of a run bound by its input or by communication."""
-    window = timeline.last(WINDOW_STEPS)
-    if len(window) < WINDOW_STEPS:
+    window = timeline.last(BOUND_WINDOW_STEPS)
+    if len(window) < BOUND_WINDOW_STEPS:
         return []
     usual_ms = base_ms(window)
     if usual_ms <= 0.0:
@@ -43,7 +40,7 @@ def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
         kind="input_bound",
         value=share,
         threshold=MIN_DATA_SHARE,
-        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        severity="critical" if share >= BOUND_CRITICAL_SHARE else "warning",
         cause="data",
         step=window[-1].step,
         message=f"waiting for data takes {percent(share)} of a step ({data_ms:.1f} of {usual_ms:.1f} ms)",
@@ -57,7 +54,7 @@ def outside_torch(state: RunState) -> list[Symptom]:
 
     A task's steps are those of this package: what it does between optimizer and data is no advice to its user.
     """
-    sums = [view.recent for view in state.ranks.values() if view.totals.steps >= WINDOW_STEPS]
+    sums = [view.recent for view in state.ranks.values() if view.totals.steps >= BOUND_WINDOW_STEPS]
     shares = [each.other_share for each in sums if each.other_share is not None]
     if state.plan is not None or len(shares) < len(state.ranks) or not shares:
         return []
@@ -106,7 +103,7 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         kind="communication_bound",
         value=share,
         threshold=MIN_WIRE_SHARE,
-        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        severity="critical" if share >= BOUND_CRITICAL_SHARE else "warning",
         cause="communication",
         step=window[-1].step,
         message=f"gradient exchange that computing does not hide takes {percent(share)} of a step "

@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 
 from gputrain_tui.diagnosis.row import StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import median
-from gputrain_tui.diagnosis.symptom import MIN_AGREEING_SHARE, Symptom
-
-MIN_LEAD_SHARE = 0.05
-"""Share of a step by which the leader must begin its forward pass later than the first rank."""
-MAX_DEVIATION_SHARE = 0.20
-"""Maximum difference between a follower's extra forward time and its lead, as a share of the lead (medians)."""
+from gputrain_tui.diagnosis.symptom import Symptom
+from gputrain_tui.diagnosis.thresholds import MAX_LEAD_DEVIATION_SHARE, MIN_AGREEING_SHARE, MIN_LEAD_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +60,6 @@ def _follows(rows: Sequence[StepRow], index: int, leader: int) -> bool:
     longer = [row.phases[index].forward - row.phases[leader].forward for row in rows]
     usual = median(leads)
     apart = median([long - lead for long, lead in zip(longer, leads, strict=True)])
-    if usual <= 0.0 or abs(apart) > MAX_DEVIATION_SHARE * usual:
+    if usual <= 0.0 or abs(apart) > MAX_LEAD_DEVIATION_SHARE * usual:
         return False
     return sum(long >= usual / 2 for long in longer) >= MIN_AGREEING_SHARE * len(rows)

@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 from gputrain_tui.diagnosis.advice import CAUSE_NAMES, THROTTLE_NAMES
 from gputrain_tui.diagnosis.row import PHASES, StepRow
 from gputrain_tui.diagnosis.statistics import median, midmean
+from gputrain_tui.diagnosis.thresholds import MIN_EXPLAINED_SHARE, MIN_PHASE_RATIO, NEGLIGIBLE_SHARE
 from gputrain_tui.state import RunState
 
-MIN_EXPLAINED_SHARE = 0.80
-"""Share of the lateness that a cause must explain to be reported."""
-MIN_PHASE_RATIO = 4.0
-"""Ratio of the relative excess of a phase to that of the rest of the rank's work.
-
-Below it, all of the rank's work is slower, as on a slower core or device, and the phase is only the longest.
-"""
-NEGLIGIBLE_SHARE = 0.05
-"""Share of the lateness up to which an excess of the remaining work is ignored, however short that work is."""
 DEVICE_PHASES = ("forward", "backward", "optimizer")
 
 

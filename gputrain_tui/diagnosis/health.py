@@ -9,20 +9,19 @@ from typing import NamedTuple
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
 from gputrain_tui.diagnosis.symptom import Symptom
+from gputrain_tui.diagnosis.thresholds import (
+    MIN_EARLIER_EVENTS,
+    MIN_NON_FINITE_NORMS,
+    MIN_SPIKE_SHARE,
+    SPIKE_EVENTS,
+    SPIKE_SIGMAS,
+)
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
 
-MIN_EARLIER_EVENTS = 20
-"""Step events that must precede a jump of the loss for a finding."""
-LEAST = {"loss": 1, "grad_norm": 3}
-"""By field, its non-finite events in a row for a finding: a loss scaler skips some steps, on overflow."""
-SPIKE_EVENTS = 3
-"""Step events that a jump must last: a single hard batch is no finding."""
-SPIKE_SIGMAS = 10.0
-"""Height of a jump in standard deviations of the losses before it."""
-MIN_SPIKE_SHARE = 0.5
-"""Height of a jump as a share of the loss before it."""
+LEAST = {"loss": 1, "grad_norm": MIN_NON_FINITE_NORMS}
+"""By field, its non-finite events in a row for a finding."""
 
 
 def desync(state: RunState) -> list[Symptom]:

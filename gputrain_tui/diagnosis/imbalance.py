@@ -17,24 +17,23 @@ from typing import NamedTuple
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.statistics import median
-from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, MIN_AGREEING_SHARE, Symptom, percent
+from gputrain_tui.diagnosis.symptom import Symptom, percent
+from gputrain_tui.diagnosis.thresholds import (
+    CLEAR_SHARE,
+    IMBALANCE_BLOCK_ROWS,
+    IMBALANCE_BLOCKS,
+    IMBALANCE_CRITICAL_SHARE,
+    IMBALANCE_SHARE,
+    MAX_COMPARED_RANKS,
+    MAX_CORE_WAIT_SHARE,
+    MIN_AGREEING_SHARE,
+    MIN_CORRELATION,
+)
 from gputrain_tui.diagnosis.timeline import Timeline
-
-BLOCK_ROWS, BLOCKS = 12, 5
-"""Rows of a block, and blocks, most of which must show imbalance: a hiccup or a straggler's begin is in one alone."""
-MIN_SHARE, CRITICAL_SHARE = 0.15, 0.30
-"""Lost share of a step for a finding and for a critical one; balanced work that varies by half of its length from step
-to step loses a tenth and more."""
-MIN_CORRELATION = 0.7
-"""Between a rank's work and the size of its batch, from which the size explains half of the difference."""
-MAX_COMPARED_RANKS = 64
-"""Maximum number of ranks whose batches are compared with their work: more would add no certainty."""
-MAX_CORE_WAIT_SHARE = 0.5
-"""Maximum wait for cores as a share of the lateness, for steps that share an event: only its mean is known."""
 
 
 class _StepBlock(NamedTuple):
-    """Sums over ``BLOCK_ROWS`` rows, ms."""
+    """Sums over ``IMBALANCE_BLOCK_ROWS`` rows, ms."""
 
     waits: Sequence[float]
     """Sum of the waits for the synchronisation, per rank."""
@@ -50,7 +49,7 @@ class Imbalance:
 
     def _start(self, ranks: int) -> None:
         """Start without blocks."""
-        self._blocks: deque[_StepBlock] = deque(maxlen=BLOCKS)
+        self._blocks: deque[_StepBlock] = deque(maxlen=IMBALANCE_BLOCKS)
         self._begin_block(ranks)
         self._symptom: Symptom | None = None
 
@@ -76,7 +75,7 @@ class Imbalance:
             self._waits = [total + wait for total, wait in zip(self._waits, _means(waits), strict=True)]
             self._least += fmean(map(min, waits))
             self._rows += 1
-            if self._rows == BLOCK_ROWS:
+            if self._rows == IMBALANCE_BLOCK_ROWS:
                 self._blocks.append(_StepBlock(self._waits, self._least))
                 self._begin_block(len(row.phases))
                 self._symptom = _symptom(timeline, self._blocks)
@@ -85,21 +84,21 @@ class Imbalance:
 
 def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None:
     """Return the symptom of uneven work over some blocks; None where its cost is far below the threshold."""
-    if len(blocks) < BLOCKS:
+    if len(blocks) < IMBALANCE_BLOCKS:
         return None
-    rows = [row for row in timeline.rows if row.synced and row.waits][-BLOCKS * BLOCK_ROWS :]
+    rows = [row for row in timeline.rows if row.synced and row.waits][-IMBALANCE_BLOCKS * IMBALANCE_BLOCK_ROWS :]
     total = [sum(waits) for waits in zip(*(block.waits for block in blocks), strict=True)]
     least_ms = sum(block.least for block in blocks)
-    lost_ms = (min(total) - least_ms) / (BLOCKS * BLOCK_ROWS)
+    lost_ms = (min(total) - least_ms) / (IMBALANCE_BLOCKS * IMBALANCE_BLOCK_ROWS)
     step_ms = fmean(row.step_ms for row in rows)
     share = lost_ms / step_ms if step_ms > 0.0 else 0.0
-    if share < CLEAR_SHARE * MIN_SHARE:
+    if share < CLEAR_SHARE * IMBALANCE_SHARE:
         return None
-    late_ms = (fmean(total) - least_ms) / (BLOCKS * BLOCK_ROWS)
+    late_ms = (fmean(total) - least_ms) / (IMBALANCE_BLOCKS * IMBALANCE_BLOCK_ROWS)
     merged = [row.core_wait_ms for row in rows if row.steps > 1]
     if merged and median(merged) > MAX_CORE_WAIT_SHARE * late_ms:
         return None
-    each_ms = [(min(block.waits) - block.least) / BLOCK_ROWS for block in blocks]
+    each_ms = [(min(block.waits) - block.least) / IMBALANCE_BLOCK_ROWS for block in blocks]
     cause, sizes = _cause(rows)
     evidence = {"imbalance_ms": lost_ms, "step_ms": step_ms, "imbalance_share": share}
     because = "for a reason that the record does not show"
@@ -110,9 +109,9 @@ def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None
     return Symptom(
         kind="imbalance",
         value=share,
-        threshold=MIN_SHARE,
-        confirmed=sum(each >= lost_ms / 2 for each in each_ms) >= MIN_AGREEING_SHARE * BLOCKS,
-        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        threshold=IMBALANCE_SHARE,
+        confirmed=sum(each >= lost_ms / 2 for each in each_ms) >= MIN_AGREEING_SHARE * IMBALANCE_BLOCKS,
+        severity="critical" if share >= IMBALANCE_CRITICAL_SHARE else "warning",
         cause=cause or "unattributed",
         step=rows[-1].step,
         message=f"ranks are late in turn, {because}: uneven work costs {percent(share)} of a step "

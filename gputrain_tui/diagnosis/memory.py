@@ -9,33 +9,22 @@ from itertools import islice, pairwise
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.statistics import jitter, median
-from gputrain_tui.diagnosis.symptom import CLEAR_SHARE, Symptom, percent
+from gputrain_tui.diagnosis.symptom import Symptom, percent
+from gputrain_tui.diagnosis.thresholds import (
+    CLEAR_SHARE,
+    FORECAST_S,
+    FORECAST_SAMPLES,
+    FORECAST_WARM_UP_SAMPLES,
+    GROWTH_BLOCKS,
+    GROWTH_SAMPLES,
+    GROWTH_SIGMAS,
+    GROWTH_WARM_UP_SAMPLES,
+    MIN_BLOCK_GROWTH_SHARE,
+    MIN_GROWTH_SHARE,
+    MIN_LASTING_SHARE,
+    MIN_PART_SHARE,
+)
 from gputrain_tui.state import RankView, RunState
-
-GROWTH_BLOCKS = 6
-"""Equal blocks of the samples; memory must have grown from each to the next."""
-MIN_SAMPLES = 90
-"""Machine samples, one a second, before slow growth is computed."""
-SETTLING_SAMPLES = 30
-"""First samples after the first step that are skipped: caches fill, optimizers create their state."""
-MIN_GROWTH_SHARE = 0.10
-"""Growth as a share of the first block's memory."""
-MIN_BLOCK_GROWTH_SHARE = 0.5
-"""Growth between two blocks as a share of the mean growth: a cache that fills up grows less and less."""
-GROWTH_SIGMAS = 5.0
-"""Growth in standard deviations of the memory within a block."""
-
-FORECAST_SAMPLES = 24
-"""Newest samples from which a forecast is made: four a block."""
-FORECAST_SETTLING_SAMPLES = 10
-"""First samples after the first step that are skipped for a forecast."""
-FORECAST_S = 600.0
-"""Longest forecast time until memory is used up that is a finding."""
-MIN_LASTING_SHARE = 0.8
-"""Growth in the second half of these samples as a share of that in the first, for growth that will go on."""
-MIN_PART_SHARE = 0.5
-"""Share of the host's growth that its ranks must explain if each grows like this one, and share of this rank's growth
-that the host must show: pages of mapped files count as a rank's memory, but are given back when memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +97,13 @@ class MemoryGrowth:
     def _symptom(
         self, state: RunState, view: RankView, memory: str, samples: deque[tuple[float, int]]
     ) -> Symptom | None:
-        if len(samples) < FORECAST_SETTLING_SAMPLES + FORECAST_SAMPLES:
+        if len(samples) < FORECAST_WARM_UP_SAMPLES + FORECAST_SAMPLES:
             return None
         newest, _ = samples[-1]
         known = self._last_symptoms.get((view.rank, memory))
         if known is None or known[0] != newest:
             symptom = self._forecast(state, view, memory, samples)
-            if symptom is None and len(samples) >= SETTLING_SAMPLES + MIN_SAMPLES:
+            if symptom is None and len(samples) >= GROWTH_WARM_UP_SAMPLES + GROWTH_SAMPLES:
                 symptom = _growth_symptom(view, memory, samples)
             known = self._last_symptoms[view.rank, memory] = newest, symptom
         return known[1]
@@ -182,15 +171,15 @@ def _rounded(seconds: float) -> str:
 
 def _growth_symptom(view: RankView, memory: str, samples: deque[tuple[float, int]]) -> Symptom | None:
     """Return the symptom of memory that has grown slowly since the first steps."""
-    settled = list(islice(samples, SETTLING_SAMPLES, None))
-    size = len(settled) // GROWTH_BLOCKS
+    warm = list(islice(samples, GROWTH_WARM_UP_SAMPLES, None))
+    size = len(warm) // GROWTH_BLOCKS
     last = size * (GROWTH_BLOCKS - 1)
     first_bytes, last_bytes = (
-        median([float(used) for _, used in block]) for block in (settled[:size], settled[last : last + size])
+        median([float(used) for _, used in block]) for block in (warm[:size], warm[last : last + size])
     )
     if last_bytes < (1 + CLEAR_SHARE * MIN_GROWTH_SHARE) * first_bytes or first_bytes <= 0:
         return None
-    growth = Growth.over(settled)
+    growth = Growth.over(warm)
     grown = last_bytes / first_bytes - 1
     return Symptom(
         kind="memory_creep",

@@ -13,33 +13,21 @@ from typing import Any
 
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
+from gputrain_tui.diagnosis.thresholds import (
+    ACTIVE_PERCENT,
+    BUSY_PERCENT,
+    MIN_COMMON_STALL_S,
+    MIN_STALL_S,
+    MIN_STEPS_ALONE,
+    MIN_STOPPED_S,
+    NEW_STAGE_BUSY_S,
+    NEW_STAGE_IDLE_S,
+    STAY_MULTIPLE,
+    STEP_MULTIPLE,
+    WORKING_S,
+)
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.record_watch import RecordWatch
-
-MIN_STALL_S = 10.0
-"""Minimum threshold: machines pause up to this long without fault (a slow disk, a suspended guest)."""
-MIN_STOPPED_S = 3.0
-"""Threshold for a stopped process (state T), which does not go on by itself."""
-STAY_MULTIPLE = 4.0
-"""Threshold as a multiple of the longest stay in the same stage so far."""
-STEP_MULTIPLE = 20.0
-"""Threshold as a multiple of the median step, for a rank that trains."""
-MIN_COMMON_STALL_S = 20.0
-"""Minimum threshold when no rank is behind: a watched script may evaluate between two steps."""
-MIN_STEPS_ALONE = 2
-"""Lead in steps of a rank that trains without another one; ranks that synchronise each step lead by at most one."""
-NEW_STAGE_IDLE_S = 60.0
-"""Threshold in a stage that no rank has left yet, while its processes are idle."""
-NEW_STAGE_BUSY_S = 300.0
-"""Threshold in a stage that no rank has left yet, while its processes compute."""
-BUSY_PERCENT = 50.0
-"""Use of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
-ACTIVE_PERCENT = 5.0
-"""Use of a core or GPU in a second from which it is active: a wait that polls every 10 ms, as torch's store does, takes
-one to three."""
-
-WORKING_S = 10.0
-"""Time since its last activity for which a rank counts as working."""
 
 PHASE_TEXT = {
     "data": "waiting for data",

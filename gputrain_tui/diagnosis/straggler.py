@@ -13,42 +13,29 @@ from gputrain_tui.diagnosis.broadcast import BroadcastWait
 from gputrain_tui.diagnosis.causes import cause_of
 from gputrain_tui.diagnosis.row import PHASES, StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
-from gputrain_tui.diagnosis.symptom import MIN_AGREEING_SHARE, Symptom, percent
-from gputrain_tui.diagnosis.timeline import HISTORY, Timeline
+from gputrain_tui.diagnosis.symptom import Symptom, percent
+from gputrain_tui.diagnosis.thresholds import (
+    BLOCK_SIGMAS,
+    CORE_WAIT_AGREEING_SHARE,
+    CORE_WAIT_ROWS,
+    HISTORY,
+    MIN_AGREEING_SHARE,
+    MIN_EARLIER_ROWS,
+    MIN_NOISE_BLOCKS,
+    MIN_STRAGGLER_ROWS,
+    ONE_WINDOW_SHARE,
+    OVERWHELMING_SHARE,
+    SHORT_WINDOW_ROWS,
+    STEP_SIGMAS,
+    STRAGGLER_CRITICAL_SHARE,
+    STRAGGLER_SHARE,
+    SUSTAINED_WINDOWS,
+    UNEXPLAINED_S,
+    UNEXPLAINED_WINDOWS,
+    WINDOW_ROWS,
+)
+from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
-
-WINDOW_ROWS = 12
-"""Rows over which medians are compared: a slow rank is in more than half of them after seven steps."""
-SHORT_WINDOW_ROWS = 6
-"""Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late."""
-OVERWHELMING_SHARE = 0.5
-"""Lateness as a share of a step from which the others wait longer than they work."""
-MIN_ROWS = 20
-"""Rows before the first finding, to estimate the noise."""
-MIN_EARLIER_ROWS = 2
-"""Rows needed before a short window, of the time before the rank became slow."""
-WARNING_SHARE, CRITICAL_SHARE = 0.10, 0.20
-"""Lateness as a share of a step (TraceML's gates)."""
-ONE_WINDOW_SHARE = 0.15
-"""Lateness as a share of a step from which one window is enough; below, ``SUSTAINED_WINDOWS`` windows must show it."""
-SUSTAINED_WINDOWS = 4
-"""Windows in a row that must show a small lateness: noise rarely goes the same way four times."""
-UNEXPLAINED_WINDOWS, UNEXPLAINED_S = 2, 5.0
-"""Windows in a row that must show lateness without a cause, and their minimum duration for a rank on a CPU, seconds.
-
-When all work of a CPU rank takes longer, its core is slower: other processes or guests of the host cause that for a
-second or two now and then, for however many steps.
-"""
-STEP_SIGMAS = 6.0
-"""Threshold in standard errors of the window's median, estimated from successive differences."""
-BLOCK_SIGMAS = 4.0
-"""Threshold in standard deviations of the medians of earlier windows, which include noise in bursts."""
-MIN_BLOCKS = 4
-"""Earlier windows needed to estimate that deviation."""
-CORE_WAIT_ROWS = 8 * WINDOW_ROWS
-"""Rows in which a rank must have waited for a core: bursts of other work on the machine are shorter."""
-CORE_WAIT_AGREEING_SHARE = 0.80
-"""Share of these rows in which the wait must be at least half of the median."""
 
 
 def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> list[Symptom]:
@@ -71,7 +58,7 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
     merged = short < WINDOW_ROWS and len(rows) >= short + MIN_EARLIER_ROWS and not uneven
-    known = len(rows) >= MIN_ROWS
+    known = len(rows) >= MIN_STRAGGLER_ROWS
     waits = _core_wait_excess(rows)
     found = []
     for index, rank in enumerate(timeline.ranks):
@@ -80,7 +67,7 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
             if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
                 symptom = None
-        if symptom is None and known and owns[index] >= WARNING_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
+        if symptom is None and known and owns[index] >= STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
@@ -128,7 +115,7 @@ def _own_work_symptom(
     recent = late[-length:]
     late_ms = median(recent)
     step_ms = base + max(late_ms, 0.0)
-    gate = WARNING_SHARE * step_ms
+    gate = STRAGGLER_SHARE * step_ms
     blocks = [
         median(late[-WINDOW_ROWS * (n + 1) : len(late) - WINDOW_ROWS * n]) for n in range(len(late) // WINDOW_ROWS)
     ]
@@ -185,7 +172,7 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
     if late_ms <= 0.0:
         return None
     step_ms = median([row.step_ms for row in recent])
-    gate = WARNING_SHARE * step_ms
+    gate = STRAGGLER_SHARE * step_ms
     if late_ms < gate / 2:
         return None
     waits = [row.core_wait_excess[index] for row in recent]
@@ -212,7 +199,7 @@ def _straggler(
         rank=rank,
         value=late_ms,
         threshold=threshold,
-        severity="critical" if share >= CRITICAL_SHARE else "warning",
+        severity="critical" if share >= STRAGGLER_CRITICAL_SHARE else "warning",
         message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step ({percent(share)} of a step), "
         f"{because}",
         evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence},
@@ -225,5 +212,5 @@ def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)
     blocks = [median(earlier[start : start + WINDOW_ROWS]) for start in starts]
-    in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= MIN_BLOCKS else 0.0
+    in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= MIN_NOISE_BLOCKS else 0.0
     return max(step_to_step, in_bursts)

@@ -8,10 +8,6 @@ from typing import Literal
 from gputrain_tui.state import RunState
 
 Severity = Literal["info", "warning", "critical"]
-CLEAR_SHARE = 0.5
-"""Share of the threshold below which a finding is cleared, so that it does not flicker around its threshold."""
-MIN_AGREEING_SHARE = 0.75
-"""Share of a window's steps in which a delay must be at least half of its median."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,9 @@ from itertools import islice
 from typing import NamedTuple, cast
 
 from gputrain_tui.diagnosis.row import StepPhases, StepRow
+from gputrain_tui.diagnosis.thresholds import HISTORY, WARM_UP_STEPS
 from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
-
-HISTORY = 128
-"""Step events per rank that the run state must keep, and rows kept here: ten windows for the noise of earlier steps."""
-WARM_UP_STEPS = 5
-"""First steps of a start that are skipped: caches and allocators fill, DDP rebuilds its buckets."""
 
 
 class StepRange(NamedTuple):

@@ -341,7 +341,7 @@ def test_a_request_that_cannot_be_met_is_refused_in_one_line(
 
 
 def test_a_file_of_another_program_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FILE_SETTLE_S", 0.05)
+    monkeypatch.setattr(store, "FILE_STABLE_S", 0.05)
     file = tmp_path / "thesis.txt"
     file.write_text("do not lose me")
     with pytest.raises(RequestError, match=r"thesis\.txt exists and is not empty"):

@@ -13,9 +13,8 @@ import pytest
 
 from trainer.host.addresses import interface_addresses, is_interface_up, is_loopback
 from trainer.host.boot import boot_time_s
-from trainer.host.connections import own_connections
 from trainer.host.memory import read_memory
-from trainer.host.ports import free_port, is_port_free
+from trainer.host.ports import free_port, is_port_free, own_connections
 from trainer.host.processes import CLOCK_TICKS_HZ, ancestors, descendants, environ_value, owner_and_name, read_stat
 
 LEADERLESS = """

@@ -76,22 +76,22 @@ def test_a_machine_without_heartbeats_is_lost_and_one_that_left_is_not() -> None
     HeartbeatClock.now_s = 0.0
     first, second = hearts(dist.HashStore())
     for HeartbeatClock.now_s in (0.0, LOST_S, 2 * LOST_S):
-        assert (second.beat(), first.beat()) == ("", "")
+        assert (second.exchange(), first.exchange()) == ("", "")
     HeartbeatClock.now_s += LOST_S
-    assert first.beat() == f"no heartbeat from two (ranks 2, 3) for {LOST_S:g} s"
+    assert first.exchange() == f"no heartbeat from two (ranks 2, 3) for {LOST_S:g} s"
     second.leave()
     HeartbeatClock.now_s += LOST_S
-    assert (first.beat(), first.beat()) == ("", "")
+    assert (first.exchange(), first.exchange()) == ("", "")
 
 
 def test_a_reported_failure_reaches_the_others_with_the_next_heartbeat() -> None:
     HeartbeatClock.now_s = 0.0
     store = dist.HashStore()
     first, second = hearts(store)
-    assert (second.beat(), first.beat()) == ("", "")
+    assert (second.exchange(), first.exchange()) == ("", "")
     report = PeerReport(failure="CUDA error: device-side assert")
     dist.PrefixStore(PEER_FAILURE_PREFIX, store).set("3", msgspec.json.encode(report).decode())
-    assert first.beat() == "rank 3 on two failed: CUDA error: device-side assert"
+    assert first.exchange() == "rank 3 on two failed: CUDA error: device-side assert"
 
 
 def test_a_store_that_does_not_answer_is_the_first_machines_loss() -> None:
@@ -99,7 +99,7 @@ def test_a_store_that_does_not_answer_is_the_first_machines_loss() -> None:
     store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
     HeartbeatClock.now_s = 0.0
     _, second = hearts(store)
-    assert second.beat() == ""
+    assert second.exchange() == ""
     del server
     HeartbeatClock.now_s = LOST_S
-    assert second.beat() == "one (ranks 0, 1) is down, or cannot be reached from two"
+    assert second.exchange() == "one (ranks 0, 1) is down, or cannot be reached from two"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.narration import Narration
+from trainer.agent.line_printer import LinePrinter
 from trainer.host.log_file import LogFile
 
 
@@ -43,12 +43,12 @@ class Stalled(io.StringIO):
         return super().write(text)
 
 
-def test_narration_does_not_wait_for_a_stalled_disk_and_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printing_does_not_wait_for_a_stalled_disk_and_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stalled()
     monkeypatch.setattr("sys.stdout", stream)
-    narration = Narration()
+    printer = LinePrinter()
     for line in ("one", "two", "three"):
-        narration.print_line(line)  # would wait for ever
+        printer.print_line(line)  # would wait for ever
     stream.go.set()
-    narration.close()
+    printer.close()
     assert stream.getvalue() == "one\ntwo\nthree\n"

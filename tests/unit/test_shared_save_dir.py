@@ -92,7 +92,7 @@ def contents(path: Path) -> tuple[str, int]:
 
 
 def opened(path: Path, run: str) -> tuple[str, int]:
-    _, state, passed_over = open_checkpoint(path, asked="--resume", run=run)
+    _, state, passed_over = open_checkpoint(path, flag="--resume", run=run)
     assert passed_over == []
     return state["run"], state["updates"]
 
@@ -131,7 +131,7 @@ def test_any_order_of_runs_in_one_folder_leaves_each_run_its_own_newest_and_best
                 newest = resumable_checkpoint(other.run.dir)
                 assert newest is not None
                 source = random.Random(which).choice(files) if from_older else newest
-                source, state, _ = open_checkpoint(source, asked="--resume", run=other.run.id)
+                source, state, _ = open_checkpoint(source, flag="--resume", run=other.run.id)
                 if how == "again":
                     other.step = state["updates"]
                     other.go_on(saves, source=source, inherited=None)
@@ -190,7 +190,7 @@ def test_a_file_of_an_earlier_version_is_taken_where_the_record_lists_it(shared:
     assert choose_checkpoint(first.id, None).path == folder / "best.pt"
     assert opened(folder, first.id) == (first.id, 2)
     with pytest.raises(RequestError, match=f"it is a checkpoint of {first.id}, not of other"):
-        open_checkpoint(folder / "best.pt", asked="--resume", run="other")
+        open_checkpoint(folder / "best.pt", flag="--resume", run="other")
 
 
 def test_a_renamed_run_directory_keeps_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ LAYOUT = "1000, 2000"
 def test_sync_times_come_from_the_stamps_of_this_iteration() -> None:
     times = sync_times(LOG, after=6, layout=LAYOUT)
     assert times is not None
-    assert (times.sync_ms, times.exposed_ms, times.bucket_bytes, times.settled) == (6.0, 4.0, (1000, 2000), True)
+    assert (times.sync_ms, times.exposed_ms, times.bucket_bytes, times.stable) == (6.0, 4.0, (1000, 2000), True)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_stamps_that_are_not_of_one_synchronisation_are_no_value(change: dict[st
     ],
     ids=["warm-up", "buckets were rebuilt late", "buckets changed"],
 )
-def test_warm_up_and_the_rebuild_of_buckets_are_not_settled(change: dict[str, Any], layout: str | None) -> None:
+def test_warm_up_and_the_rebuild_of_buckets_are_not_stable(change: dict[str, Any], layout: str | None) -> None:
     times = sync_times(LOG | change, after=0, layout=layout)
     assert times is not None
-    assert not times.settled
+    assert not times.stable
 
 
 def test_launching_after_the_last_bucket_is_ready_exposes_everything() -> None:
@@ -169,12 +169,12 @@ def test_phases_add_up_within_a_step() -> None:
 
 def test_the_exposed_synchronisation_is_taken_out_of_the_backward_pass_where_it_is_known() -> None:
     reading = _reading(1, phases=["backward"], marks=[(0.0, 0.0), (0.01, 0.0), (0.01, 0.0)])
-    sync = Synchronisation(sync_ms=5.0, exposed_ms=4.0, bucket_bytes=(6, 2), settled=True, bucket_ms=(1.0, 2.0))
+    sync = Synchronisation(sync_ms=5.0, exposed_ms=4.0, bucket_bytes=(6, 2), stable=True, bucket_ms=(1.0, 2.0))
     event = _event(reading, sync, synchronised=True)
     assert (event.backward_ms, event.sync_ms, event.sync_exposed_ms) == (6.0, 5.0, 4.0)
     assert (event.sync_bytes, event.sync_buckets, event.bucket_ms) == (4, 2, [1.0, 2.0]), "half of each byte is sent"
-    unsettled = _event(reading, sync._replace(settled=False), synchronised=True)
-    assert (unsettled.backward_ms, unsettled.sync_exposed_ms) == (6.0, None)
+    unstable = _event(reading, sync._replace(stable=False), synchronised=True)
+    assert (unstable.backward_ms, unstable.sync_exposed_ms) == (6.0, None)
     assert _event(reading, None, synchronised=True).backward_ms is None, "nobody knows how much was synchronisation"
     assert _event(reading, None, synchronised=False).backward_ms == 10.0
 

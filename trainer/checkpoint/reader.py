@@ -102,12 +102,12 @@ def run_of(path: Path, state: Mapping[str, Any]) -> str:
     return owner_of(path) or str(state.get("run") or "")
 
 
-def open_checkpoint(path: Path, *, asked: str, run: str = "") -> tuple[Path, dict[str, Any], list[str]]:
+def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict[str, Any], list[str]]:
     """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
 
     Args:
         path: the file or the folder.
-        asked: flag with which the user named it, for the message.
+        flag: flag with which the user named it, for the message.
         run: only a checkpoint of this run; empty for any.
 
     Raises:
@@ -117,17 +117,17 @@ def open_checkpoint(path: Path, *, asked: str, run: str = "") -> tuple[Path, dic
     if not path.is_dir():
         state = load(path)
         if run and (found_run := run_of(path, state)) not in ("", run):
-            raise RequestError(f"{asked} {path}: it is a checkpoint of {found_run}, not of {run}")
+            raise RequestError(f"{flag} {path}: it is a checkpoint of {found_run}, not of {run}")
         return path, state, []
     passed_over: list[str] = []
     found = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
     if found is not None:
         return *found, passed_over
     if not passed_over:
-        raise RequestError(f"{asked} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}")
+        raise RequestError(f"{flag} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}")
     newest, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""
-    raise RequestError(f"{asked} {path}: the folder holds no intact checkpoint: {newest}{more}")
+    raise RequestError(f"{flag} {path}: the folder holds no intact checkpoint: {newest}{more}")
 
 
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:

@@ -120,18 +120,18 @@ REFUSED: dict[str, str] = {
 """Refused flags, each with its replacement."""
 
 
-def settle(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Remove the flags of ``NO_EFFECT`` from words that belong to no option.
+def remove_seed_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Remove the flags of ``NO_EFFECT`` from arguments that belong to no option.
 
     Returns:
-        The remaining words, and a line about each removed flag.
+        The remaining arguments, and a line about each removed flag.
 
     Raises:
         RequestError: a flag of ``REFUSED``, or a value with an effect; the line names the replacement.
     """
     rest: list[str] = []
     notes: list[str] = []
-    queue = list(words)
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         flag, equals, value = word.partition("=")

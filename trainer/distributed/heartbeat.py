@@ -20,22 +20,22 @@ LEFT = "left"
 """Value in place of a count once the machine's ranks have left the group in order."""
 INTERVAL_S = 5.0
 """Time between two heartbeats of a node."""
-BEAT_TIMEOUT_S = 10.0
-"""Time-out for all store requests of one beat: an unreachable store fails only after many minutes."""
+HEARTBEAT_TIMEOUT_S = 10.0
+"""Time-out for all store requests of one heartbeat: an unreachable store fails only after many minutes."""
 LOST_S = 60.0
 """Time without a new count after which a machine is lost: far longer than the pause of a virtual machine or the
 restart of a switch."""
 
 
 class Heartbeat:
-    """Heartbeat of one machine; ``beat`` is called every few seconds.
+    """Heartbeat of one machine; ``exchange`` is called every few seconds.
 
     Args:
         store: store of the rendezvous.
         machines: all machines of the group.
         own: index of this machine.
         now: monotonic clock, in seconds.
-        timeout_s: time-out for the store requests of one beat.
+        timeout_s: time-out for the store requests of one heartbeat.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Heartbeat:
         own: int,
         *,
         now: Callable[[], float] = time.monotonic,
-        timeout_s: float = BEAT_TIMEOUT_S,
+        timeout_s: float = HEARTBEAT_TIMEOUT_S,
     ) -> None:
         self._keys = PrefixStore(PREFIX, store)
         self._reports = PrefixStore(PEER_FAILURE_PREFIX, store)
@@ -57,7 +57,7 @@ class Heartbeat:
         self._seen = {index: (b"", now()) for index in range(len(machines)) if index != own}
         """Last count of each other machine, and the time of its last change."""
 
-    def beat(self) -> str:
+    def exchange(self) -> str:
         """Exchange counts; return a description of the lost machine or failed rank, empty while there is none."""
         self._count += 1
         failed: list[str] = []
@@ -94,12 +94,12 @@ class Heartbeat:
 
 
 def start(heartbeat: Heartbeat, on_lost: Callable[[str], None]) -> Callable[[], None]:
-    """Beat on a thread until a machine is lost, then call ``on_lost`` there; return the function that ends it."""
+    """Exchange heartbeats on a thread until a machine is lost, then call ``on_lost``; return the function to end it."""
     ended = threading.Event()
 
     def run() -> None:
         while not ended.wait(INTERVAL_S):
-            lost = heartbeat.beat()
+            lost = heartbeat.exchange()
             if ended.is_set():
                 return
             if lost:

@@ -18,8 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from trainer.distributed.rendezvous import RankMachine, format_ranks
 from trainer.distributed.store import RendezvousStore
 from trainer.host.addresses import is_interface_up
-from trainer.host.connections import own_connections
-from trainer.host.ports import outgoing_ports
+from trainer.host.ports import outgoing_ports, own_connections
 
 PEER_FAILURE_PREFIX = "gputrain-peer-failure"
 """Prefix of the reports in the store."""

@@ -30,7 +30,7 @@ KEY_PREFIX = "gputrain-join"
 """Prefix of the rendezvous keys; a store file without it was not written by this package."""
 
 
-FILE_SETTLE_S = 2.0
+FILE_STABLE_S = 2.0
 """Time-out for the first registration in a store file that a peer has just created."""
 
 _open_file_stores: list[Store] = []
@@ -208,7 +208,7 @@ def _refuse_foreign_file(path: Path) -> None:
 
     A peer creates the file a moment before it registers, so a file without a registration is read again for a while.
     """
-    deadline = time.monotonic() + FILE_SETTLE_S
+    deadline = time.monotonic() + FILE_STABLE_S
     while True:
         try:
             with path.open("rb") as file:

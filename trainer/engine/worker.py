@@ -16,7 +16,7 @@ from trainer import distributed
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
-from trainer.agent.narration import Narration
+from trainer.agent.line_printer import LinePrinter
 from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
@@ -26,15 +26,15 @@ from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
-from trainer.contract.seed_flags import settle
+from trainer.contract.seed_flags import remove_seed_flags
 from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
+from trainer.engine.compared_options import task_request, training_request
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
-from trainer.engine.request import task_request, training_request
 from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.task_state import TASK_STATE
@@ -67,14 +67,14 @@ class _Rank:
         self.writer = writer
         self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
-        self._narration = Narration(assignment.terminal)
+        self._printer = LinePrinter(assignment.terminal)
 
     def run(self) -> int:
         """Train, report the outcome, tear down; return the exit code."""
         try:
             return self._run()
         finally:
-            self._narration.close()
+            self._printer.close()
 
     def _run(self) -> int:
         try:
@@ -168,7 +168,7 @@ class _Rank:
         kind = load_task(options.task)
         schema = describe(kind.Options)
         values, rest = read_flags(words, schema)
-        rest, notes = settle(rest)
+        rest, notes = remove_seed_flags(rest)
         for note in notes if self.assignment.rank == 0 else ():
             self._print_line(note)
         if rest:
@@ -274,7 +274,7 @@ class _Rank:
         )
 
     def _print_line(self, line: str) -> None:
-        self._narration.print_line(line)
+        self._printer.print_line(line)
 
     def _report_wait(self) -> None:
         if self.assignment.world_size == 1:

@@ -1,10 +1,14 @@
-"""Free ports of this machine, and the processes that hold busy ones."""
+"""Free ports of this machine, the processes that hold busy ones, and the connections of this process."""
 
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from trainer.host.proc_files import PROC, read_text
 
@@ -74,3 +78,14 @@ def port_holder(port: int) -> str:
             except psutil.Error:
                 return f"pid {entry.pid}"
     return "a process of another user"
+
+
+def own_connections() -> Iterator[socket.socket]:
+    """Yield each IP socket of this process, also of libraries, on a duplicated descriptor that is closed afterwards."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    yield connection

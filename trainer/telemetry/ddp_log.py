@@ -24,7 +24,7 @@ class SyncTimes:
     """Last bucket ready to all reduced."""
     bucket_bytes: tuple[int, ...] | None
     """Size of each bucket, where known."""
-    settled: bool
+    stable: bool
     """False in the warm-up: the first two iterations, and the one in which DDP rebuilt its buckets."""
 
 
@@ -84,7 +84,7 @@ def sync_times(data: Mapping[str, Any], *, after: int, layout: object) -> SyncTi
         sync_ms=(comm_end - comm_start) / 1e6,
         exposed_ms=(comm_end - compute_end) / 1e6,
         bucket_bytes=tuple(int(size) for size in str(sizes).split(",")) if sizes else None,
-        settled=iteration > 2 and rebuilt == layout,
+        stable=iteration > 2 and rebuilt == layout,
     )
 
 
@@ -98,5 +98,5 @@ def total(times: Sequence[SyncTimes | None]) -> SyncTimes | None:
         sync_ms=sum(each.sync_ms for each in known),
         exposed_ms=sum(each.exposed_ms for each in known),
         bucket_bytes=None if None in sizes else tuple(size for each in sizes for size in each or ()),
-        settled=all(each.settled for each in known),
+        stable=all(each.stable for each in known),
     )

@@ -61,7 +61,7 @@ class Synchronisation(NamedTuple):
     sync_ms: float
     exposed_ms: float
     bucket_bytes: Sequence[int] | None
-    settled: bool
+    stable: bool
     """After the warm-up, with the same buckets as the step before."""
     bucket_ms: Sequence[float] | None = None
     """Only on detailed steps."""
@@ -81,14 +81,14 @@ def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -
     detailed = bool(syncs) and syncs[0].detailed
     bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if detailed else None
     if log is not None:
-        return Synchronisation(log.sync_ms, log.exposed_ms, sizes or log.bucket_bytes, log.settled, bucket_ms)
+        return Synchronisation(log.sync_ms, log.exposed_ms, sizes or log.bucket_bytes, log.stable, bucket_ms)
     if not syncs:
         return None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
-    settled = reading.warm and sizes == tuple(layout)
+    stable = reading.warm and sizes == tuple(layout)
     unsent = sum([buckets.unsent_bytes for buckets in syncs])
-    return Synchronisation(sync_ms, exposed_ms, sizes, settled, bucket_ms, unsent)
+    return Synchronisation(sync_ms, exposed_ms, sizes, stable, bucket_ms, unsent)
 
 
 def step_event(
@@ -144,7 +144,7 @@ def step_event(
         other_ms=rounded(other_ms),
         core_wait_ms=_core_wait_ms(reading, clock, synchronised),
     )
-    if sync is not None and sync.settled:
+    if sync is not None and sync.stable:
         event.sync_ms, event.sync_exposed_ms = rounded(sync.sync_ms), rounded(sync.exposed_ms)
         if sync.bucket_bytes:
             event.sync_buckets = len(sync.bucket_bytes)

@@ -62,7 +62,7 @@ class EventWriter:
         self._before_write: Callable[[bool], None] | None = None
         self._thread: threading.Thread | None = None
         self._file: OwnedDescriptor
-        self._digest: Downsampler | None = None
+        self._downsampler: Downsampler | None = None
         """None for files outside of a run directory, for shared ones, and after a failed write of its files."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class EventWriter:
                 self._pending.append(b"\n")
                 size += 1
             if path.parent.name == "events" and not shared:
-                self._digest = Downsampler(path.parent.with_name("digest"), path.stem, size)
+                self._downsampler = Downsampler(path.parent.with_name("digest"), path.stem, size)
             self._thread = threading.Thread(target=self._run, args=(path,), name="event-writer", daemon=True)
             self._thread.start()
 
@@ -108,8 +108,8 @@ class EventWriter:
     def _queue(self, event: Event, line: bytes) -> None:
         """Queue a line; the caller holds the lock."""
         self._pending.append(line)
-        if self._digest is not None:
-            self._digest.add(event, len(line))
+        if self._downsampler is not None:
+            self._downsampler.add(event, len(line))
 
     def before_each_write(self, call: Callable[[bool], None]) -> None:
         """Set a function that the thread calls before each write, ten times a second, to add events.
@@ -194,16 +194,16 @@ class EventWriter:
     def _write_digest(self, closing: bool) -> None:
         """Write the downsampled record of lines that are on disk; stop it for good after an error."""
         with self._lock:
-            if self._digest is None or self._pending:
+            if self._downsampler is None or self._pending:
                 return
             if closing:
-                self._digest.finish()
-            digest = self._digest
-            parts = digest.take()
+                self._downsampler.finish()
+            downsampler = self._downsampler
+            parts = downsampler.take()
         try:
-            digest.append(parts)
+            downsampler.append(parts)
         except OSError:
-            self._digest = None
+            self._downsampler = None
 
     def _append(self, path: Path, data: bytes) -> int:
         """Append bytes to the event file; return the number of bytes written."""

@@ -1,7 +1,7 @@
 """The trainer's own lines of output, printed on a thread so that no rank waits for a disk.
 
 Torch-free. Output of a task or a script is written before ``print`` returns, so that a killed rank has shown it. The
-trainer's narration repeats the record, so it may be printed later.
+trainer's own lines repeat the record, so they may be printed later.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import threading
 from trainer.contract.errors import printable_lines
 
 LEAVE_S = 1.0
-"""Time-out of printing the remaining narration at the end of a rank."""
+"""Time-out of printing the remaining lines at the end of a rank."""
 
 
-class Narration:
+class LinePrinter:
     """Printer of lines, in order, that does not block the caller."""
 
     def __init__(self, terminal: int | None = None) -> None:
@@ -34,7 +34,7 @@ class Narration:
     def print_line(self, line: str) -> None:
         """Queue a line for printing."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="narration", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="line printer", daemon=True)
             self._thread.start()
         self._lines.put(line)
 
