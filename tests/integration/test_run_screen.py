@@ -17,8 +17,8 @@ from gputrain_tui import paths
 from gputrain_tui.commands import runs as runs_command
 from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelName, arrange
-from gputrain_tui.console.screens.rank import RankScreen, arrange_rank
-from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.screens.rank_screen import RankScreen, arrange_rank
+from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.rank_grid import RankGrid

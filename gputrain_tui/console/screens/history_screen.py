@@ -287,7 +287,7 @@ class HistoryScreen(Page):
         if len(marked) < MIN_RUNS:
             self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
-        from gputrain_tui.console.screens.compare import CompareScreen
+        from gputrain_tui.console.screens.compare_screen import CompareScreen
 
         self.app.push_screen(CompareScreen(marked))
 

@@ -15,7 +15,7 @@ from textual.widget import Widget
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
 from gputrain_tui.console.screens.app_protocol import app_of
-from gputrain_tui.console.screens.charts import ChartScreen
+from gputrain_tui.console.screens.charts_screen import ChartScreen
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
@@ -297,7 +297,7 @@ class RunScreen(ChartScreen):
 
     def open_rank(self, rank: int) -> None:
         """Open the rank screen."""
-        from gputrain_tui.console.screens.rank import RankScreen
+        from gputrain_tui.console.screens.rank_screen import RankScreen
 
         self.select(rank)
         self.app.push_screen(RankScreen(self.live, rank))

@@ -12,7 +12,7 @@ from textual.binding import BindingType
 from textual.containers import Vertical
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.charts import SMOOTHING_STEPS
+from gputrain_tui.console.screens.charts_screen import SMOOTHING_STEPS
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
