@@ -38,7 +38,7 @@ from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.console.screens.start_and_stop import start_demo
 from gputrain_tui.help_topics import section_heading
-from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.warm_pool import WarmPool
 from trainer.contract.errors import ExitCode, RequestError

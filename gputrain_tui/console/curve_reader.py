@@ -5,9 +5,9 @@ from __future__ import annotations
 from time import perf_counter
 
 from gputrain_tui.console.live import PORTION_BYTES
-from gputrain_tui.history.compare import CurveHistory
+from gputrain_tui.history.comparison import CurveHistory
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run
 from gputrain_tui.history.status_file import ENDED
 
 

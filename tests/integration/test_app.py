@@ -20,9 +20,9 @@ from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.rank_grid import RankGrid
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import list_runs
-from gputrain_tui.lifecycle.stop import stop
+from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.demo import recipe_path
 from trainer.contract.record import AnyEvent

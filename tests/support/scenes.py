@@ -27,7 +27,7 @@ from gputrain_tui.console.screens.history_screen import HistoryScreen
 from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.recipe.build import build
 from trainer.contract.record import NodeSample, RankSample
 

@@ -12,7 +12,7 @@ from textual.worker import WorkType
 if TYPE_CHECKING:
     from gputrain_tui.console.launch_session import LaunchSession
     from gputrain_tui.console.live import LiveRun
-    from gputrain_tui.history.runs import Run
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.lifecycle.warm_pool import WarmPool
 
 

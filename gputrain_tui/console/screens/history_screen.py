@@ -25,11 +25,11 @@ from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_
 from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
-from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
+from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
 from gputrain_tui.history.run_columns import run_filter
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_listing import ListedRuns, RunListing
-from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError

@@ -24,7 +24,7 @@ from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.rank_columns import whole_width
 from gputrain_tui.console.widgets.rank_grid import RankGrid
-from gputrain_tui.console.widgets.rendezvous import RendezvousView
+from gputrain_tui.console.widgets.rendezvous_panel import RendezvousView
 from gputrain_tui.console.widgets.root_cause import RootCauseCard, failure_text, root_cause_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars

@@ -12,8 +12,8 @@ from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.curve_drawing import Scale, chart_columns
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import Measure, resampled
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.comparison import Measure, resampled
+from gputrain_tui.history.run_folders import Run
 
 LATE_START_SHARE = 0.1
 """Share of the axis: if the first steps of all runs lie beyond it (resumed runs), the axis begins there, not at 0."""
