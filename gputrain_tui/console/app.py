@@ -31,11 +31,11 @@ from textual.widgets import Input
 from gputrain_tui.console import settings, stderr_guard, tmux_buffer
 from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bindings
 from gputrain_tui.console.end_notice import EndNotice
-from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
+from gputrain_tui.console.screens.app_protocol import LaunchSession
 from gputrain_tui.console.screens.start_and_stop import start_demo
 from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.run_folders import Run, list_runs

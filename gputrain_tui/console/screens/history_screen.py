@@ -22,8 +22,8 @@ from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
+from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.loss_curves import LossCurves
-from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes

@@ -32,7 +32,7 @@ from gputrain_tui.state.finding_text import by_urgency
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
-    from gputrain_tui.console.widgets.filter_line import FilterLine
+    from gputrain_tui.console.widgets.line_input import FilterLine
 
 WIDE_CELLS = 160
 """Fewest cells of the panels' area in which the findings may stand beside the table."""
@@ -333,7 +333,7 @@ class RunScreen(ChartScreen):
 
     async def action_filter(self) -> None:
         """Open the input line of the rank filter."""
-        from gputrain_tui.console.widgets.filter_line import FilterLine
+        from gputrain_tui.console.widgets.line_input import FilterLine
 
         line: FilterLine | None = next(iter(self.query(FilterLine)), None)
         if line is None:
