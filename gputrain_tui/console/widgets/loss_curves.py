@@ -47,7 +47,6 @@ class CurveReader:
         self._reader.close()
 
 
-
 class LossCurves(Canvas):
     """Chart of several runs' curves."""
 
