@@ -24,7 +24,6 @@ from gputrain_tui.diagnosis.thresholds import (
     IMBALANCE_BLOCKS,
     IMBALANCE_CRITICAL_SHARE,
     IMBALANCE_SHARE,
-    MAX_COMPARED_RANKS,
     MAX_CORE_WAIT_SHARE,
     MIN_AGREEING_SHARE,
     MIN_CORRELATION,
@@ -123,7 +122,8 @@ def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None
 
 def _cause(rows: Sequence[StepRow]) -> tuple[str | None, list[float]]:
     """Return ``tokens`` or ``samples`` where the size of a rank's batch explains its work, and the sizes."""
-    ranks = range(0, len(rows[0].phases), -(-len(rows[0].phases) // MAX_COMPARED_RANKS))
+    max_ranks = 64  # more would cost time and add no certainty
+    ranks = range(0, len(rows[0].phases), -(-len(rows[0].phases) // max_ranks))
     # A rank that waits less has worked longer.
     work = _deviations([[-means[index] for index in ranks] for means in (_means(row.waits_with_cores) for row in rows)])
     for name in ("tokens", "samples"):

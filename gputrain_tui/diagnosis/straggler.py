@@ -20,7 +20,6 @@ from gputrain_tui.diagnosis.thresholds import (
     CORE_WAIT_ROWS,
     HISTORY,
     MIN_AGREEING_SHARE,
-    MIN_EARLIER_ROWS,
     MIN_NOISE_BLOCKS,
     MIN_STRAGGLER_ROWS,
     ONE_WINDOW_SHARE,
@@ -47,7 +46,8 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW_ROWS)):
         return []
     rows = [row for row in timeline.rows if row.synced]
-    if len(rows) < SHORT_WINDOW_ROWS + MIN_EARLIER_ROWS:
+    earlier_rows = 2  # before a short window: their noise is a difference, which needs two
+    if len(rows) < SHORT_WINDOW_ROWS + earlier_rows:
         return []
     broadcast = BroadcastWait.detect(rows[-WINDOW_ROWS:])
     if broadcast is not None:
@@ -57,7 +57,7 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
     owns = _own_excess(window)
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
-    merged = short < WINDOW_ROWS and len(rows) >= short + MIN_EARLIER_ROWS and not uneven
+    merged = short < WINDOW_ROWS and len(rows) >= short + earlier_rows and not uneven
     known = len(rows) >= MIN_STRAGGLER_ROWS
     waits = _core_wait_excess(rows)
     found = []

@@ -566,6 +566,7 @@ def test_waiting_for_data_on_all_ranks_is_input_bound() -> None:
     found = run.steps(100, lambda _step, _rank: {"data": 40.0})
     assert summaries(found) == [("input_bound", "raised", None, "data")]
     assert found[0].evidence["data_share"] == pytest.approx(0.48, abs=0.05)
+    assert found[0].severity == "warning"
     assert summaries(run.steps(100)) == [("input_bound", "cleared", None, "data")]
 
 
@@ -680,6 +681,21 @@ def test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not() -> None:
     assert run.steps(1, loss=9.0) == []
     assert run.steps(3, loss=2.0) == []
     assert summaries(run.steps(4, loss=9.0)) == [("loss_spike", "raised", None, None)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "noise", "loss", "is_finding"),
+    [
+        pytest.param(40, 0.05, 3.4, True, id="seven tenths of the loss"),
+        pytest.param(40, 0.05, 2.7, False, id="a third of the loss"),
+        pytest.param(60, 0.3, 4.1, False, id="seven deviations"),
+    ],
+)
+def test_a_jump_of_the_loss_counts_by_its_height(steps: int, noise: float, loss: float, is_finding: bool) -> None:
+    run = SimulatedRun(2)
+    for _ in range(steps):
+        run.steps(1, loss=2.0 + run.random.gauss(0, noise))
+    assert bool(run.steps(4, loss=loss)) == is_finding
 
 
 # --- stalls ---------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_the_cost_of_uneven_work_is_the_saving_by_even_work() -> None:
     (found,) = SimulatedRun(2, noise=0.0).steps(80, late_in_turns)
     assert found.evidence["imbalance_ms"] == pytest.approx(15.0)
     assert found.evidence["step_ms"] == pytest.approx(73.0)
+    assert found.severity == "warning"
     assert found.message == (
         "ranks are late in turn, for a reason that the record does not show: uneven work costs 21 % of a step "
         "(15.0 of 73.0 ms)"

@@ -1,0 +1,73 @@
+"""The table of the diagnosis' thresholds: each has a unit, a reason, a use, and a test that exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import gputrain_tui.diagnosis
+
+FOLDER = Path(gputrain_tui.diagnosis.__file__).parent
+TABLE = FOLDER / "thresholds.py"
+UNITS = {"s", "share", "%", "ratio", "correlation", "deviations"} | {
+    "rows",
+    "blocks",
+    "samples",
+    "steps",
+    "events",
+    "windows",
+    "ranks",
+}
+
+
+UNNOTICED = {"STEP_SIGMAS", "BLOCK_SIGMAS", "MIN_NOISE_BLOCKS", "MAX_LEAD_DEVIATION_SHARE", "MIN_STEPS_ALONE"}
+"""Thresholds that no test notices yet: each needs one, or goes."""
+
+
+def rows() -> dict[str, tuple[ast.Call, str]]:
+    """Return the call and the docstring of each threshold by name."""
+    body = ast.parse(TABLE.read_text()).body
+    return {
+        ast.unparse(entry.targets[0]): (
+            entry.value,
+            text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else "",
+        )
+        for entry, text in zip(body, [*body[1:], None], strict=True)
+        if isinstance(entry, ast.Assign)
+        and isinstance(entry.value, ast.Call)
+        and ast.unparse(entry.value.func) == "threshold"
+    }  # type: ignore[return-value]
+
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - UNNOTICED))
+def test_a_threshold_has_a_unit_a_reason_and_a_test_that_exists(name: str) -> None:
+    call, reason = ROWS[name]
+    assert ast.literal_eval(call.args[1]) in UNITS
+    assert len(reason) > 20
+    (test,) = (keyword.value for keyword in call.keywords if keyword.arg == "test")
+    file, _, function = ast.literal_eval(test).partition("::")
+    body = ast.parse((Path(__file__).parent / file).read_text()).body
+    assert function in {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_threshold_is_used() -> None:
+    used = {
+        node.id
+        for path in FOLDER.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    assert set(ROWS) - used == set()
+
+
+def test_no_module_of_the_diagnosis_has_a_number_of_its_own() -> None:
+    number = re.compile(r"^_?[A-Z][A-Z_0-9]*\b[^=]*= *-?[0-9.]", re.MULTILINE)
+    assert {path.name: number.findall(path.read_text()) for path in FOLDER.glob("*.py")} == {
+        path.name: [] for path in FOLDER.glob("*.py")
+    }
