@@ -27,6 +27,7 @@ CONTRADICTIONS: dict[str, Values] = {
     "--reset-dataloader needs --resume, the checkpoint": {"reset_dataloader": True},
     "--reset-meters needs --resume, the checkpoint": {"reset_meters": True},
     "--finetune-partial needs --finetune-from, the file": {"finetune_partial": True},
+    "--checkpoint-run needs --resume or --eval-only, the folder": {"checkpoint_run": "20261124-a"},
     "--nesterov needs a --momentum above 0": {"optimizer": "sgd", "nesterov": True},
     "--lr-scheduler is step, which needs --lr-step-updates, the optimizer steps between two": {"lr_scheduler": "step"},
     "--lr-scheduler is polynomial_decay, which needs --total-num-update or --max-updates, the step": {

@@ -51,7 +51,7 @@ def require_consistent(
     """
     task = task_options if isinstance(task_options, BuiltInOptions) else None
     kind = _of_evaluation(options, task, named) if options.eval_only else _of_training(options, named)
-    _refuse((*kind, *_of_batches(options, task, named)), where)
+    _refuse((*kind, *_of_checkpoint(options, named), *_of_batches(options, task, named)), where)
 
 
 def require_end(options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of) -> None:
@@ -104,6 +104,13 @@ def _of_evaluation(options: Training, task: BuiltInOptions | None, named: Named)
     if task is not None and options.eval_split not in task.splits:
         known = ", ".join(split for split in task.splits if split != "train") or "none besides train"
         yield _Conflict("eval_split", f"is {options.eval_split}, but the task has no such split; it has {known}")
+
+
+def _of_checkpoint(options: Training, named: Named) -> Iterator[_Conflict]:
+    if options.checkpoint_run and not (options.resume or options.eval_only):
+        yield _Conflict(
+            "checkpoint_run", f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints"
+        )
 
 
 def _of_training(options: Training, named: Named) -> Iterator[_Conflict]:
