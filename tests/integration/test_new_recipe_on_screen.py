@@ -43,7 +43,7 @@ def text_of(widget: Canvas) -> str:
 async def test_another_task_sets_keys_aside_says_so_and_undo_brings_them_back() -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await set_field(pilot, screen, "train.task", "mnist")
-        line = "set aside, as mnist has no such option: context, dim, layers, heads, sample_bytes"
+        line = "set aside, as they were set for another task or script: data, context, dim, layers, heads, sample_bytes"
         assert line in text_of(screen.query_one("#detail", Canvas))
         assert any(line in toast for toast in toasts(app))
         assert "context is not known" not in screen_text(app)

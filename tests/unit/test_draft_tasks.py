@@ -50,7 +50,7 @@ USERS_OPTIONS = (Option(name="width", kind="int", default=32, help="units"),)
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("task", ["mnist", "masked_lm", "docnn", "mlp.py:Mlp"])
-def test_keys_that_the_new_task_lacks_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
+def test_keys_of_the_former_task_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
     text = json.dumps(tomllib.loads(TEXT)) if as_json else TEXT
     one = draft(text)
     one.add_task_schema("mlp.py:Mlp", build_schema(USERS_OPTIONS))
@@ -60,11 +60,36 @@ def test_keys_that_the_new_task_lacks_are_set_aside_and_undone_with_the_task(tas
     known = {field.key for field in one.fields() if field.group == "Task"}
     taken = override(parse(one.text, name="one.toml").data, one.settings)[0].get("task", {})
     assert {f"task.{name}" for name in taken} <= known, "preflight refuses what the form does not show"
-    lacking = [key for key in ("task.data", "task.dim") if key not in known]
-    assert one.set_aside == lacking
+    assert set(one.set_aside) == {"task.data", "task.dim"}
     assert one.undo() == "train.task"
     assert (one.text, one.settings, [(field.key, field.text) for field in one.fields()]) == before
     assert one.set_aside == []
+
+
+def test_a_key_that_both_tasks_have_does_not_carry_the_value_of_another_task() -> None:
+    one = draft(TEXT.replace('task = "lm"', 'task = "docnn"').replace('data = "stdlib"', 'train_path = "a.tsv"\n'))
+    one.set("task.dropout", "0.3")
+    one.set("train.task", "lm")
+    assert set(one.set_aside) == {"task.train_path", "task.dropout"}
+    assert not [setting for setting in one.settings if setting.startswith("task.")]
+    assert field(one, "task.dropout").text == value_text(field(one, "task.dropout").option.default) != "0.3"
+    one.set("task.dropout", "0.2")
+    assert one.set_aside == ["task.train_path"], "it was set again"
+    one.set("train.task", "docnn")
+    assert (field(one, "task.dropout").text, one.set_aside) == ("0.3", [])
+    one.set("train.task", "lm")
+    assert field(one, "task.dropout").text == "0.2"
+    keys = [one.undo() for _ in range(5)]
+    assert keys == ["train.task", "train.task", "task.dropout", "train.task", "task.dropout"]
+    assert (one.changes, one.set_aside, one.undo()) == ({}, [], None)
+
+
+def test_a_value_in_the_file_stays_with_its_task_unless_it_is_the_default_of_the_new_one() -> None:
+    written = 'dropout = 0.1\nvalid_fraction = 0.2\npattern = ["*.txt", "*.md", "*.py"]\n'
+    one = draft(TEXT.replace('data = "stdlib"', written))
+    one.set("train.task", "masked_lm")
+    assert one.set_aside == ["task.valid_fraction"]
+    build(one.text, name=one.name, overrides=[*one.settings, "task.data=x"])
 
 
 def test_the_way_to_a_task_leaves_no_trace() -> None:

@@ -47,7 +47,7 @@ UNTRIED_FIELDS = ("task", "host")
 def set_aside_text(draft: Draft) -> str:
     """Return the line for the keys that another choice of the task has set aside."""
     names = ", ".join(key.partition(".")[2] for key in draft.set_aside)
-    return f"set aside, as {draft.task or 'a task'} has no such option: {names} (undo brings them back)"
+    return f"set aside, as they were set for another task or script: {names} (undo brings them back)"
 
 
 class RecipePage(Page):
