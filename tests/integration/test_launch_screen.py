@@ -301,6 +301,17 @@ async def test_slurm_and_the_environment_of_a_node_are_fields() -> None:
 
 
 @in_loop
+async def test_the_field_with_the_cursor_is_marked_without_colours() -> None:
+    async with open_launch_screen() as (_app, pilot, screen):
+        screen.form.focus()
+        for key in ("train.task", "train.optimizer"):
+            screen.form.go_to(key)
+            await settle(pilot)
+            lines = ["".join(part.text for part in screen.form.render_line(y)) for y in range(screen.form.size.height)]
+            assert [line.split()[:2] for line in lines if "▸" in line] == [["▸", key.partition(".")[2]]]
+
+
+@in_loop
 async def test_escape_leaves_the_editor_without_a_change() -> None:
     async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         screen.form.focus()
