@@ -119,6 +119,64 @@ async def test_a_new_recipe_replaces_no_file_and_a_word_that_is_nothing_to_train
         assert not screen.has_class("-editing")
 
 
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("trian.py --lr 0.1", "'trian.py' does not exist in {folder}; did you mean 'train.py'?"),
+        (
+            "torchrun --nproc-per-node 2 sub/train.py",
+            "'sub/train.py' does not exist in {folder}; did you mean 'train.py'?",
+        ),
+        ("other.py:Mlp", "'other.py' does not exist in {folder}; did you mean 'train.py'?"),
+    ],
+)
+@in_loop
+async def test_a_script_that_does_not_exist_gets_no_recipe(folder: Path, typed: str, line: str) -> None:
+    (folder / "train.py").touch()
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await pilot.press("n")
+        screen.query_one("#editor", Input).value = typed
+        await pilot.press("enter")
+        await app.workers.wait_for_complete()
+        await settle(pilot)
+        assert line.format(folder=folder) in toasts(app)
+        assert screen.has_class("-editing")
+        assert list(folder.glob("*.toml")) == []
+
+
+ACCELERATE = """#!/bin/sh
+tries=100
+while [ ! -e answered ] && [ $tries -gt 0 ]; do sleep 0.05; tries=$((tries - 1)); done
+echo '{"env": {"ACCELERATE_USE_FSDP": "true"}, "torchrun": {"nproc_per_node": "2"}}'
+"""
+
+
+@in_loop
+async def test_a_command_that_takes_long_to_read_leaves_the_screen_to_its_user(folder: Path) -> None:
+    (folder / "train.py").touch()
+    (folder / "python").write_text(ACCELERATE)
+    (folder / "python").chmod(0o755)
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await pilot.press("n")
+        editor = screen.query_one("#editor", Input)
+        editor.value = command = f"{folder}/accelerate launch --use_fsdp train.py"
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "reading …" in screen_text(app)
+        assert list(folder.glob("*.toml")) == []
+        await pilot.press("escape")
+        assert "reading …" not in screen_text(app)
+        await pilot.press("n")
+        editor.value = command
+        await pilot.press("enter")
+        (folder / "answered").touch()
+        await app.workers.wait_for_complete()
+        await settle(pilot)
+        assert [path.name for path in folder.glob("*.toml")] == ["train.toml"]
+        env = tomllib.loads((folder / "train.toml").read_text())["cluster"]["env"]
+        assert env == {"ACCELERATE_USE_FSDP": "true"}
+
+
 @pytest.mark.parametrize("palette", [False, True])
 @in_loop
 async def test_a_new_recipe_is_offered_on_the_first_screen_and_in_the_palette(palette: bool) -> None:
