@@ -34,6 +34,9 @@ def dump_toml(recipe: Recipe) -> str:
     if spelled == written:
         return recipe.text
     document = tomlkit.parse(recipe.text if recipe.text.endswith("\n") else f"{recipe.text}\n")
+    for table in TABLES:
+        if table in document and _last_body(document, table) is None and spelled.get(table) != written[table]:
+            del document[table]  # tomlkit adds no table to an inline one or to dotted keys: it gets a header
     ends = {table: _take_end(body) for table in TABLES if (body := _last_body(document, table)) is not None}
     new = {table: spelled.pop(table) for table in TABLES if table in spelled and table not in document}
     _update(document, spelled)
@@ -68,7 +71,11 @@ def _take_end(body: Body) -> str:
 
 def _with_tables(document: tomlkit.TOMLDocument, new: Mapping[str, Any], ends: Mapping[str, str]) -> str:
     """Return a document's text with its tables' ends, and new tables, each after its predecessor in ``TABLES``."""
-    head = [index for index, (key, item) in enumerate(document.body) if key and not isinstance(item, items.Table)]
+    head = [
+        index
+        for index, (key, item) in enumerate(document.body)
+        if key is not None and (key.is_dotted() or not isinstance(item, items.Table | items.AoT))
+    ]
     bodies = {table: body for table in TABLES if (body := _last_body(document, table)) is not None}
     if not bodies:
         return (
