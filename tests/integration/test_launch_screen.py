@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
-from rich.cells import cell_len
 from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 from small_disk import small_file_system
@@ -18,14 +17,12 @@ from textual.widgets import Input
 from waiting import LIMIT_S
 
 from gputrain_tui.console.screens.confirm import Confirm
-from gputrain_tui.console.widgets.form import Form, draw_field, form_lines
+from gputrain_tui.console.widgets.form import Form, form_lines
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
-from gputrain_tui.history.runs import find
+from gputrain_tui.history.run_folders import find
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.draft import Draft
-from gputrain_tui.recipe.form_fields import Field
-from trainer.contract.schema import Option
 
 
 @pytest.fixture(autouse=True)
@@ -301,25 +298,6 @@ async def test_slurm_and_the_environment_of_a_node_are_fields() -> None:
             assert f"slurm.{name}" in keys
         for name in ("workdir", "python", "env", "setup"):
             assert {f"cluster.{name}", f"cluster.nodes[0].{name}"} <= keys
-
-
-def test_a_value_of_wide_characters_leaves_the_help_in_its_column() -> None:
-    option = Option(name="data", kind="str", help="a file")
-    fields = [Field(key="task.data", group="Task", option=option, value=value, written=True, changed=False)
-              for value in ("abc", "日🙂", "日🙂" * 30)]  # fmt: skip
-    rows = ["".join(text for text, _ in draw_field(field, 80, None)) for field in fields]
-    assert len({cell_len(row.partition("a file")[0]) for row in rows}) == 1
-
-
-@in_loop
-async def test_the_field_with_the_cursor_is_marked_without_colours() -> None:
-    async with open_launch_screen() as (_app, pilot, screen):
-        screen.form.focus()
-        for key in ("train.task", "train.optimizer"):
-            screen.form.go_to(key)
-            await settle(pilot)
-            lines = ["".join(part.text for part in screen.form.render_line(y)) for y in range(screen.form.size.height)]
-            assert [line.split()[:2] for line in lines if "▸" in line] == [["▸", key.partition(".")[2]]]
 
 
 @in_loop

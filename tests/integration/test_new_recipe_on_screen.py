@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from rich.cells import cell_len
 from screens_at_rest import in_loop, quiet_app, screen_text, settle, toasts
 from textual.events import Paste
 from textual.widgets import Input
 
-from gputrain_tui.console.screens.launch import LaunchScreen
+from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
+from gputrain_tui.recipe.form_fields import Field
+from trainer.contract.schema import Option
 
 USERS_TASK = """
 import msgspec
@@ -236,3 +240,22 @@ async def test_a_pasted_block_is_kept_whole_or_refused(end: str) -> None:
         app.post_message(Paste(f"torchrun \\{end}  --nproc-per-node 2 \\{end}  train.py{end}"))
         await settle(pilot)
         assert editor.value.split() == ["torchrun", "--nproc-per-node", "2", "train.py"]
+
+
+def test_a_value_of_wide_characters_leaves_the_help_in_its_column() -> None:
+    option = Option(name="data", kind="str", help="a file")
+    fields = [Field(key="task.data", group="Task", option=option, value=value, written=True, changed=False)
+              for value in ("abc", "日🙂", "日🙂" * 30)]  # fmt: skip
+    rows = ["".join(text for text, _ in draw_field(field, 80, None)) for field in fields]
+    assert len({cell_len(row.partition("a file")[0]) for row in rows}) == 1
+
+
+@in_loop
+async def test_the_field_with_the_cursor_is_marked_without_colours() -> None:
+    async with open_launch_screen() as (_app, pilot, screen):
+        screen.form.focus()
+        for key in ("train.task", "train.optimizer"):
+            screen.form.go_to(key)
+            await settle(pilot)
+            lines = ["".join(part.text for part in screen.form.render_line(y)) for y in range(screen.form.size.height)]
+            assert [line.split()[:2] for line in lines if "▸" in line] == [["▸", key.partition(".")[2]]]
