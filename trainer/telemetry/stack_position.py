@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from types import FrameType
+
+from trainer.host.user_code import user_line
 
 COMPILER_FILES = tuple(
     os.path.join("torch", *parts)  # noqa: PTH118 - ends of file names, compared as text
@@ -20,9 +19,8 @@ COMPILER_FILES = tuple(
 def innermost_line(thread: int) -> str:
     """Return the innermost line of the user's code in a thread, such as ``train.py:12 in augment``; empty if none."""
     for frame in _frames(thread):
-        name = frame.f_code.co_filename
-        if not name.startswith(("<", *_folders_of_libraries())):
-            return f"{_shown(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if line := user_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
+            return line
     return ""
 
 
@@ -43,19 +41,3 @@ def _frames(thread: int) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-@cache
-def _folders_of_libraries() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return (*folders, *map(os.path.realpath, folders), str(Path(__file__).parents[1]))
-
-
-def _shown(name: str) -> str:
-    """Return a file relative to the working folder if it is below it; its name alone otherwise."""
-    path = Path(name)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return path.name
