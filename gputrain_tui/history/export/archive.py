@@ -19,11 +19,11 @@ import msgspec
 import tomlkit
 
 from gputrain_tui.history.archive_layout import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
-from gputrain_tui.history.export.allow_list import AllowList
 from gputrain_tui.history.export.archive_events import EventFilter
 from gputrain_tui.history.runs import Run
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.plan.planner import Plan
+from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.tables import size
 from trainer.contract.errors import RecordError, RequestError

@@ -1,4 +1,4 @@
-"""The values that an archive shows: an allow-list, as nothing tells a secret from another text.
+"""The values that exports and comments show: an allow-list, as nothing tells a secret from another text.
 
 Shown are numbers, words of our own options, paths below the project, and the variables of launchers and libraries in
 which no secret stands. Any other value of the recipe and the plan is hidden, and where it occurs in the record or in a
