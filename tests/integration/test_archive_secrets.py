@@ -16,11 +16,13 @@ import synthetic
 from made_runs import append_to_log
 
 from gputrain_tui.history.export.archive import Archive
+from gputrain_tui.history.export.steps import RecordedSteps
+from gputrain_tui.history.export.trace import write_trace
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.runs import Run, find
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.recipe.allow_list import HIDDEN, AllowList
-from trainer.contract.record import Failure, RunEnded, Sample, encode_event
+from trainer.contract.record import Failure, Finding, RunEnded, Sample, encode_event
 
 RANDOM = random.Random(20261124)
 ALPHABETS = {
@@ -76,7 +78,9 @@ def archived(run: Run, project: Path, *, logs: bool, environment: dict[str, str]
 @pytest.mark.parametrize("logs", [False, True], ids=["without logs", "with logs"])
 @pytest.mark.parametrize("alphabet", ALPHABETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_no_secret_of_any_form_is_in_an_archive(tmp_path: Path, form: str, alphabet: str, logs: bool) -> None:
+def test_no_secret_of_any_form_is_in_an_archive_or_a_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, alphabet: str, logs: bool
+) -> None:
     known = {name: secret(alphabet) for name in ("argument", "cluster", "node", "setup", "task", "shell", "on_end")}
     said = {name: secret(alphabet) for name in ("exception", "status", "sample", "comment", "source line")}
     variable = RANDOM.choice(VARIABLES)
@@ -114,6 +118,7 @@ on_end = {toml(" ".join(FORMS[form](known["on_end"])))}
         for event in (
             Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message=text, traceback=traceback),
             Sample(time=synthetic.BEGIN + 9, step=20, text=said["sample"]),
+            Finding(time=synthetic.BEGIN + 9, rank=0, kind="not_measured", message=f"with {known['argument']}"),
             RunEnded(time=synthetic.BEGIN + 9, status="failed", exit_code=1, message=message),
         ):
             events.write(encode_event(event))
@@ -123,6 +128,12 @@ on_end = {toml(" ".join(FORMS[form](known["on_end"])))}
     run = find(run.id, tmp_path / "runs")
 
     found = archived(run, tmp_path / "project", logs=logs, environment={variable: known["shell"]})
+    if not logs:
+        monkeypatch.setenv(variable, known["shell"])
+        timeline = io.BytesIO()
+        write_trace(RecordedSteps(run, range(run.status.world_size)), timeline)
+        found["timeline"] = timeline.getvalue()
+        assert b"failed: exception" in found["timeline"]
 
     whole = b"".join(found.values()).decode()
     shown = [name for name, value in known.items() if value in whole or toml(value)[1:-1] in whole]

@@ -197,6 +197,14 @@ class Archive:
         return msgspec.json.encode(outcome)
 
 
+def event_filter(run: Run, *, environment: Mapping[str, str], project: Path) -> EventFilter:
+    """Return the filter of a run's events that its archive without logs has; the arguments are those of ``write``."""
+    allow, archive = AllowList(environment, project), Archive(run)
+    archive._recipe(allow)
+    archive._plan(allow)
+    return EventFilter(allow, texts=False)
+
+
 def _padding(length: int) -> bytes:
     return bytes(-length % tarfile.BLOCKSIZE)
 
