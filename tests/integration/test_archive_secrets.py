@@ -183,6 +183,50 @@ def test_the_command_of_a_node_keeps_its_flags_and_loses_its_paths(tmp_path: Pat
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["from another folder", "from the project"])
+def test_files_of_code_stay_readable_in_an_archive_with_logs(tmp_path: Path, elsewhere: bool) -> None:
+    project = tmp_path / "experiments-of-ada" / "transformer"
+    (project / "networks").mkdir(parents=True)
+    (project / "train_networks.py").touch()
+    run = synthetic.run(tmp_path / "runs", steps=5, status="failed")
+    plan = read_plan(run.dir)
+    plan.nodes[0].workdir = str(project)
+    run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    run.dir.recipe.write_text(
+        'name = "demo"\n[cluster]\npython = "/home/ada/python-venvs/bin/python"\n[train]\n'
+        'script = "train_networks.py"\n'
+        f'args = ["--password", "hunter2-abcdefgh", "--model", "{project}/networks", "--arch", "functional"]\n'
+    )
+    packages = "lib/python3.11/site-packages/torch/nn/functional.py"
+    places = {
+        f"{project}/train_networks.py": "train_networks.py",
+        f"{project}/networks/hunter2/unet.py": "networks/hunter2/unet.py",
+        f"{project}/.venv/{packages}": f".venv/{packages}",
+        f"/home/ada/python-venvs/{packages}": f"~/************/{packages}",
+        "/usr/lib/python3.11/functional/x.py": "/usr/lib/python3.11/functional/x.py",
+        "/home/ada/hunter2-abcdefgh/tool.py": "~/****************/tool.py",
+    }
+    text = "".join(f'  File "{path}", line 3, in f\n    f("hunter2-abcdefgh")\n' for path in places)
+    warning = f"{project}/train_networks.py:3: UserWarning: hunter2-abcdefgh\n"
+    log = f"Traceback (most recent call last):\n{text}ValueError: hunter2-abcdefgh\n{warning}the model is of ada\n"
+    append_to_log(run, 0, log.encode())
+    failure = Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message="x", traceback=text)
+    with run.dir.rank_events(0).open("ab") as events:
+        events.write(encode_event(failure))
+
+    found = archived(run, tmp_path if elsewhere else project, logs=True, environment={"HOME": "/home/ada"})
+
+    shown = found["logs/0.log"].decode()
+    assert len(shown) == run.dir.rank_log(0).stat().st_size
+    for path in places.values():
+        assert f'  File "{path}", line 3, in f' in shown
+        assert f'File \\"{path}\\", line 3, in f' in found["events/0.ndjson"].decode()
+    assert "\ntrain_networks.py:3: UserWarning: ****************" in shown
+    assert not any(b"hunter2-abcdefgh" in data for data in found.values())
+    assert "the model is of ada" in shown
+    assert 'script = "train_networks.py"' in found["recipe.toml"].decode()
+
+
 def test_a_line_that_is_no_event_is_left_out_and_said(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path / "runs", steps=20, status="finished")
     with run.dir.rank_events(1).open("ab") as events:
