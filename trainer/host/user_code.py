@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import cache
 from os.path import realpath
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 
 def user_line(file: str, line: int, function: str) -> str:
@@ -21,7 +23,7 @@ def user_line(file: str, line: int, function: str) -> str:
         shown = str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
         shown = path.name
-    return f"{shown}:{line} in {function}"
+    return f"{shown}:{line} in {function}".encode(errors="backslashreplace").decode()  # file names need not be UTF-8
 
 
 def innermost_user_line(trace: TracebackType | None) -> str:
@@ -32,6 +34,20 @@ def innermost_user_line(trace: TracebackType | None) -> str:
         found = user_line(code.co_filename, trace.tb_lineno, code.co_name) or found
         trace = trace.tb_next
     return found
+
+
+def innermost_line(thread: int) -> str:
+    """Return the innermost line of the user's code in a thread of this process; empty if none."""
+    found = (user_line(each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in frames_of(thread))
+    return next(filter(None, found), "")
+
+
+def frames_of(thread: int) -> Iterator[FrameType]:
+    """Yield the frames of a thread, the innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @cache
