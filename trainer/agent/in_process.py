@@ -1,4 +1,4 @@
-"""The in-process agent: runs a rank in this process, under a launcher or if the node has only one rank.
+"""The in-process agent: runs a rank in this process, under a launcher or, typed by hand, as the node's only rank.
 
 There is no other process to watch it, so a thread follows the stop request, even while the rank is in C++.
 """
