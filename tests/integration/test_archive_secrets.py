@@ -19,7 +19,7 @@ from gputrain_tui.history.export.archive import Archive
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.trace import write_trace
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run, find
+from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.recipe.allow_list import HIDDEN, AllowList
 from trainer.contract.record import Failure, Finding, RunEnded, Sample, encode_event
