@@ -147,7 +147,7 @@ class HelpScreen(ModalScreen[None]):
         self.query_one("#help").scroll_home(animate=False)
         await self._show_topic()
         if self._page == 1 and self._heading:
-            self.call_after_refresh(topic.goto_anchor, TrackedSlugs().slug(self._heading))
+            self.call_after_refresh(topic.goto_anchor, heading_anchor(self._heading))
 
     async def _show_topic(self) -> None:
         name, width = self._pages[self._page], self._text_cells() - TOPIC_INDENT_CELLS
