@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gputrain_tui import VERSION, cli
-from gputrain_tui.history.runs import Run, create
+from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.recipe.json_schema import recipe_schema
 from trainer.host.process_identity import identify
