@@ -119,7 +119,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
             str,
             Meta(
                 min_length=1,
-                pattern=r"^-{1,2}\w[\w-]*$",
+                pattern=r"^-{1,2}\w[\w-]*$(?!\n)",
                 description="flag with which the script gets its local rank, such as --local-rank of "
                 "torch.distributed.launch; default: by LOCAL_RANK alone",
             ),

@@ -60,9 +60,9 @@ async def _start_demo(console: AppProtocol) -> None:
 
 def _prepared_demo() -> Prepared:
     from gputrain_tui.lifecycle import start
-    from gputrain_tui.recipe import demo
+    from gputrain_tui.recipe.examples import example_path
 
-    return start.prepare(start.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+    return start.prepare(start.load(str(example_path("demo")), overrides=(), resume=None, stdin=None))
 
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
