@@ -164,7 +164,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
         return _idle_symptoms(running, activity, now, state.silence_changed_at)
-    busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
+    busy = all(view.stage == "training" and (_busy_or_idle(view) == "busy" or _children_work(view)) for view in running)
     threshold_s = max(learnt_s, NEW_STAGE_BUSY_S if busy else MIN_COMMON_STALL_S)
     return (
         [_common_symptom(running, _outlier(running), shortest_s, threshold_s)] if shortest_s >= threshold_s / 2 else []
@@ -372,6 +372,11 @@ def _busy_or_idle(view: RankView) -> str | None:
         return None
     used = process.cpu_percent + (process.wait_percent or 0.0) + (process.children_percent or 0.0)
     return "busy" if used >= BUSY_PERCENT else "idle"
+
+
+def _children_work(view: RankView) -> bool:
+    """Whether a rank's descendants compute, on however small a share of a crowded machine's cores."""
+    return view.process is not None and (view.process.children_percent or 0.0) >= ACTIVE_PERCENT
 
 
 def _log_grows(before: Any, view: RankView) -> bool:
