@@ -10,7 +10,9 @@ import msgspec
 
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
+from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import require_consistent
 
 PREFIX = "eval-"
 """Prefix of the recipe names of evaluations, which marks them in a list of runs."""
@@ -36,11 +38,13 @@ def evaluation_recipe(
         stdin: stream that ``-`` reads.
 
     Raises:
-        RequestError: the recipe is wrong, or runs a script.
+        RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
     """
     recipe = load(source, overrides=overrides, stdin=stdin)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
+    schema = options_schema(recipe.train.task)
+    task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
     sizes = recipe.train.batch_size
     train = msgspec.structs.replace(
         recipe.train,
@@ -53,6 +57,7 @@ def evaluation_recipe(
         finetune_partial=False,
         batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
     )
+    require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
     return dataclasses.replace(
         recipe,
