@@ -7,7 +7,7 @@ command line, ``train.lr_scheduler`` in a recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +98,17 @@ def start_option(options: Training) -> str:
     return next((name for name in ("eval_only", "resume", "finetune_from") if getattr(options, name)), "")
 
 
+def evaluated_split(options: Training, splits: Collection[str]) -> str:
+    """Return the split that ``eval_only`` evaluates, of those that the task has."""
+    return options.eval_split or ("valid" if "valid" in splits and "test" not in splits else "test")
+
+
 def _of_evaluation(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
     if options.resume:
         yield _Conflict("eval_only", f"does not train, and {named('resume')} does: leave one of them out")
-    if task is not None and options.eval_split not in task.splits:
-        known = ", ".join(split for split in task.splits if split != "train") or "none besides train"
-        yield _Conflict("eval_split", f"is {options.eval_split}, but the task has no such split; it has {known}")
+    if task is not None and (split := evaluated_split(options, task.splits)) not in task.splits:
+        known = ", ".join(name for name in task.splits if name != "train") or "none besides train"
+        yield _Conflict("eval_split", f"is {split}, but the task has no such split; it has {known}")
 
 
 def _of_checkpoint(options: Training, named: Named) -> Iterator[_Conflict]:
