@@ -151,10 +151,10 @@ def test_a_host_that_takes_too_long_is_given_up(ssh: Ssh, silent_port: int) -> N
     ("script", "line"),
     [
         ('PATH=/nowhere; eval "$SSH_ORIGINAL_COMMAND"', "there is no python3"),
-        ("echo gputrain-; echo '{}'", "it sent no valid inventory"),
-        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$3{"', "it sent no valid inventory"),
-        ("echo cannot allocate memory >&2; exit 3", "its inventory failed: cannot allocate memory"),
-        ("exit 3", "its inventory failed with exit code 3"),
+        ("echo gputrain-; echo '{}'", "it sent no valid answer"),
+        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$5{"', "it sent no valid answer"),
+        ("echo cannot allocate memory >&2; exit 3", "it failed: cannot allocate memory"),
+        ("exit 3", "it failed with exit code 3"),
     ],
 )
 def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ssh, script: str, line: str) -> None:
@@ -162,11 +162,17 @@ def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ss
     assert problem(name, ssh) == line
 
 
-@pytest.mark.parametrize("flood", ["exec yes", "exec yes >&2"])
-def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str) -> None:
+@pytest.mark.parametrize(
+    ("flood", "line"),
+    [
+        ("exec yes", "it printed more than 1 MiB, but no answer"),
+        ("exec yes >&2", "it printed more than 1 MiB on its standard error"),
+    ],
+)
+def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str, line: str) -> None:
     begin = time.monotonic()
     found = query_host(server.shell(f"flood-{len(flood)}", flood), ssh, timeout_s=60)
-    assert found.problem == "it printed more than 4 MiB, but no inventory"
+    assert found.problem == line
     assert time.monotonic() - begin < 30
     assert not connecting("flood")
 
