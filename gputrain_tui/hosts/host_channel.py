@@ -22,39 +22,16 @@ import trainer
 from gputrain_tui.hosts.host_frames import Frame, FrameBuffer, FrameError, frame
 from gputrain_tui.hosts.host_pipes import HostPipes
 from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
+from gputrain_tui.tables import printable
 
-MODULES = (
-    "trainer.contract.errors",
-    "trainer.contract.home_folder",
-    "trainer.contract.stop_level",
-    "trainer.host.addresses",
-    "trainer.host.boot",
-    "trainer.host.cores",
-    "trainer.host.descendants",
-    "trainer.host.gpu_claims",
-    "trainer.host.import_path",
-    "trainer.host.memory",
-    "trainer.host.nvml",
-    "trainer.host.ports",
-    "trainer.host.prctl",
-    "trainer.host.proc_environ",
-    "trainer.host.proc_files",
-    "trainer.host.processes",
-    "trainer.host.reachability",
-    "trainer.host.resource_limits",
-    "trainer.host.stop_request",
-    "trainer.host.temporary_folder",
-    "gputrain_tui.hosts.host_agent",
-    "gputrain_tui.hosts.host_frames",
-    "gputrain_tui.hosts.host_names",
-    "gputrain_tui.hosts.host_program",
-    "gputrain_tui.hosts.host_session",
-    "gputrain_tui.hosts.inventory",
-    "gputrain_tui.hosts.machine_facts",
-    "gputrain_tui.hosts.node_facts",
-    "gputrain_tui.hosts.push_target",
-)
-"""Modules of the program that runs on a host: ``host_program`` and all that it imports."""
+MODULES = {
+    "trainer.contract": "errors home_folder stop_level",
+    "trainer.host": "addresses boot cores descendants gpu_claims import_path memory nvml ports prctl proc_environ "
+    "proc_files processes reachability resource_limits stop_request temporary_folder",
+    "gputrain_tui.hosts": "host_agent host_frames host_names host_program host_session inventory machine_facts "
+    "node_facts push_target",
+}
+"""By package, the modules of the program that runs on a host: ``host_program`` and all that it imports."""
 
 BOOTSTRAP = """\
 import sys
@@ -109,17 +86,18 @@ class HostRefusedError(HostError):
 @cache
 def packed_program() -> bytes:
     """Return the source of the program that runs on a host."""
-    sources = {}
-    for name in MODULES:
-        package, *rest = name.split(".")
-        folder = Path(str((trainer if package == trainer.__name__ else gputrain_tui).__file__)).parent
-        sources[name] = folder.joinpath(*rest).with_suffix(".py").read_text(encoding="utf-8")
-        sources |= {".".join([package, *rest[:depth]]): "" for depth in range(len(rest))}
+    sources = {"trainer": "", "gputrain_tui": ""}
+    for package, modules in MODULES.items():
+        first, _, rest = package.partition(".")
+        folder = Path(str((trainer if first == "trainer" else gputrain_tui).__file__)).parent / rest
+        sources[package] = ""
+        for name in modules.split():
+            sources[f"{package}.{name}"] = (folder / f"{name}.py").read_text(encoding="utf-8")
     return BOOTSTRAP.format(sources=sources).encode()
 
 
 class HostChannel:
-    """The connection to a host. One thread at a time uses it; ``kill`` may be called from any."""
+    """The connection to a host, for one thread at a time; any thread may kill its pipes."""
 
     def __init__(self, host: str, pipes: HostPipes, mark: str) -> None:
         """Take a connection whose program runs, or gets its source from the caller."""
@@ -127,7 +105,7 @@ class HostChannel:
         self.answered = False
         """Whether a frame has arrived."""
         self.mark = mark
-        self._pipes = pipes
+        self.pipes = pipes
         self._input = FrameBuffer(mark.encode())
         self._unsent = b""
         self._calls = 0
@@ -161,11 +139,6 @@ class HostChannel:
     def inherited(cls, host: str, mark: str, descriptors: tuple[int, int, int, int]) -> HostChannel:
         """Take over the connection of a channel of the process that started this one, which uses it no more."""
         return cls(host, HostPipes(*descriptors), mark)
-
-    @property
-    def descriptors(self) -> tuple[int, int, int, int]:
-        """Open files of the connection: standard input, output and error, and the process."""
-        return self._pipes.descriptors
 
     @property
     def noise_bytes(self) -> int:
@@ -211,12 +184,12 @@ class HostChannel:
             HostError: the connection has ended, or its output is no frame.
             HostRefusedError: there is no program on the host, for a reason that stays.
         """
-        stdin, stdout = self._pipes.stdin, self._pipes.stdout
+        stdin, stdout = self.pipes.stdin, self.pipes.stdout
         watched = [stdout] if wake_fd is None else [stdout, wake_fd]
         readable, writable, _ = select.select(watched, [stdin] if self._unsent else [], [], timeout_s)
         if writable:
             self._write()
-        if self._pipes.stderr_bytes() > MAX_NOISE_BYTES:
+        if self.pipes.stderr_bytes() > MAX_NOISE_BYTES:
             raise HostRefusedError(f"it printed more than {MAX_NOISE_BYTES >> 20} MiB on its standard error")
         if stdout not in readable:
             return []
@@ -235,7 +208,7 @@ class HostChannel:
 
     def _write(self) -> None:
         try:
-            self._unsent = self._unsent[os.write(self._pipes.stdin, self._unsent) :]
+            self._unsent = self._unsent[os.write(self.pipes.stdin, self._unsent) :]
         except BlockingIOError:
             return
         except OSError:  # ssh has ended: ``frames`` raises with the reason
@@ -243,12 +216,12 @@ class HostChannel:
 
     def _failure(self) -> HostError:
         """Return the reason for the end of the host's output."""
-        code = self._pipes.exit_code(EXIT_S)
+        code = self.pipes.exit_code(EXIT_S)
         if self.answered and code in (0, None, SSH_FAILED):
             return HostError("the connection ended")
         if code is None:
             return HostRefusedError("it closed its standard output before it answered")
-        why = explain_failure(self.host, code, self._pipes.stderr()) if code else "it sent no valid answer"
+        why = explain_failure(self.host, code, self.pipes.stderr()) if code else "it sent no valid answer"
         return HostError(why) if self.answered or code == SSH_FAILED else HostRefusedError(why)
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -263,18 +236,10 @@ class HostChannel:
 
     def close(self, *, at_once: bool = False) -> None:
         """End the program on the host and ssh, which is killed if ``at_once`` or after ``END_S``."""
-        self._pipes.close_stdin()
+        self.pipes.close_stdin()
         if not at_once:
-            self._pipes.exit_code(END_S)
-        self._pipes.close()
-
-    def kill(self) -> None:
-        """Kill ssh: whoever waits for the host gets an error."""
-        self._pipes.kill()
-
-    def detach(self) -> None:
-        """Close the descriptors in this process only; another process that inherited them goes on."""
-        self._pipes.detach()
+            self.pipes.exit_code(END_S)
+        self.pipes.close()
 
 
 def decoded(arrived: Frame, decoder: msgspec.json.Decoder[T]) -> T:
@@ -286,7 +251,7 @@ def decoded(arrived: Frame, decoder: msgspec.json.Decoder[T]) -> T:
     """
     try:
         if arrived.kind == "error":
-            raise HostRefusedError(str(json.loads(arrived.data))[:MAX_TEXT_CHARS])
+            raise HostRefusedError(printable(str(json.loads(arrived.data)))[:MAX_TEXT_CHARS])
         value = decoder.decode(arrived.data)
     except (ValueError, msgspec.MsgspecError, RecursionError):
         raise HostError("it sent no valid answer") from None

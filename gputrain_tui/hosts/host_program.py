@@ -75,7 +75,8 @@ class CallServer:
             except RefusedCallError as refused:
                 self.send(frame(call.call, "error", str(refused)))
             except OSError as error:
-                self.send(frame(call.call, "error", f"{error.filename}: {error.strerror}"))
+                where = f"{error.filename}: " if error.filename else ""
+                self.send(frame(call.call, "error", f"{where}{error.strerror or error}"))
             else:
                 self.send(frame(call.call, "answer", answer))
         return count

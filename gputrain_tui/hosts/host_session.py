@@ -64,7 +64,7 @@ def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
     return [*collectives, f"nodes/{node}.json"]
 
 
-def node(server: CallServer, request: Mapping[str, Any]) -> dict[str, int]:
+def node(server: CallServer, request: Mapping[str, Any]) -> int:
     """Start a node unless that was done before, send its record as it grows, and return its exit code.
 
     Raises:
@@ -84,7 +84,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> dict[str, int]:
         frames, size = session.growth(call)
         server.send(*frames)
         if code is not None and not frames:
-            return {"code": code}
+            return code
         server.serve(POLL_S if code is None and size < ROUND_BYTES else 0)
 
 
@@ -109,13 +109,12 @@ class Session:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def beat(self, _: Mapping[str, Any]) -> dict[str, bool]:
+    def beat(self, _: Mapping[str, Any]) -> None:
         """Record that the launching side is connected."""
         with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
             write_heartbeat(self.folder, leased=self._leased)
-        return {}
 
-    def stop(self, request: Mapping[str, Any]) -> dict[str, bool]:
+    def stop(self, request: Mapping[str, Any]) -> None:
         """Send the node a stop request of a higher level than before, or end its agent and with it the node."""
         level = StopLevel(request["level"])
         if level > self._stop_level:
@@ -124,15 +123,14 @@ class Session:
                 send_signals(self.agent, signal.SIGTERM)
             else:
                 send_signals(self.agent["node"], signal_of(level), signal.SIGCONT)
-        return {}
 
-    def stacks(self, request: Mapping[str, Any]) -> dict[str, bool]:
+    def stacks(self, request: Mapping[str, Any]) -> bool:
         """Have a process of the run print its Python stacks; return whether it exists."""
         # Pids are reused: the mark in its environment proves that the process is this run's.
         found = environ_value(request["pid"], RUN) == os.fsencode(self.run_dir)
         if found:
             os.kill(request["pid"], STACK_SIGNAL)
-        return {"found": found}
+        return found
 
     # --- the node -----------------------------------------------------------------------------------------------
 

@@ -129,18 +129,18 @@ def network_namespace() -> str:
         return ""
 
 
-def clock(_: CallServer, __: Mapping[str, Any]) -> dict[str, float]:
+def clock(_: CallServer, __: Mapping[str, Any]) -> float:
     """Return this host's time, Unix seconds."""
-    return {"time": time.time()}
+    return time.time()
 
 
-def token(server: CallServer, request: Mapping[str, Any]) -> dict[str, bool]:
+def token(server: CallServer, request: Mapping[str, Any]) -> bool:
     """Create the file of a token for as long as the checks last; return whether it was created."""
     with suppress(OSError):
         os.close(os.open(request["token"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         server.held.callback(_delete, request["token"])
-        return {"written": True}
-    return {"written": False}
+        return True
+    return False
 
 
 def _delete(path: str) -> None:

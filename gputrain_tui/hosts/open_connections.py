@@ -19,7 +19,7 @@ class OpenConnection(msgspec.Struct, frozen=True, kw_only=True):
     mark: str
     """Mark at the beginning of each of its frames."""
     descriptors: tuple[int, int, int, int]
-    """Of the channel."""
+    """Of the channel's pipes."""
 
 
 class OpenConnections:
@@ -46,12 +46,12 @@ class OpenConnections:
     def by_node(self) -> dict[int, OpenConnection]:
         """Mark and descriptors of each node's connection, for the supervisor."""
         return {
-            node: OpenConnection(mark=channel.mark, descriptors=channel.descriptors)
+            node: OpenConnection(mark=channel.mark, descriptors=channel.pipes.descriptors)
             for node, channel in self._channels.items()
         }
 
     def hand_over(self) -> None:
         """Close the descriptors in this process after the supervisor has inherited them."""
         for channel in self._channels.values():
-            channel.detach()
+            channel.pipes.detach()
         self._channels.clear()

@@ -31,8 +31,8 @@ def probe(_: object, request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def prepare(_: object, request: Mapping[str, Any]) -> dict[str, str]:
-    """Make folders and, for a request with packages, install them into an environment; return nothing.
+def prepare(_: object, request: Mapping[str, Any]) -> None:
+    """Make folders and, for a request with packages, install them into an environment.
 
     Raises:
         RefusedCallError: the installation failed.
@@ -42,7 +42,7 @@ def prepare(_: object, request: Mapping[str, Any]) -> dict[str, str]:
         Path(folder).mkdir(parents=True, exist_ok=True)
     python, packages = request["python"], request["packages"]
     if not packages:
-        return {}
+        return
     pip = [python, "-I", "-m", "pip"]
     commands = [[*pip, "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages]]
     if not Path(python).exists():
@@ -56,7 +56,6 @@ def prepare(_: object, request: Mapping[str, Any]) -> dict[str, str]:
     purelib = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = subprocess.run([python, "-I", "-c", purelib], capture_output=True, text=True, check=True).stdout.strip()
     (Path(site) / "gputrain-pushed.pth").write_text("".join(f"{folder}\n" for folder in request["imports"]))
-    return {}
 
 
 def _version(python: Path) -> str:

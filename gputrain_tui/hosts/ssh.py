@@ -98,7 +98,7 @@ class Ssh:
             self._channels.add(channel)
             closed = self._closed
         if closed:
-            channel.kill()
+            channel.pipes.kill()
         return channel
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Ssh:
             self._closed = True
             channels = list(self._channels)
         for channel in channels:
-            channel.kill()
+            channel.pipes.kill()
 
 
 def ssh_destination(host: str) -> str:

@@ -99,7 +99,7 @@ class HostPlatform(msgspec.Struct, frozen=True, kw_only=True):
     """Visible tokens."""
 
 
-PLATFORM, PREPARED = msgspec.json.Decoder(HostPlatform), msgspec.json.Decoder(dict[str, str])
+PLATFORM, PREPARED = msgspec.json.Decoder(HostPlatform), msgspec.json.Decoder(None)
 """Made before any thread."""
 T = TypeVar("T")
 

@@ -46,10 +46,6 @@ _COLLECTING = threading.Lock()
 """Held during a collection: a second one of the same request waits and takes its answers."""
 
 
-class _Clock(msgspec.Struct):
-    time: float
-
-
 class _Route(msgspec.Struct):
     address: str
     interface: str
@@ -58,8 +54,8 @@ class _Route(msgspec.Struct):
     token: bool
 
 
-FACTS, CLOCK, ROUTE = msgspec.json.Decoder(HostFacts), msgspec.json.Decoder(_Clock), msgspec.json.Decoder(_Route)
-WRITTEN, UNREACHABLE = msgspec.json.Decoder(dict[str, bool]), msgspec.json.Decoder(dict[int, str])
+FACTS, CLOCK, ROUTE = msgspec.json.Decoder(HostFacts), msgspec.json.Decoder(float), msgspec.json.Decoder(_Route)
+WRITTEN, UNREACHABLE = msgspec.json.Decoder(bool), msgspec.json.Decoder(dict[int, str])
 """Decoders of the hosts' answers, made before any thread."""
 
 
@@ -241,7 +237,7 @@ class _Collection:
 
     def _write_token(self, node: PlannedNode) -> None:
         channel = self._channels[node.node]
-        if not channel.call("token", WRITTEN, QUESTION_TIMEOUT_S, token=self._token).get("written"):
+        if not channel.call("token", WRITTEN, QUESTION_TIMEOUT_S, token=self._token):
             self._token = ""
 
     def _route(self, node: PlannedNode) -> None:
@@ -260,7 +256,7 @@ class _Collection:
                 "port": root.probe_port if root is not None else 0,
             },
         )
-        host_time = channel.answer(clock_call, CLOCK, QUESTION_TIMEOUT_S).time
+        host_time = channel.answer(clock_call, CLOCK, QUESTION_TIMEOUT_S)
         received_at = time.time()
         route = channel.answer(route_call, ROUTE, QUESTION_TIMEOUT_S)
         _require_addresses([text for text in (route.address, route.root) if text], 1)

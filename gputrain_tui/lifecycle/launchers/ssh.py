@@ -71,16 +71,7 @@ class _Started(msgspec.Struct):
     agent: ProcessIdentity
 
 
-class _Ended(msgspec.Struct):
-    code: int
-
-
-class _Found(msgspec.Struct):
-    found: bool
-
-
-STARTED, ENDED = msgspec.json.Decoder(_Started), msgspec.json.Decoder(_Ended)
-FOUND = msgspec.json.Decoder(_Found)
+STARTED, EXIT_CODE, FOUND = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int), msgspec.json.Decoder(bool)
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
@@ -230,7 +221,8 @@ class SshProcess:
             finally:
                 if channel is not None:
                     channel.close(at_once=True)
-            failures = failures + 1 if channel is None or not channel.answered else 1
+            reached = channel is not None and channel.answered and self.identity is not None
+            failures = 1 if reached else failures + 1
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
                 self.host_error = why
                 return ExitCode.FAILED
@@ -276,7 +268,7 @@ class SshProcess:
                     case "whole":
                         self._replace(arrived.name, arrived.data)
                     case _:
-                        return decoded(arrived, ENDED).code
+                        return decoded(arrived, EXIT_CODE)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._stop_event)
 
@@ -357,7 +349,7 @@ def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
     attempt = attempt_folders(run_dir, node.node)[-1].name
     with Ssh().channel(node.host, own=True) as channel:
         channel.send("node", **session_request(node, run_dir, attempt))
-        return channel.call("stacks", FOUND, HELLO_S, pid=pid).found
+        return channel.call("stacks", FOUND, HELLO_S, pid=pid)
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
