@@ -255,15 +255,15 @@ def decoded(arrived: Frame, decoder: msgspec.json.Decoder[T]) -> T:
         value = decoder.decode(arrived.data)
     except (ValueError, msgspec.MsgspecError, RecursionError):
         raise HostError("it sent no valid answer") from None
-    if not is_bounded(msgspec.to_builtins(value)):
+    if not _is_bounded(msgspec.to_builtins(value)):
         raise HostError("it sent no valid answer")
     return value
 
 
-def is_bounded(value: Any) -> bool:
+def _is_bounded(value: Any) -> bool:
     """Whether all texts and integers of an untrusted answer are short enough for tables and arithmetic."""
     if isinstance(value, dict | list | tuple):
-        return all(map(is_bounded, value.values() if isinstance(value, dict) else value))
+        return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
         return len(value) <= MAX_TEXT_CHARS
     return not isinstance(value, int) or value.bit_length() <= MAX_INT_BITS

@@ -28,7 +28,6 @@ from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe.model import Recipe
-from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 
 HOST_TIMEOUT_S = 40.0
@@ -80,6 +79,9 @@ def collect_hosts(
 
     Returns:
         An answer for each host, folder, setup, interpreter and environment, by its first node.
+
+    Raises:
+        RequestError: ``GPUTRAIN_SSH`` or the folder of ssh's sockets is unusable.
     """
     nodes = _distinct(plan, local)
     commands = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
@@ -88,28 +90,9 @@ def collect_hosts(
     with _COLLECTING:
         if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
             return _CACHE["answers"]  # type: ignore[no-any-return]
-        answers = _collect(recipe, plan, local, env, nodes, connections)
+        answers = _Collection(recipe, plan, local, env, connections).run(nodes)
         _CACHE.update(request=request, time=time.monotonic(), answers=answers)
     return answers
-
-
-def _collect(
-    recipe: Recipe,
-    plan: Plan,
-    local: LocalFacts,
-    env: Mapping[str, str],
-    nodes: Sequence[PlannedNode],
-    connections: OpenConnections | None,
-) -> tuple[HostAnswer, ...]:
-    try:
-        ssh = Ssh()
-    except RequestError as error:
-        return tuple(
-            HostAnswer(node=node.node, host=node.host, problem=str(error))
-            for node in nodes
-            if not is_local(node.host, local)
-        )
-    return _Collection(recipe, plan, local, env, ssh, connections).run(nodes)
 
 
 def _require_addresses(addresses: Sequence[str], port: int) -> None:
@@ -146,10 +129,9 @@ class _Collection:
         plan: Plan,
         local: LocalFacts,
         env: Mapping[str, str],
-        ssh: Ssh,
         connections: OpenConnections | None,
     ) -> None:
-        self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, ssh
+        self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, Ssh()
         self._connections = connections
         self._channels: dict[int, HostChannel] = {}
         self._found: dict[int, HostAnswer] = {}
