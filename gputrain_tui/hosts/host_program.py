@@ -79,6 +79,7 @@ class CallServer:
                 self.send(frame(call.call, "error", f"{where}{error.strerror or error}"))
             else:
                 self.send(frame(call.call, "answer", answer))
+            signal.alarm(0 if self.of_node else LIFE_S)
         return count
 
     def _answer(self, name: str, arguments: Mapping[str, Any]) -> Any:

@@ -76,6 +76,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
     if request["start"]:
         start_agent(session.folder, session.run_dir, request)
     agent = session.agent = await_agent(session.folder)
+    signal.alarm(0)
     server.of_node = {"beat": session.beat, "stop": session.stop, "stacks": session.stacks}
     started = {"shared": session.shared, "run_dir": str(session.run_dir), "agent": agent}
     server.send(frame(call, "started", started))

@@ -36,7 +36,7 @@ class HostReport:
 def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> HostReport:
     """Return the inventory of one host, or the reason why there is none."""
     try:
-        with ssh.channel(host) as channel:
+        with ssh.shared_channel(host) as channel:
             return HostReport(host=host, inventory=channel.call("inventory", INVENTORY, timeout_s))
     except HostError as error:
         return HostReport(host=host, problem=str(error))
@@ -81,7 +81,7 @@ def query_hosts(
     """Query hosts in parallel; return their reports in the same order.
 
     Raises:
-        RequestError: ``GPUTRAIN_SSH`` or the folder of ssh's sockets is unusable.
+        RequestError: ``GPUTRAIN_SSH`` is no command line.
     """
     names = list(hosts)
     if not names:

@@ -335,7 +335,7 @@ def _call(ssh: Ssh, host: str, function: str, decoder: Decoder[T], timeout_s: fl
         PushError: the host does not answer, its answer is an error or invalid, or its shell prints.
     """
     try:
-        with ssh.channel(host) as channel:
+        with ssh.shared_channel(host) as channel:
             answer = channel.call(function, decoder, timeout_s, **arguments)
             noise = channel.noise_bytes
     except HostError as error:

@@ -81,7 +81,7 @@ def collect_hosts(
         An answer for each host, folder, setup, interpreter and environment, by its first node.
 
     Raises:
-        RequestError: ``GPUTRAIN_SSH`` or the folder of ssh's sockets is unusable.
+        RequestError: ``GPUTRAIN_SSH`` is no command line.
     """
     nodes = _distinct(plan, local)
     commands = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
@@ -189,7 +189,7 @@ class _Collection:
     def _facts(self, node: PlannedNode) -> None:
         on_this_machine = is_local(node.host, self._local)
 
-        channel = self._ssh.channel(node.host, own=True, here=on_this_machine)
+        channel = self._ssh.channel(node.host, here=on_this_machine)
         with self._lock:
             self._channels[node.node] = channel
         first = node.node == 0

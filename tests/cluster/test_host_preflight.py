@@ -32,7 +32,7 @@ ENV = f'cluster.env={{ PYTHONPATH = "{PYTHONPATH}" }}'
 @pytest.fixture(scope="module")
 def lab() -> Iterator[SshLab]:
     require_ssh()
-    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short: a socket's path has 108 bytes
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     (folder / "work").mkdir()
     with ssh_lab(folder, INTERFACES) as running:
         yield running

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import pytest
 from ssh_server import ROOT, SshServer, free_port
 
 from gputrain_tui.hosts.inventory import is_free, take_inventory
-from gputrain_tui.hosts.ssh import Ssh, socket_folder
+from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
 from gputrain_tui.lifecycle.inventories import plan_with_inventories
 from gputrain_tui.recipe.build import build
@@ -56,7 +55,7 @@ def with_gpus(server: SshServer, driver: Path, name: str, before: str = "") -> s
 
 
 def connecting(word: str) -> list[psutil.Process]:
-    """Children of this process with a word in their command line: persistent connections are not among them."""
+    """Children of this process with a word in their command line."""
     return [child for child in psutil.Process().children() if any(word in part for part in child.cmdline())]
 
 
@@ -85,12 +84,24 @@ def test_start_up_files_that_print_are_read_over(server: SshServer, ssh: Ssh, dr
     assert len(found.inventory.gpus) == 2
 
 
-def test_the_second_question_goes_over_the_connection_of_the_first(server: SshServer, ssh: Ssh) -> None:
+def test_the_second_question_goes_over_the_connection_of_the_first_unless_that_has_ended(
+    server: SshServer, ssh: Ssh
+) -> None:
     name = server.host("again")
-    assert query_host(name, ssh).inventory is not None
-    accepted = (server.folder / "log").read_text().count("Accepted publickey")
-    assert query_host(name, ssh).inventory is not None
-    assert (server.folder / "log").read_text().count("Accepted publickey") == accepted
+
+    def accepted() -> int:
+        assert query_host(name, ssh).inventory is not None
+        return (server.folder / "log").read_text().count("Accepted publickey")
+
+    first = accepted()
+    assert accepted() == first
+    (connection,) = connecting("again")
+    connection.kill()
+    while connection.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert accepted() == first + 1
+    ssh.close()
+    assert not connecting("again")
 
 
 def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServer, ssh: Ssh) -> None:
@@ -195,20 +206,6 @@ def test_without_ssh_there_is_a_line(environ: dict[str, str]) -> None:
     assert problem("gpu1", connections) == "/nowhere/ssh cannot be run: No such file or directory"
     with pytest.raises(RequestError, match=r"GPUTRAIN_SSH is 'ssh \"': No closing quotation"):
         Ssh({**environ, "GPUTRAIN_SSH": 'ssh "'})
-
-
-def test_sockets_lie_in_a_folder_that_only_this_person_enters(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with tempfile.TemporaryDirectory(prefix="gt-", dir="/tmp") as runtime:
-        folder = socket_folder({"XDG_RUNTIME_DIR": runtime})
-        assert folder == Path(runtime, "gputrain-ssh")
-        assert folder.stat().st_mode & 0o777 == 0o700
-        folder.chmod(0o755)
-        with pytest.raises(RequestError, match="only you can enter"):
-            socket_folder({"XDG_RUNTIME_DIR": runtime})
-        folder.rmdir()
-        folder.write_text("in the way")
-        with pytest.raises(RequestError, match="cannot be created for ssh's control sockets: File exists"):
-            socket_folder({"XDG_RUNTIME_DIR": runtime})
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -381,7 +381,6 @@ def test_hosts_are_queried_again_once_the_save_folder_has_changed(
     (tmp_path / "ssh").write_text(f"#!/bin/sh\necho >> {tmp_path}/started\nexit 1\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("GPUTRAIN_SSH", str(tmp_path / "ssh"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     local = LocalFacts(python=sys.executable)
     starts = []
     for folder in ("/a", "/a", "/b"):
@@ -410,7 +409,6 @@ def test_a_host_that_lies_is_blamed_itself(
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("GPUTRAIN_SSH", str(tmp_path / "ssh"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     wanted = recipe()
     local = LocalFacts(python=sys.executable)
     found = collect_hosts(wanted, plan(wanted, {}, local=local), local, env={})

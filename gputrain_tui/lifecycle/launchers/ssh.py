@@ -211,7 +211,7 @@ class SshProcess:
                 if opened is not None:
                     channel = HostChannel.inherited(self.host, opened.mark, opened.descriptors)
                 else:
-                    channel = self._ssh.channel(self.host, own=True)
+                    channel = self._ssh.channel(self.host)
                 return self._talk(channel, request)
             except HostRefusedError as refused:
                 self.host_error = str(refused)
@@ -347,7 +347,7 @@ def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
         HostError: the host does not answer, or has no agent of this run.
     """
     attempt = attempt_folders(run_dir, node.node)[-1].name
-    with Ssh().channel(node.host, own=True) as channel:
+    with Ssh().channel(node.host) as channel:
         channel.send("node", **session_request(node, run_dir, attempt))
         return channel.call("stacks", FOUND, HELLO_S, pid=pid)
 
