@@ -25,8 +25,8 @@ file) as the record grows, and the node's exit code as the answer; the other cal
 the launching side does. The program ends with its standard input and, unless it serves a node, after ``LIFE_S`` without
 a frame: a cut connection leaves nothing behind. A node outlives it: its agent is a process of its own.
 
-*One connection*: a process that starts another passes on mark and descriptors, and the new one continues with its own
-calls. Thus the launch uses the connections of the checks.
+*One connection*: an idle one serves the next user in its process (``Ssh``), and a process that starts another passes
+on mark and descriptors. Thus the checks use the connections of the inventories, and the launch those of the checks.
 """
 
 from __future__ import annotations
