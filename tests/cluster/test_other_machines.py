@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +104,27 @@ def test_the_second_question_goes_over_the_connection_of_the_first_unless_that_h
     assert accepted() == first + 1
     ssh.close()
     assert not connecting("again")
+
+
+def test_a_connection_that_the_user_shares_is_used_where_the_key_alone_is_refused(
+    server: SshServer, environ: dict[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="gt-", dir="/tmp") as folder:  # short: a socket's path has 108 bytes
+        command = f"{server.command} -o ControlPath={folder}/%C"
+        name = server.host("second-factor", key="stranger")
+        words = [*shlex.split(command), "-o", f"IdentityFile={server.folder}/key", "-M", "-N", name]
+        shared = subprocess.Popen(words)
+        try:
+            while not list(Path(folder).iterdir()):
+                assert shared.poll() is None
+            connections = Ssh({"GPUTRAIN_SSH": command})
+            assert query_host(name, connections).problem == ""
+            connections.close()
+            assert shared.poll() is None, "it belongs to the user"
+        finally:
+            shared.kill()
+            shared.wait()
+        assert problem(name, Ssh(environ)).startswith("it refuses the key")
 
 
 def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServer, ssh: Ssh) -> None:
