@@ -39,6 +39,8 @@ def explain_failure(host: str, code: int, stderr: str) -> str:
         stderr: standard error of ssh and the host.
     """
     lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
+    # ssh goes on without a shared connection whose process has ended.
+    lines = [line for line in lines if not line.startswith("Control socket connect")]
     last = _shortened(lines[-1]) if lines else ""
     if code == SSH_FAILED:
         for pattern, reason in REASONS:

@@ -110,14 +110,15 @@ def test_a_connection_that_the_user_shares_is_used_where_the_key_alone_is_refuse
     server: SshServer, environ: dict[str, str]
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="gt-", dir="/tmp") as folder:  # short: a socket's path has 108 bytes
-        command = f"{server.command} -o ControlPath={folder}/%C"
         name = server.host("second-factor", key="stranger")
-        words = [*shlex.split(command), "-o", f"IdentityFile={server.folder}/key", "-M", "-N", name]
+        config = server.folder / "ssh_config"
+        config.write_text(f"Host {name}\n  ControlPath {folder}/%C\n{config.read_text()}")
+        words = [*shlex.split(server.command), "-o", f"IdentityFile={server.folder}/key", "-M", "-N", name]
         shared = subprocess.Popen(words)
         try:
             while not list(Path(folder).iterdir()):
                 assert shared.poll() is None
-            connections = Ssh({"GPUTRAIN_SSH": command})
+            connections = Ssh(environ)
             assert query_host(name, connections).problem == ""
             connections.close()
             assert shared.poll() is None, "it belongs to the user"
