@@ -132,7 +132,7 @@ MAX_LEAD_DEVIATION_SHARE = threshold(0.20, "share", test="")
 IMBALANCE_BLOCK_ROWS = threshold(
     12, "rows", test="test_diagnosis_uneven.py::test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network"
 )
-"""Rows of a block."""
+"""Rows of a block: a hiccup is in one block alone."""
 IMBALANCE_BLOCKS = threshold(
     5, "blocks", test="test_diagnosis_uneven.py::test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network"
 )

@@ -1,8 +1,7 @@
 """Every option of ``python -m trainer``, declared once and rendered as flag, recipe key, form field and help.
 
 Torch-free: the console reads this schema. A field's ``Meta`` carries its help, its range and, in ``extra``, its
-group and alternative names of the flag and its values, such as those of fairseq and HetSeq;
-``trainer.contract.schema`` reads them.
+group and alternative names of the flag and its values, such as those of fairseq; ``contract.schema`` reads them.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
             str,
             Meta(
                 min_length=1,
-                pattern=r"^-{1,2}\w[\w-]*$",
+                pattern=r"^-{1,2}\w[\w-]*$(?!\n)",
                 description="flag with which the script gets its local rank, such as --local-rank of "
                 "torch.distributed.launch; default: by LOCAL_RANK alone",
             ),
@@ -286,9 +285,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
-    eval_split: Annotated[Literal["test", "valid"], _meta("Validation", "the split that --eval-only evaluates")] = (
-        "test"
-    )
+    eval_split: (
+        Annotated[
+            Literal["test", "valid"],
+            _meta("Validation", "the split that --eval-only evaluates; default: test, or valid of a task without one"),
+        ]
+        | None
+    ) = None
 
     seed: Annotated[int, _meta("Numerics", "seed", ge=0, le=2**32 - 1)] = 1
     precision: Annotated[
