@@ -84,11 +84,19 @@ UNEXPLAINED_S = threshold(
     test="test_diagnosis.py::test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does",
 )
 """Minimum duration of a lateness without a cause of a rank on a CPU, for however many steps: as above."""
-STEP_SIGMAS = threshold(6.0, "deviations", test="")
+STEP_SIGMAS = threshold(
+    6.0,
+    "deviations",
+    test="test_diagnosis.py::test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier",
+)
 """Threshold in standard errors of the window's median, estimated from successive differences."""
 BLOCK_SIGMAS = threshold(4.0, "deviations", test="")
 """Threshold in standard deviations of the medians of earlier windows, which include noise in bursts."""
-MIN_NOISE_BLOCKS = threshold(4, "blocks", test="")
+MIN_NOISE_BLOCKS = threshold(
+    4,
+    "blocks",
+    test="test_diagnosis.py::test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier",
+)
 """Earlier windows needed to estimate that deviation."""
 CORE_WAIT_ROWS = threshold(
     8 * WINDOW_ROWS, "rows", test="test_diagnosis.py::test_a_rank_that_shares_its_core_is_found_to_wait_for_it"

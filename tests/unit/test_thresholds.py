@@ -23,7 +23,7 @@ UNITS = {"s", "share", "%", "ratio", "correlation", "deviations"} | {
 }
 
 
-UNNOTICED = {"STEP_SIGMAS", "BLOCK_SIGMAS", "MIN_NOISE_BLOCKS", "MAX_LEAD_DEVIATION_SHARE", "MIN_STEPS_ALONE"}
+UNNOTICED = {"BLOCK_SIGMAS", "MAX_LEAD_DEVIATION_SHARE", "MIN_STEPS_ALONE"}
 """Thresholds that no test notices yet: each needs one, or goes."""
 
 

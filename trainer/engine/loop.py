@@ -43,7 +43,7 @@ from trainer.engine.model import (
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import Schedule, training_optimizer
-from trainer.engine.out_of_memory import out_of_memory_with
+from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
 from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
@@ -230,21 +230,22 @@ class Loop:
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
-            with (
-                self._use.named_in_errors(),
-                out_of_memory_with(batch, step=step),
-                self._accumulation(last=last),  # DDP reduces the gradients in the backward pass of the last one
-                self._flops.count(batch, micro.samples),
-                nullcontext() if micro.samples else keep_buffers(self.raw_model),
-            ):
-                with self.autocast:
-                    loss, count, _ = summed_loss(self.task, self.model, batch)
-                loss = items.add(loss, count, micro.samples, last=last)
-                meter.lap("forward")
-                loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
-                self._flops.begin_backward()
-                self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
-                meter.lap("backward")
+            counts = nullcontext() if micro.samples else keep_buffers(self.raw_model)
+            try:
+                # Only in the backward pass of the last micro-batch does DDP reduce the gradients.
+                with self._accumulation(last=last), self._flops.count(batch, micro.samples), counts:
+                    with self.autocast:
+                        loss, count, _ = summed_loss(self.task, self.model, batch)
+                    loss = items.add(loss, count, micro.samples, last=last)
+                    meter.lap("forward")
+                    loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
+                    self._flops.begin_backward()
+                    self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
+                    meter.lap("backward")
+            except (RuntimeError, MemoryError) as error:
+                self._use.raise_unused(error)
+                raise_out_of_memory(error, batch, step=step)
+                raise
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)

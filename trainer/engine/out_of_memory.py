@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,18 +14,13 @@ class OutOfMemoryError(TrainingError):
     """A rank ran out of memory; the message has the step and the shapes of the batch."""
 
 
-@contextmanager
-def out_of_memory_with(batch: Any, *, step: int) -> Iterator[None]:
-    """Have an out-of-memory error of the block name the step and the shapes of its batch.
+def raise_out_of_memory(error: Exception, batch: Any, *, step: int) -> None:
+    """Raise an error with the step and the shapes of the batch in place of an out-of-memory error; ignore another one.
 
     Raises:
-        OutOfMemoryError: in place of torch's own error.
+        OutOfMemoryError: memory ran out.
     """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
+    if is_out_of_memory(error):
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OutOfMemoryError(f"out of memory at step {step}, batch {shapes(batch)}: {first_line}") from error
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -52,20 +51,14 @@ class ParameterUse:
         self._first = False
         return found
 
-    @contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Have DDP's error about a parameter that the step before did not use name it.
+    def raise_unused(self, error: Exception) -> None:
+        """Raise an error that names the parameters in place of DDP's about unused ones; ignore another error.
 
         Raises:
-            RequestError: in place of DDP's own error.
+            RequestError: the step before did not use a parameter.
         """
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error)
-            if _UNFINISHED not in text:
-                raise
-            matched = _INDICES.search(text)
+        if _UNFINISHED in str(error):
+            matched = _INDICES.search(str(error))
             indices = [int(index) for index in matched[1].split()] if matched else []
             known = [self._name(self._parameters[index]) for index in indices if index < len(self._parameters)]
             raise RequestError(_refusal(known, "the step before")) from error
