@@ -368,13 +368,13 @@ def _phase(view: RankView) -> str | None:
 def _busy_or_idle(view: RankView) -> str | None:
     """Return ``busy`` or ``idle`` by the last sample of a rank's process and its descendants; None without one.
 
-    A runnable process without a core is busy.
+    A runnable process without a core is busy; so is one whose descendants compute, however few cores are left to them.
     """
     process = view.process
     if process is None or process.cpu_percent is None:
         return None
     used = process.cpu_percent + (process.wait_percent or 0.0) + (process.children_percent or 0.0)
-    return "busy" if used >= BUSY_PERCENT else "idle"
+    return "busy" if used >= BUSY_PERCENT or (process.children_percent or 0.0) >= ACTIVE_PERCENT else "idle"
 
 
 def _log_grows(before: Any, view: RankView) -> bool:

@@ -414,10 +414,16 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
-    eval_split: Annotated[
-        Literal["test", "valid"],
-        Meta(description="the split that --eval-only evaluates", extra={"group": "Validation"}),
-    ] = "test"
+    eval_split: (
+        Annotated[
+            Literal["test", "valid"],
+            Meta(
+                description="the split that --eval-only evaluates; default: test, or valid of a task without one",
+                extra={"group": "Validation"},
+            ),
+        ]
+        | None
+    ) = None
 
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="seed", extra={"group": "Numerics"})] = 1
     precision: Annotated[

@@ -118,10 +118,11 @@ def confirm_stop(console: AppProtocol, run: Run) -> None:
 
 async def _stop(console: AppProtocol, run: Run) -> None:
     from gputrain_tui.lifecycle.stop_run import stop_by_name
+    from trainer.host.stop_request import CONSOLE_SIGNAL
 
     console.report(f"stopping {run.id}")
     try:
-        report, remaining = await asyncio.to_thread(stop_by_name, run.id)
+        report, remaining = await asyncio.to_thread(stop_by_name, run.id, CONSOLE_SIGNAL)
     except RequestError as error:
         console.report(str(error), alarm=True)
     else:
