@@ -104,6 +104,6 @@ def test_something_else_in_place_of_the_lock_is_refused_before_the_start(
     assert [(result["key"], result["what"]) for result in found["results"] if result["status"] == "error"] == [
         (
             "train.save_dir",
-            f"no checkpoint can be written: {kept}/.lock is a link, a folder or a device, and no lock of a training",
+            "no checkpoint can be written: kept/.lock is a link, a folder or a device, and no lock of a training",
         )
     ]
