@@ -29,11 +29,11 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
     (TableColumn("loss", right=True), 0, lambda view: loss_text(view.loss)),
     (TableColumn("samples/s", right=True), 0, lambda view: number(view.totals.samples_per_s)),
     (TableColumn("step ms", right=True), 4, lambda view: number(view.totals.mean_step_ms)),
-    (TableColumn("data", right=True), 0, lambda view: percent(view.totals.data_share)),
+    (TableColumn("data", right=True), 0, lambda view: percent(view.totals.share("data"))),
     (TableColumn("compute", right=True), 0, lambda view: percent(view.totals.compute_share)),
-    (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
-    (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
-    (TableColumn("other", right=True), 0, lambda view: percent(view.totals.other_share)),
+    (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.share("sync"))),
+    (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.share("optimizer"))),
+    (TableColumn("other", right=True), 0, lambda view: percent(view.totals.share("other"))),
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
