@@ -14,6 +14,8 @@ from gputrain_tui.state.totals import Phase, Totals
 class Throughput:
     """Rates of all ranks together; None: not measured."""
 
+    stepping_s: float = 0.0
+    """Mean over the ranks of the duration of the steps that the rates are over, seconds."""
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     """None where a rank counts none."""
@@ -94,6 +96,7 @@ def _throughput(ranks: Sequence[tuple[RankView, Totals]]) -> Throughput:
     tokens = [sums.tokens_per_s for _, sums in stepping]
     used = [(view, sums.since(view.totals_at_start) if sums is view.totals else sums) for view, sums in stepping]
     return Throughput(
+        stepping_s=sum(sums.step_ms for _, sums in stepping) / len(stepping) / 1e3 if stepping else 0.0,
         samples_per_s=samples_per_s(sums for _, sums in stepping),
         tokens_per_s=sum(rate or 0.0 for rate in tokens) if tokens and None not in tokens else None,
         mfu=_utilization([(view, sums.samples_per_s) for view, sums in used]),

@@ -239,23 +239,24 @@ class RunState:
         return found.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms."""
+        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
+
+        If others wait for a straggler in their forward pass already, they are as late as it for the synchronisation,
+        and its lateness is the one that was found.
+        """
         if self._late_version != self.version:
-            self._late, self._late_version = lateness(self.ranks.values()), self.version
+            late, self._late_version = lateness(self.ranks.values()), self.version
+            for (kind, rank), finding in self.findings.items():
+                if kind == "straggler" and rank in late and "followers" in finding.evidence:
+                    late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
+            self._late = late
         return self._late
 
-    def slowest(self) -> tuple[int, float] | None:
-        """Return the rank that the others wait for most, and its mean lateness in ms.
-
-        Where a straggler is found it is that one. If the others wait for it in their forward pass, they are as late as
-        it for the synchronisation, and its lateness is the one that was found.
-        """
-        late = dict(self.lateness())
+    def latest(self) -> tuple[int, float] | None:
+        """Return the rank that the others wait for most, the straggler where one is found, and its lateness in ms."""
+        late = self.lateness()
         if len(late) < 2:
             return None
-        for (kind, rank), finding in self.findings.items():
-            if kind == "straggler" and rank in late and "followers" in finding.evidence:
-                late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
         found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
         rank = max(found or late, key=lambda r: (late[r], -r))
         return rank, late[rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import sub
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trainer.contract.record import Step
 
@@ -17,8 +17,8 @@ MEASURED_SHARE = 0.99
 class Totals(NamedTuple):
     """Sums over a rank's step events; the difference of two is a window.
 
-    Phases and their shares are over the steps of which every phase was measured, so that shares add up to 1: in the
-    first steps the gradient synchronisation is not.
+    Phases and their shares are over the steps of which every phase was measured, so that shares add up to 1. In the
+    first steps the gradient synchronisation is not; a rank that never measures one does not synchronise.
     """
 
     steps: int = 0
@@ -72,6 +72,9 @@ class Totals(NamedTuple):
             waits = event.sync_exposed_ms_each
             synced = n if waits is None else len(waits) - waits.count(None)
             waited_ms = mean_wait_ms * synced
+            if not synced_steps:  # what came before lacks the synchronisation
+                whole_ms = data_ms = forward_ms = backward_ms = optimizer_ms = other_ms = 0.0
+                whole_steps = 0
             exposed_ms += waited_ms
             synced_steps += synced
         if duration_ms is not None:
@@ -82,15 +85,15 @@ class Totals(NamedTuple):
             if event_tokens is not None:
                 token_ms += covered_ms
                 timed_tokens += event_tokens
-            if event.forward_ms is not None:
+            if event.forward_ms is not None and (mean_wait_ms is not None or not synced_steps):
                 data = ((event.data_ms or 0.0) + (event.h2d_ms or 0.0)) * n
                 forward, backward = event.forward_ms * n, (event.backward_ms or 0.0) * n
                 optimizer = (event.optimizer_ms or 0.0) * n
                 named_ms = data + forward + backward + optimizer + waited_ms
                 if event.other_ms is not None:
                     other = event.other_ms * n
-                else:  # an older record, in which the rest is not measured
-                    other = 0.0 if event.backward_ms is None else max(covered_ms - named_ms, 0.0)
+                else:  # an older record: the rest is known where it cannot hide a synchronisation
+                    other = 0.0 if mean_wait_ms is None else max(covered_ms - named_ms, 0.0)
                 if named_ms + other >= MEASURED_SHARE * covered_ms:
                     whole_ms += named_ms + other
                     whole_steps += n
@@ -111,6 +114,8 @@ class Totals(NamedTuple):
 
     def since(self, earlier: Totals) -> Totals:
         """Return the sums over the events after ``earlier``."""
+        if self.synced_steps and not earlier.synced_steps:  # the phases before the first synchronisation were dropped
+            earlier = earlier._replace(**NO_PHASES)
         return Totals._make(map(sub, self, earlier))
 
     @property
@@ -160,3 +165,4 @@ class Totals(NamedTuple):
 
 
 ZERO_TOTALS = Totals()
+NO_PHASES: dict[str, Any] = {"whole_ms": 0.0, "whole_steps": 0, **{f"{phase}_ms": 0.0 for phase in PHASES}}

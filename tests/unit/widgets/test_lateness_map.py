@@ -33,7 +33,7 @@ def heat(width: int, height: int) -> Heat:
         first_step=1,
         last_step=200,
         step_ms=100.0,
-        slowest=RUN.state.slowest(),
+        latest=RUN.state.latest(),
         selected=5,
     )
 

@@ -269,6 +269,8 @@ class Checksum(Event, kw_only=True, tag="checksum"):
     step: Count
     parameters: str
     buffers: str
+    non_finite: bool = False
+    """Whether a parameter is NaN or infinite."""
 
 
 class Sample(Event, kw_only=True, tag="sample"):
@@ -350,7 +352,11 @@ class Finding(Event, kw_only=True, tag="finding"):
     host: str | None = None
     device: str | None = None
     step: Count | None = None
+    ranks: list[Rank] = []
+    """All ranks that it is about, ascending, where these are several; ``rank`` is one of them."""
     cause: str | None = None
+    line: str = ""
+    """Innermost line of the user's code in which a stalled rank is, such as ``train.py:12 in augment``."""
     message: str = ""
     evidence: dict[str, FiniteFloat] = {}
     advice: str = ""
