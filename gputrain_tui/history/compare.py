@@ -16,6 +16,7 @@ from gputrain_tui.history.step_axis import value_at
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_schema import task_schema
 from gputrain_tui.recipe.values import value_text
+from gputrain_tui.state.elapsed import time_by_boot
 from gputrain_tui.state.figures import mean_share, samples_per_s
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
@@ -134,7 +135,8 @@ class CurveHistory:
             self._all_samples += event.samples
             self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
             if event.rank == 0:
-                began = event.time - (event.step_ms or 0.0) / 1000 * event.steps
+                time = time_by_boot(event)
+                began = time - (event.step_ms or 0.0) / 1000 * event.steps
                 if self._started is None:
                     self._started = began
                 if not self._steps:
@@ -144,7 +146,7 @@ class CurveHistory:
                     self._stepping.append(0.0)
                 if event.step > self._steps[-1]:
                     self._steps.append(event.step)
-                    self._seconds.append(event.time - self._started)
+                    self._seconds.append(time - self._started)
                     self._samples.append(self._samples[-1] + event.samples)
                     self._stepping.append(self._stepping[-1] + (event.step_ms or 0.0) / 1000 * event.steps)
         elif isinstance(event, RunStarted) and self._started is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gputrain_tui.state.desync import DesyncState
-from gputrain_tui.state.elapsed import elapsed_s
+from gputrain_tui.state.elapsed import elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan
 from gputrain_tui.state.pace import Pace
@@ -311,7 +311,7 @@ class RunState:
         view.totals = totals = view.totals.plus(event)
         view.totals_window.append(totals)
         if event.rank == 0:
-            self._pace.note(event.time, event.step)
+            self._pace.note(time_by_boot(event), event.step)
 
     def _doing(self, event: Doing) -> None:
         view = self.rank(event.rank)

@@ -53,9 +53,11 @@ def step_length(step: int) -> float:
 def step_of(rank: int, step: int) -> Step:
     wait = wait_ms(rank, step)
     length = step_length(step)
-    time = BEGIN + step * 0.1 + (JUMP_S if step > STEPS // 2 else 0.0)
+    jump_s = JUMP_S if step > STEPS // 2 else 0.0
+    time = BEGIN + step * 0.1 + jump_s
     return Step(
-        time=time, rank=rank, step=step, epoch=1, steps=1, samples=SAMPLES, loss=None if rank else 9.0 / step, lr=0.1,
+        time=time, rank=rank, step=step, epoch=1, steps=1, samples=SAMPLES,
+        clock_set_ms=1e3 * jump_s, loss=None if rank else 9.0 / step, lr=0.1,
         step_ms=length, data_ms=length - wait - 50.0, forward_ms=12.0, backward_ms=18.0, optimizer_ms=5.0,
         other_ms=15.0, sync_exposed_ms=wait if step > WARM_UP else None,
     )  # fmt: skip
@@ -198,6 +200,7 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
         assert compared.history.samples_per_s == pytest.approx(rate)
         assert compared.history.sync_share == pytest.approx(share / 100)
         rates = compared.history.points(1, over_time=False, measure="samples_per_s").values
+        assert compared.history.last_second == pytest.approx(0.1 * STEPS, abs=1.0)
         assert rates == [pytest.approx(rate)], "the curve is of the same rate, also where the clock was set forward"
 
     # Elapsed, step, loss and what stands.
