@@ -46,6 +46,8 @@ def uptime_s() -> float | None:
     return float(words[0]) if words else None
 
 
+BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Clock that nobody sets; on Linux it runs on while the machine sleeps, as the clock does."""
 MIN_CLOCK_SET_S = 1.0
 """Change of the clock that counts as set: slower corrections, as of a time service, change no duration noticeably."""
 
@@ -56,7 +58,7 @@ class ClockSet:
     def __init__(
         self,
         now: Callable[[], float] = time.time,
-        since_boot: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        since_boot: Callable[[], float] = lambda: time.clock_gettime(BOOT_CLOCK),
     ) -> None:
         self._now = now
         self._since_boot = since_boot
