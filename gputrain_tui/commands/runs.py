@@ -13,7 +13,7 @@ from itertools import islice
 
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, loss_cell, run_filter, sorted_runs
-from gputrain_tui.history.runs import RECENT_RUNS, UnreadableRun, newest_runs
+from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable

@@ -18,12 +18,12 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, create, find, open_run
+from gputrain_tui.history.run_folders import Run, create, find, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnections
-from gputrain_tui.lifecycle import checkpoints
+from gputrain_tui.lifecycle import run_checkpoints
 from gputrain_tui.lifecycle.inventories import inventories_for
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
 from gputrain_tui.lifecycle.remote_nodes import remote_node
@@ -95,15 +95,15 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
             )
-        found = checkpoints.resumable_checkpoint(run.dir)
+        found = run_checkpoints.resumable_checkpoint(run.dir)
         if found is None:
-            raise RequestError(f"--resume {resume}: {checkpoints.describe_missing_checkpoint(run)}")
+            raise RequestError(f"--resume {resume}: {run_checkpoints.describe_missing_checkpoint(run)}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
                 f"--resume {resume}: {run.id} has finished: nothing is left to train; "
                 "to train further, raise the limit that ended it, such as --set train.max_updates=N"
             )
-        settings += [f"train.resume={found}", f"train.checkpoint_run={checkpoints.run_named_by(run.dir, found)}"]
+        settings += [f"train.resume={found}", f"train.checkpoint_run={run_checkpoints.run_named_by(run.dir, found)}"]
         source = source or recipe_of(run)
         recipe = load_recipe(source, overrides=settings, stdin=stdin)
         # The resets of the run's own recipe are done; only overrides reset again.

@@ -16,7 +16,7 @@ from taken_names import NAMES, TakenNames, importable
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.run_folders import list_runs
 
 TESTS = Path(__file__).parents[1]
 PYTHON = Path(sys.executable)

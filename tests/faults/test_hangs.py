@@ -14,8 +14,8 @@ import psutil
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, until
 
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
 
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import read_status, write_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.start import adopt, start_supervisor

@@ -16,7 +16,7 @@ from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_agent_pid, rank_
 from commands import command
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle import leftovers, start
 from trainer.contract.record import Failure, decode_events, recorded_checkpoints
 

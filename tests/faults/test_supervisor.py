@@ -13,8 +13,8 @@ from signals import is_pending, traced
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.start import adopt, start_supervisor

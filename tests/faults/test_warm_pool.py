@@ -16,9 +16,9 @@ from bench import FOR_EVER, RECIPE, TEXT, rank_pid
 from waiting import until
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.lifecycle import leftovers, start
-from gputrain_tui.lifecycle.stop import stop
+from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.lifecycle.warm_pool import WarmPool
 from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
 from gputrain_tui.recipe.build import load
@@ -39,7 +39,7 @@ class EnvironmentTask(LanguageModel):
 HOLDER = """\
 import sys, time
 from gputrain_tui.lifecycle import start
-from gputrain_tui.lifecycle.stop import stop
+from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.lifecycle.warm_pool import WarmPool
 from gputrain_tui.recipe.build import load
 warm = WarmPool()

@@ -18,7 +18,7 @@ from made_runs import append_to_log
 from gputrain_tui.history.export.allow_list import HIDDEN, AllowList
 from gputrain_tui.history.export.archive import Archive
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run, find
+from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import write_status
 from trainer.contract.record import Failure, RunEnded, Sample, encode_event
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.lifecycle.evaluation import evaluation_recipe
+from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.history import step_axis
-from gputrain_tui.history.compare import CurveHistory
+from gputrain_tui.history.comparison import CurveHistory
 from gputrain_tui.history.step_axis import StepAxis
 from gputrain_tui.state import RunState
 from trainer.contract.record import Step, decode_events, encode_event

@@ -18,10 +18,10 @@ from typing import BinaryIO
 import msgspec
 import tomlkit
 
-from gputrain_tui.history.archive_layout import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
 from gputrain_tui.history.export.allow_list import AllowList
 from gputrain_tui.history.export.archive_events import EventFilter
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.open_archive import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gputrain_tui import paths
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run, find, open_run
+from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, start
