@@ -16,7 +16,8 @@ import pytest
 from screen_frames import console, press, rows, settle
 
 from gputrain_tui import cli
-from gputrain_tui.console.curve_reader import CurveReader
+from gputrain_tui.console.screens.compare_screen import CompareScreen
+from gputrain_tui.console.widgets.loss_curves import CurveReader
 from gputrain_tui.console.widgets.run_list import LOSS, STEP, TOOK, cells_of
 from gputrain_tui.console.widgets.step_bars import phases_of
 from gputrain_tui.headless.closing_report import closing_lines, status_line
@@ -120,6 +121,21 @@ def screens(run: Run) -> tuple[list[str], list[str]]:
     return asyncio.run(play())
 
 
+def comparison_screen(run: Run) -> list[str]:
+    """Return the rows of the comparison of a run with itself that have its figures."""
+
+    async def play() -> list[str]:
+        app = console(run)
+        async with app.run_test(size=(220, 60)) as pilot:
+            await app.push_screen(CompareScreen([run, run]))
+            for _ in range(3):
+                app.tick()
+                await settle(pilot)
+            return [row for row in rows(app) if "━━" in row]
+
+    return asyncio.run(play())
+
+
 def command(*argv: str) -> str:
     out = StringIO()
     with redirect_stdout(out):
@@ -194,6 +210,9 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
     (entry,) = json.loads(command("runs", "--json"))
     assert entry["samples_per_s"] == (pytest.approx(rate) if ended else None)
     if ended:
+        legend = comparison_screen(run)
+        assert float(after("samples/s", legend).replace(",", "")) == pytest.approx(rate, abs=0.6)
+        assert after("sync", legend) == f"{share:.1f}%"
         compared = CurveReader(run)
         compared.poll(inf)
         compared.close()
