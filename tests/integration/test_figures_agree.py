@@ -10,9 +10,11 @@ from io import StringIO
 from math import inf
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 import pytest
+from msgspec import structs
 from screen_frames import console, press, rows, settle
 
 from gputrain_tui import cli
@@ -25,14 +27,16 @@ from gputrain_tui.headless.progress import plain_line, progress_line
 from gputrain_tui.headless.styled_text import paint
 from gputrain_tui.history.run_folders import Run, create, open_run
 from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.status_file import read_status, write_status
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.state import WINDOW, RunState
 from gputrain_tui.tables import duration
-from trainer.contract.record import Finding, RankState, RunDir, Step, encode_event
+from trainer.contract.record import Doing, Finding, RankState, RunDir, RunEnded, Step, encode_event
 from trainer.host.boot import BootMoment
+from trainer.host.process_identity import identify
 
 BEGIN = 1_800_000_000.0
 STEPS, SAMPLES = 160, 16
@@ -249,3 +253,43 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
         assert "NaN since step 60 on rank 1" in listed
         assert "▲ finished" in header
         assert "NaN since step 60 on rank 1" in header
+
+
+@pytest.mark.parametrize("end", ["stopped", "lost"])
+def test_after_the_end_no_view_shows_a_rank_in_a_phase_of_a_step(
+    end: Literal["stopped", "lost"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    run = recorded(tmp_path, ended=False)
+    for rank, part in ((0, "sync"), (1, "loss")):
+        moment = BEGIN + STEPS * 0.1 + JUMP_S + 5.0
+        doing = Doing(time=moment, rank=rank, step=STEPS + 1, part=part, parts_done=3, waited_ms=5e3)  # type: ignore[arg-type]
+        with run.dir.rank_events(rank).open("ab") as file:
+            file.write(encode_event(doing))
+    whole, page = screens(run)
+    assert after("state", page) == "sync"
+    assert "sync wait" in rank_line(whole, 0)
+    assert "loss" in rank_line(whole, 1)
+    if end == "stopped":
+        with run.dir.run_events.open("ab") as file:
+            file.write(encode_event(RunEnded(time=BEGIN + 4000.0, status="stopped", exit_code=130)))
+    status = read_status(run.dir)
+    assert status is not None
+    over = {"status": "stopped", "ended": BEGIN + 4000.0} if end == "stopped" else {}
+    killed = structs.replace(identify(), start_ticks=1)
+    write_status(run.dir, structs.replace(status, supervisor=killed, **over))
+    found = open_run(run.dir.path)
+    assert found is not None
+    assert found.state == end
+    whole, page = screens(found)
+    state = "stopped" if end == "stopped" else "unknown"
+    assert after("state", page) == state
+    for rank in (0, 1):
+        assert state in rank_line(whole, rank)
+        assert not re.search(r"sync wait|loss", rank_line(whole, rank))
+
+
+def rank_line(screen: list[str], rank: int) -> str:
+    """Return a rank's line of the table."""
+    titles = next(index for index, line in enumerate(screen) if "sync ms" in line)
+    return screen[titles + 1 + rank]

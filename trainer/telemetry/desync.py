@@ -322,14 +322,19 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def _has_non_finite(tensors: Sequence[_ModelTensor], device: torch.device) -> Tensor:
     """Return 1 if any of the tensors has a NaN or infinite element, else 0: [1], int64 on ``device``."""
-    largest = [
-        torch.linalg.vector_norm(tensor.detach(), math.inf).to(device, torch.float32)
+    # A sum is not finite if an element is not, and takes a tenth of the time of a maximum on a CPU. Of a complex number
+    # both parts are added; half-precision numbers are added as 32-bit floats, whose range no sum of weights exceeds.
+    finite = [
+        (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach())
+        .sum(dtype=torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32)
+        .isfinite()
+        .to(device)
         for _, tensor, _, _ in tensors
-        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())
+        if tensor.is_floating_point() or tensor.is_complex()
     ]
-    if not largest:
+    if not finite:
         return torch.zeros(1, dtype=torch.int64, device=device)
-    return (~torch.stack(largest).isfinite()).any().to(torch.int64).reshape(1)
+    return (~torch.stack(finite)).any().to(torch.int64).reshape(1)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
