@@ -122,7 +122,7 @@ class Diagnosis:
             "cpu_contention": lambda: self._contention.symptoms(state),
             "non_finite": lambda: self._non_finite.symptoms(state, now),
             "memory_creep": lambda: self._memory.symptoms(state),
-            "outside_torch": lambda: outside_torch(state),
+            "outside_torch": lambda: outside_torch(state, self._timeline),
             "desync": lambda: [] if self._ranks_reported_desync(state) else desync(state),
             "stalled": lambda: stalls(state, self._activity, now),
         }

@@ -52,14 +52,16 @@ def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
     )
 
 
-def outside_torch(state: RunState) -> list[Symptom]:
+def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return the symptom of a script whose own code is the largest part of its steps.
 
-    A task's steps are those of this package: what it does between optimizer and data is no advice to its user.
+    A task's steps are those of this package: what it does between optimizer and data is no advice to its user. Nor is
+    a pause in few steps, as after each epoch: the median step counts, besides the mean.
     """
     sums = [view.recent for view in state.ranks.values() if view.totals.steps >= WINDOW_STEPS]
     shares = [share for each in sums if (share := each.share("other")) is not None]
-    if state.plan is not None or len(shares) < len(state.ranks) or not shares:
+    rows = timeline.last(WINDOW_STEPS)
+    if state.plan is not None or len(shares) < len(state.ranks) or not shares or not rows:
         return []
     share = median(shares)
     others = [(each.share("data"), each.compute_share, each.share("optimizer"), each.share("sync")) for each in sums]
@@ -67,7 +69,7 @@ def outside_torch(state: RunState) -> list[Symptom]:
     return [
         Symptom(
             kind="outside_torch",
-            value=share,
+            value=min(share, median([row.other_share for row in rows])),
             threshold=max(MIN_DATA_SHARE, largest),
             cause="other",
             step=state.step,

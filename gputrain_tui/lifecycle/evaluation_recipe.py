@@ -12,19 +12,20 @@ from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import require_consistent
 
 PREFIX = "eval-"
 """Prefix of the recipe names of evaluations, which marks them in a list of runs."""
 
 
-def _default_split(recipe: Recipe) -> Literal["test", "valid"]:
-    schema = options_schema(recipe.train.task)
-    splits = ("test",) if schema is None else msgspec.convert(dict(recipe.task_options), schema).splits
-    return "test" if "test" in splits or "valid" not in splits else "valid"
-
-
 def evaluation_recipe(
-    source: str, *, overrides: list[str], checkpoint: Path, run: str, split: str | None, stdin: IO[str] | None = None
+    source: str,
+    *,
+    overrides: list[str],
+    checkpoint: Path,
+    run: str,
+    split: Literal["test", "valid"] | None,
+    stdin: IO[str] | None = None,
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
@@ -33,20 +34,22 @@ def evaluation_recipe(
         overrides: ``KEY=VALUE`` settings.
         checkpoint: a file, or a folder for its newest good checkpoint.
         run: run that the checkpoint must belong to; empty for any.
-        split: evaluated split, ``test`` or ``valid``; None for ``test``, or ``valid`` of a built-in task without one.
+        split: evaluated split, ``test`` or ``valid``; None for ``test``, or ``valid`` of a task without one.
         stdin: stream that ``-`` reads.
 
     Raises:
-        RequestError: the recipe is wrong, or runs a script.
+        RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
     """
     recipe = load(source, overrides=overrides, stdin=stdin)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
+    schema = options_schema(recipe.train.task)
+    task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
     sizes = recipe.train.batch_size
     train = msgspec.structs.replace(
         recipe.train,
         eval_only=str(checkpoint),
-        eval_split=split or _default_split(recipe),
+        eval_split=split,
         checkpoint_run=run,
         resume=None,
         save_dir=None,
@@ -54,6 +57,7 @@ def evaluation_recipe(
         finetune_partial=False,
         batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
     )
+    require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
     return dataclasses.replace(
         recipe,

@@ -279,8 +279,9 @@ class Supervisor:
         self._directory_check_at = time.monotonic() + DIRECTORY_CHECK_S
         with suppress(OSError):
             os.utime(self.dir.lock)
-        if (level := read_stop_file(self.dir)) > self._stop_request.level:
-            self._stop_request.ask(level, "stopped by `gputrain stop` on another host")
+        level, reason = read_stop_file(self.dir)
+        if level > self._stop_request.level:
+            self._stop_request.ask(level, reason)
         if self._deleted is None and attempt_outcome.is_deleted(self.dir):
             self._deleted = attempt_outcome.deletion_failure(self.dir, self._now())
             print(self._deleted.message, file=sys.stderr, flush=True)

@@ -77,9 +77,12 @@ def failure_summary(failure: Failure) -> str:
     return who + failure_words(failure) + at
 
 
-def by_urgency(finding: Finding) -> tuple[int, float]:
-    """Return a sort key of findings: the most severe first, then the rank that takes longest."""
-    return urgency(finding.severity), -finding.evidence.get("excess_ms", 0.0)
+def by_urgency(finding: Finding) -> tuple[int, bool, float]:
+    """Return a sort key of findings: the most severe first; of equals, a gap of the record, then the slowest rank.
+
+    Every other figure is one of the recorded part only.
+    """
+    return urgency(finding.severity), finding.kind != "record_incomplete", -finding.evidence.get("excess_ms", 0.0)
 
 
 def urgency(severity: str) -> int:

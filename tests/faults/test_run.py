@@ -278,7 +278,7 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
     assert done.returncode == 1
     assert "ValueError: no more data" in done.stderr
     assert "trainer/agent/script.py" not in done.stderr
-    assert bench.runs()[0].status.message == "ValueError: no more data"
+    assert bench.runs()[0].status.message.startswith("ValueError: no more data (")
 
 
 VANISHING_SCRIPT = """\

@@ -76,6 +76,8 @@ def launch(
         _disk_errors_as_training_errors(options),
     ):
         run_dir = _run_dir(options)
+        # In the rank's own process orphans that it adopts could not be told from children that the task waits for.
+        agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
         if script is None:
             words = _with_resume(words, run_dir, run_id, environ)
         assignments = assign(
@@ -92,11 +94,11 @@ def launch(
                 target=MEASURED_SCRIPT_TARGET if script.instrument and run_dir is not None else SCRIPT_TARGET,
                 preloaded=SCRIPT_PRELOADED,
             )
-        elif decision.spawn:
+        elif decision.spawn or agent_of_its_own:
             outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
         else:
             code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
-    if script is None and not decision.spawn:
+    if script is None and not decision.spawn and not agent_of_its_own:
         worker_entry.leave(code)
     print_outcome(outcome)
     return outcome.exit_code

@@ -192,13 +192,21 @@ def _kind(node: Any) -> Any:
     return kinds.get(type(node), "str")
 
 
-def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], str]) -> S:
+def check(
+    schema: type[S],
+    values: Mapping[str, Any],
+    *,
+    where: Callable[[str], str],
+    is_text: Callable[[str], bool] = lambda name: True,
+) -> S:
     """Build an options object from untyped values.
 
     Args:
         schema: the Struct or dataclass to build.
         values: name to value, as a recipe holds them; a scalar is taken as a list of one.
         where: returns the source of an option for messages (``--batch-size``, ``recipe.toml: train.batch_size``).
+        is_text: returns whether the value of an option may be given as text, as on a command line; otherwise a text is
+            only taken where the option is one.
 
     Raises:
         RequestError: an unknown name, a wrong type, or a value out of range.
@@ -210,6 +218,10 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
         if option is None:
             raise RequestError(f"{where(name)} is not known{nearest(name, options)}")
         complete[name] = _coerce(option, value, where(name))
+        if not is_text(name) and _is_quoted(option, value):
+            raise RequestError(
+                f"{where(name)} is {quoted(value)}, but must be {option.allowed}: write it without quotes"
+            )
     for option in options.values():
         if option.required and option.name not in complete:
             raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
@@ -227,6 +239,12 @@ def _refused(option: Option, value: Any, where: str) -> RequestError:
     if option.kind == "str" and not (option.choices or option.or_kind) and isinstance(value, bool | int | float):
         guess = f': write "{text_of(value).lower()}" with its quotes'
     return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
+
+
+def _is_quoted(option: Option, value: Any) -> bool:
+    """Whether a value of a file has quotes where the option is a number or a truth value."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return (option.item_kind or option.kind) != "str" and any(isinstance(item, str) for item in items)
 
 
 def _coerce(option: Option, value: Any, where: str) -> Any:
