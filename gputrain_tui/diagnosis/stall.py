@@ -301,7 +301,7 @@ def _common_symptom(
     if outlier is None:
         message += _lines_text(views)
         symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
-        return replace(symptom, rank=None, step=step)
+        return replace(symptom, rank=None, step=step, line="")
     message += f"{_position_text(outlier)}, unlike the others"
     return replace(_stall(outlier, silence_s, threshold_s, message, ADVICE["stalled_behind"]), step=step)
 
@@ -316,6 +316,7 @@ def _stall(view: RankView, silence_s: float, threshold_s: float, message: str, a
         severity="critical",
         cause=_phase(view) or _busy_or_idle(view),
         step=view.step,
+        line=view.doing.line if view.doing is not None else "",
         message=message,
         evidence=_evidence(view, silence_s),
         advice=advice,
