@@ -212,7 +212,7 @@ def test_steps_before_the_first_measured_synchronisation_share_no_event_with_lat
     writer = EventWriter(tmp_path / "0.ndjson")
     recorder = StepRecorder(HostClock(), writer, rank=0, synchronised=True)
     for step in range(1, 9):
-        log = SyncTimes(sync_ms=0.3, exposed_ms=0.2, bucket_bytes=None, settled=step > 3)
+        log = SyncTimes(sync_ms=0.3, exposed_ms=0.2, bucket_bytes=None, stable=step > 3)
         recorder.add(_reading(step, time=1000 + step * 0.001, log=log, phases=["forward", "backward"],
                               marks=[(ms / 1e3, 0.0) for ms in (0, 1, 2, 3)]))  # fmt: skip
     recorder.process()
