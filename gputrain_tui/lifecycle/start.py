@@ -44,7 +44,6 @@ from trainer.host.stop_request import STOP_SIGNALS
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
     from gputrain_tui.hosts.slurm import Job
-    from gputrain_tui.lifecycle.warm_pool import WarmPool
     from gputrain_tui.preflight.host_facts import HostAnswer
 
 
@@ -266,14 +265,13 @@ def endless_reason(recipe: Recipe) -> str:
 
 
 def launch(
-    prepared: Prepared, *, leased: bool, warm: WarmPool | None = None, connections: OpenConnections | None = None
+    prepared: Prepared, *, leased: bool, connections: OpenConnections | None = None
 ) -> tuple[Run, subprocess.Popen[bytes]]:
     """Write the run directory and start its supervisor in a session of its own.
 
     Args:
         prepared: recipe and plan.
         leased: whether closing the supervisor's standard input, a pipe, ends the run.
-        warm: pool whose warm supervisor, if there is one, starts the run.
         connections: connections of the preflight to the hosts, which the supervisor takes over.
 
     Raises:
@@ -285,7 +283,7 @@ def launch(
         run = _submit(prepared)[0]
         return run, slurm_jobs.watch(run.dir, leased=leased)
     run = _create(prepared)
-    return run, start_supervisor(run.dir, leased=leased, warm=warm, connections=connections)
+    return run, start_supervisor(run.dir, leased=leased, connections=connections)
 
 
 def is_submitted(prepared: Prepared) -> bool:
@@ -335,7 +333,6 @@ def start_supervisor(
     *,
     leased: bool,
     adopting: bool = False,
-    warm: WarmPool | None = None,
     connections: OpenConnections | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start the supervisor of a run.
@@ -344,12 +341,9 @@ def start_supervisor(
         run_dir: run directory.
         leased: whether closing the supervisor's standard input, a pipe, ends the run.
         adopting: whether it takes over the run of a supervisor that was killed.
-        warm: pool whose warm supervisor, if there is one, is used.
         connections: connections to the hosts of the run, which the supervisor takes over.
     """
     words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
-    if warm is not None and (waiting := warm.launch(words)) is not None:
-        return waiting
     by_node = {} if connections is None else connections.by_node
     if by_node:
         words.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")

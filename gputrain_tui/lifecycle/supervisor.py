@@ -1,9 +1,9 @@
 """Supervisor of one run: launches the nodes of its plan, watches, restarts or stops them, and records the end.
 
-``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``, or ``--warm SECONDS`` to read these
-arguments from standard input. It never imports torch, so that it starts fast. Only its main thread starts node agents,
-as they may end with the thread that started them (``PR_SET_PDEATHSIG``). With ``--lease`` the run ends when standard
-input is closed. With ``--adopt`` it takes over from a supervisor that was killed.
+``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``. It never imports torch, so that it starts
+fast. Only its main thread starts node agents, as they may end with the thread that started them
+(``PR_SET_PDEATHSIG``). With ``--lease`` the run ends when standard input is closed. With ``--adopt`` it takes over from
+a supervisor that was killed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
-from trainer.host.proc_environ import show_in_proc
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 from trainer.host.temporary_folder import system_folder
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
     from gputrain_tui.lifecycle.report import RunReport
-    from gputrain_tui.lifecycle.warm_supervisor import WarmAgent
     from gputrain_tui.state import RunState
 
 STOP_GRACE_S = 5.0
@@ -82,13 +80,11 @@ class Supervisor:
         *,
         leased: bool,
         adopting: bool = False,
-        warm_agent: WarmAgent | None = None,
         connections: Mapping[int, OpenConnection] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.dir = run_dir
         self._connections = connections
-        self._warm_agent = warm_agent
         self.leased = leased
         self._adopting = adopting
         self._now = now
@@ -118,7 +114,6 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the poll
         self._stop_request.catch()
         self._poll.register(self._stop_request, select.POLLIN)
-        show_in_proc(leftovers.SUPERVISOR, str(self.dir.path))  # by which `gputrain stop` finds it
         process_guard.adopt_orphans()
         try:
             ended = self._adopt() if self._adopting else self._run_attempts()
@@ -150,10 +145,6 @@ class Supervisor:
             from gputrain_tui.lifecycle.launchers.ssh import SshLauncher
 
             node_launcher = SshLauncher(self._connections)
-        if self._warm_agent is not None and plan.launcher == "local":
-            from gputrain_tui.lifecycle.warm_supervisor import WarmFirstLauncher
-
-            node_launcher = WarmFirstLauncher(self._warm_agent, node_launcher, plan.nodes)
         env = self._environment()
         restarts: int | None = None
         failed_before: Failure | None = None
@@ -486,21 +477,6 @@ def main() -> int:
     """Supervise the run of a directory, unless another supervisor does; return the exit code."""
     os.environ.pop(leftovers.SUPERVISOR, None)  # its children are no supervisors
     words = sys.argv[1:]
-    if words[0] != "--warm":
-        return _supervise(words)
-    from gputrain_tui.lifecycle import warm_supervisor
-
-    run = warm_supervisor.wait_for_run(float(words[1]))
-    if run is None:
-        return ExitCode.FINISHED
-    words, warm_agent = run
-    try:
-        return _supervise(words, warm_agent)
-    finally:
-        warm_agent.discard()
-
-
-def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int:
     run_dir = RunDir(Path(words[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
@@ -513,9 +489,7 @@ def _supervise(words: Sequence[str], warm_agent: WarmAgent | None = None) -> int
         ) is not None:
             return code
         connections = msgspec.json.decode(inherited, type=dict[int, OpenConnection])
-        return Supervisor(
-            run_dir, leased=leased, adopting=adopting, warm_agent=warm_agent, connections=connections
-        ).run()
+        return Supervisor(run_dir, leased=leased, adopting=adopting, connections=connections).run()
 
 
 if __name__ == "__main__":

@@ -107,7 +107,6 @@ class RecipePage(Page):
 
     def on_screen_resume(self) -> None:
         """List the recipes; open the file and enter the GPUs that another screen put into the launch session."""
-        self._open_warm_pool()
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
@@ -203,16 +202,10 @@ class RecipePage(Page):
         summary.styles.height = lines
         plan.styles.height = min(plan_lines, max(room - LEAST_FORM_LINES - lines, LEAST_PLAN_LINES))
 
-    def _open_warm_pool(self) -> None:
-        """Start a process that loads torch ahead of the launch."""
-        if self.console.warm is not None:
-            self.console.warm.open()
-
     # Changes
 
     def _changed(self) -> None:
         """Show the draft and validate it."""
-        self._open_warm_pool()
         self._show_fields()
         self._validate_soon()
 

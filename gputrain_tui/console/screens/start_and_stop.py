@@ -24,7 +24,7 @@ async def launch(console: AppProtocol, prepared: Prepared) -> None:
     from gputrain_tui.lifecycle import start
 
     try:
-        run, supervisor = start.launch(prepared, leased=False, warm=console.warm)
+        run, supervisor = start.launch(prepared, leased=False)
     except RequestError as error:
         console.report(str(error), alarm=True)
         return
