@@ -13,8 +13,9 @@ from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.history.runs import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.lifecycle.inventories import plan_with_inventories
-from gputrain_tui.lifecycle.start import endless_reason, recipe_text
+from gputrain_tui.lifecycle.planned import plan_with_inventories
+from gputrain_tui.lifecycle.prepared import endless_reason
+from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import narrate, print_json
 from gputrain_tui.plan.planner import Plan, with_run_dir
 from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands

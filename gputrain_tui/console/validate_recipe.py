@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.planned import plan_recipe
+from gputrain_tui.lifecycle.prepared import Prepared, check_planned
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError
 from gputrain_tui.recipe.build import build
@@ -30,7 +31,7 @@ class ValidatedRecipe:
     recipe: Recipe | None = None
     """The recipe; None if it is invalid."""
     plan: Plan | None = None
-    prepared: start.Prepared | None = None
+    prepared: Prepared | None = None
     """The run to launch; None if a check fails."""
     problem: str = ""
     """Error of the recipe itself, one line; empty: none."""
@@ -69,9 +70,9 @@ def validate_recipe(
     try:
         recipe = build(text, name=name, overrides=found.settings)
         found = replace(found, recipe=recipe)
-        planned = start.plan_recipe(recipe)
+        planned = plan_recipe(recipe)
         found = replace(found, plan=planned.plan)
-        prepared = start.check_planned(recipe, planned, max_age_s=hosts_max_age_s)
+        prepared = check_planned(recipe, planned, max_age_s=hosts_max_age_s)
     except NotReadyError as refused:
         return replace(found, plan=refused.plan, results=refused.results)
     except RequestError as error:

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gputrain_tui.history.runs import create, open_run
 from gputrain_tui.history.status_file import Status
-from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
 from gputrain_tui.lifecycle.stop import stop, stop_by_name
+from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
@@ -147,7 +147,7 @@ def nothing_in_a_run_directory_leads_to_others(
             elif action == "delete":
                 delete_run(run)
             else:
-                stop(start.adopt(run))
+                stop(adopt(run))
         assert_untouched(f"{action} of {files}")
 
 

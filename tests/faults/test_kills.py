@@ -19,7 +19,7 @@ from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
 from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import read_status, write_status
 from gputrain_tui.lifecycle import leftovers
-from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from trainer.contract.record import RunEnded, decode_events
 
 RANDOM = Path(__file__).with_name("random_kills.py")

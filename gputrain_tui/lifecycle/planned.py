@@ -1,18 +1,54 @@
-"""Takes the inventories of the machines of a recipe, and plans with them."""
+"""Plan of a run with the inventories of its machines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.plan.planner import Plan, plan
+from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.recipe.model import Node, Recipe
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
     from gputrain_tui.hosts.survey import HostReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Plan, and the facts that it was made from."""
+
+    plan: Plan
+    local: LocalFacts
+    inventories: Mapping[str, Inventory]
+    """Inventories that the plan needed, by host; ``localhost`` is this machine."""
+    warnings: tuple[str, ...] = ()
+    """A line for each host whose list of GPUs was accepted because it did not answer."""
+
+
+def plan_recipe(recipe: Recipe) -> Planned:
+    """Plan a run with the inventories of its machines.
+
+    Raises:
+        NotReadyError: a machine does not have the devices.
+        RequestError: the recipe contradicts itself.
+    """
+    from gputrain_tui.hosts.devices import DeviceUnavailableError
+
+    facts, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    try:
+        inventories = inventories_for(recipe, facts, warn=warnings.append)
+        found = plan(recipe, inventories, local=facts)
+    except DeviceUnavailableError as error:
+        what, _, fix = error.reason.partition("; ")
+        key = error.where.rpartition(" ")[2]
+        raise NotReadyError(
+            [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
+        ) from None
+    return Planned(plan=found, local=facts, inventories=inventories, warnings=tuple(warnings))
 
 
 def plan_with_inventories(
