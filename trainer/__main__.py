@@ -80,12 +80,8 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         ranks_run = _script(remaining, script_words) or _check_training(remaining)
 
     # Imported after the flags are checked, so that help and refusals come at once.
-    from trainer.agent.launch import launch
-    from trainer.agent.script_environment import refuse_file_rendezvous
-    from trainer.contract.option_rules import require_batch_sizes
-    from trainer.environments.dispatch import decide
+    from trainer.agent import forkserver
     from trainer.host import resource_limits
-    from trainer.host.visible_devices import visible_devices
 
     training = None if isinstance(ranks_run, Script) else ranks_run.training
     resource_limits.require(
@@ -94,14 +90,31 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
     )
     if training is not None and training.num_workers:
         resource_limits.require_shared_memory()
+    # The flags of a plan have the count where a node has several ranks, which fork from the server.
+    several = (options.distributed_gpus or 0) > 1 and options.start_method == "forkserver"
+    with forkserver.loading_torch(for_ranks=several and training is not None):
+        return _launch(options, ranks_run, environ)
+
+
+def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Mapping[str, str]) -> int:
+    """Decide which ranks start here, and run them; return the exit code."""
+    from trainer.agent import forkserver
+    from trainer.agent.launch import launch
+    from trainer.agent.script_environment import refuse_file_rendezvous
+    from trainer.contract.option_rules import require_batch_sizes
+    from trainer.environments.dispatch import decide
+    from trainer.host.visible_devices import visible_devices
+
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
-    if training is None:
+    if isinstance(ranks_run, Script):
         refuse_file_rendezvous(decision.init_method)
     elif decision.exchange is None:  # otherwise the world size is known to the ranks only
-        require_batch_sizes(training.batch_size, decision.world_size)
+        require_batch_sizes(ranks_run.training.batch_size, decision.world_size)
     if decision.spawn:
         narrate(decision.why, program="trainer")
+    else:
+        forkserver.stop()  # the rank runs in this process
     return launch(decision, options, ranks_run, devices=devices, environ=environ)
 
 
