@@ -271,8 +271,8 @@ class RecipePage(Page):
         while True:
             text, settings = draft.text, draft.settings
             found = await self._validated(draft, settings, hosts_max_age_s=hosts_max_age_s)
-            if found.schema is not None:
-                draft.add_task_schema(found.task, found.schema)  # keys that this task lacks are set aside from now on
+            if found.task_options is not None:
+                draft.add_task(found.task, found.task_options)  # keys that this task lacks are set aside from now on
             if (draft.text, draft.settings) == (text, settings):
                 return found
 
