@@ -328,12 +328,17 @@ def to_flags(options: Any) -> list[str]:
         value = getattr(options, option.name)
         if value == option.default and not option.required:
             continue
-        if isinstance(value, bool):
-            words.append(option.flag if value else "--no-" + option.flag[2:])
-            continue
-        text = text_of(value)
-        words += [f"{option.flag}={text}"] if text.startswith("--") else [option.flag, text]
+        words += flag_words(option.name, value)
     return words
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return an option as ``read_flags`` reads it."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag[2:]]
+    text = text_of(value)
+    return [f"{flag}={text}"] if text.startswith("--") else [flag, text]
 
 
 def text_of(value: Any) -> str:
