@@ -48,9 +48,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
-    plan, local = plan_with_inventories(recipe, warn=narrate)
-    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, local)]
-    for note in (*recipe.notes, *problems):
+    planned = plan_with_inventories(recipe)
+    plan = planned.plan
+    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
+    for note in (*planned.warnings, *recipe.notes, *problems):
         narrate(note)
     if args.run_dir is not None:
         plan = with_run_dir(plan, args.run_dir)

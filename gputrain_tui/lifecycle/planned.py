@@ -30,7 +30,7 @@ class Planned:
 
 
 def plan_recipe(recipe: Recipe) -> Planned:
-    """Plan a run with the inventories of its machines.
+    """Plan a run that is to start; as ``plan_with_inventories``, but with a missing device as a failed check.
 
     Raises:
         NotReadyError: a machine does not have the devices.
@@ -38,25 +38,19 @@ def plan_recipe(recipe: Recipe) -> Planned:
     """
     from gputrain_tui.hosts.devices import DeviceUnavailableError
 
-    facts, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
     try:
-        inventories = inventories_for(recipe, facts, warn=warnings.append)
-        found = plan(recipe, inventories, local=facts)
+        return plan_with_inventories(recipe)
     except DeviceUnavailableError as error:
         what, _, fix = error.reason.partition("; ")
         key = error.where.rpartition(" ")[2]
         raise NotReadyError(
             [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
         ) from None
-    return Planned(plan=found, local=facts, inventories=inventories, warnings=tuple(warnings))
 
 
 def plan_with_inventories(
-    recipe: Recipe,
-    *,
-    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    warn: Callable[[str], None] = lambda line: None,
-) -> tuple[Plan, LocalFacts]:
+    recipe: Recipe, *, query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None
+) -> Planned:
     """Plan a recipe on its machines in their current state.
 
     The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
@@ -66,24 +60,25 @@ def plan_with_inventories(
     Args:
         recipe: the recipe.
         query: returns the inventories of hosts; by default over ssh.
-        warn: receives a line for each host whose list of GPUs was accepted because it did not answer.
 
     Raises:
         RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
             whose inventory is needed does not answer.
     """
-    local = local_facts(node.host for node in recipe.cluster.nodes)
-    return plan(recipe, inventories_for(recipe, local, query=query, warn=warn), local=local), local
+    local, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    inventories = _inventories_for(recipe, local, query=query, warn=warnings.append)
+    found = plan(recipe, inventories, local=local)
+    return Planned(plan=found, local=local, inventories=inventories, warnings=tuple(warnings))
 
 
-def inventories_for(
+def _inventories_for(
     recipe: Recipe,
     local: LocalFacts,
     *,
-    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    warn: Callable[[str], None] = lambda line: None,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None,
+    warn: Callable[[str], None],
 ) -> dict[str, Inventory]:
-    """Return the inventories that a plan needs, by host as in the plan; arguments as of ``plan_with_inventories``.
+    """Return the inventories that a plan needs, by host as in the plan.
 
     Raises:
         DeviceUnavailableError: a host whose inventory is needed does not answer.

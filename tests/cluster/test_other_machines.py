@@ -254,8 +254,10 @@ def test_there_is_no_password_prompt_even_on_a_terminal(server: SshServer, envir
 
 def planned(host: str, wants: str, ssh: Ssh, warn: Callable[[str], None] = lambda line: None) -> list[list[int | str]]:
     recipe = build(RECIPE.format(host=host, wants=wants), name="r.toml")
-    plan, _ = plan_with_inventories(recipe, query=lambda hosts: query_hosts(hosts, ssh=ssh), warn=warn)
-    return [node.devices for node in plan.nodes]
+    planned = plan_with_inventories(recipe, query=lambda hosts: query_hosts(hosts, ssh=ssh))
+    for warning in planned.warnings:
+        warn(warning)
+    return [node.devices for node in planned.plan.nodes]
 
 
 @pytest.mark.parametrize(
