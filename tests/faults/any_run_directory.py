@@ -37,7 +37,6 @@ ENVIRONMENTS: list[dict[str, str]] = [
     {"GPUTRAIN_RUN": str(OTHER_RUN)},
     {"GPUTRAIN_SUPERVISOR": ""},
     {"GPUTRAIN_SUPERVISOR": str(OTHER_RUN)},
-    {"GPUTRAIN_WARM": str(FOREIGN)},
 ]
 
 
@@ -53,7 +52,7 @@ VICTIMS = [1, os.getpid(), os.getppid(), *(process.pid for process in BYSTANDERS
 
 identities = st.sampled_from(VICTIMS).map(identify)
 marks = st.one_of(
-    st.sampled_from(["", "=", "\0", "GPUTRAIN_RUN=", "GPUTRAIN_WARM=", "LANG=C", "GPUTRAIN_RUN"]),
+    st.sampled_from(["", "=", "\0", "GPUTRAIN_RUN=", "LANG=C", "GPUTRAIN_RUN"]),
     st.sampled_from([f"{name}={value}" for each in ENVIRONMENTS for name, value in each.items()]),
     st.text(max_size=20),
 ).map(lambda text: text.encode(errors="surrogatepass"))
