@@ -80,7 +80,6 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         ranks_run = _script(remaining, script_words) or _check_training(remaining)
 
     # Imported after the flags are checked, so that help and refusals come at once.
-    from trainer.agent import forkserver
     from trainer.host import resource_limits
 
     training = None if isinstance(ranks_run, Script) else ranks_run.training
@@ -92,7 +91,14 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         resource_limits.require_shared_memory()
     # The flags of a plan have the count where a node has several ranks, which fork from the server.
     several = (options.distributed_gpus or 0) > 1 and options.start_method == "forkserver"
-    with forkserver.loading_torch(for_ranks=several and training is not None):
+    if training is None or options.run_dir is None or not several:
+        return _launch(options, ranks_run, environ)
+
+    from trainer.agent.scratch import loading_torch
+    from trainer.contract.home_folder import expand_home
+    from trainer.contract.record import RunDir
+
+    with loading_torch(RunDir(expand_home(options.run_dir).absolute()), options.node):
         return _launch(options, ranks_run, environ)
 
 

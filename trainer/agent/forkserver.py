@@ -62,20 +62,6 @@ def start(preloaded: Sequence[str] | None = None) -> BaseContext:
     return context
 
 
-@contextlib.contextmanager
-def loading_torch(*, for_ranks: bool) -> Iterator[None]:
-    """Start the server if ranks will fork from it: it loads torch while the body decides about them.
-
-    At the end of the body it is stopped, also if the ranks were refused.
-    """
-    try:
-        if for_ranks:
-            start()
-        yield
-    finally:
-        stop()
-
-
 def ended(timeout_s: float) -> tuple[bool, int | None]:
     """Return whether the server has ended, and the signal that killed it; False if none was started.
 
