@@ -81,6 +81,7 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.host import resource_limits
+    from trainer.host.proc_environ import RUN
 
     training = None if isinstance(ranks_run, Script) else ranks_run.training
     resource_limits.require(
@@ -89,9 +90,9 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
     )
     if training is not None and training.num_workers:
         resource_limits.require_shared_memory()
-    # The flags of a plan have the count where a node has several ranks, which fork from the server.
-    several = (options.distributed_gpus or 0) > 1 and options.start_method == "forkserver"
-    if training is None or options.run_dir is None or not several:
+    # Ranks of a run that the console or a command started fork from the server; those typed by hand need not.
+    forked = bool(environ.get(RUN)) and options.start_method == "forkserver"
+    if training is None or options.run_dir is None or not forked:
         return _launch(options, ranks_run, environ)
 
     from trainer.agent.scratch import loading_torch
@@ -104,7 +105,6 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
 
 def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Mapping[str, str]) -> int:
     """Decide which ranks start here, and run them; return the exit code."""
-    from trainer.agent import forkserver
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.contract.option_rules import require_batch_sizes
@@ -119,8 +119,6 @@ def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Map
         require_batch_sizes(ranks_run.training.batch_size, decision.world_size)
     if decision.spawn:
         narrate(decision.why, program="trainer")
-    else:
-        forkserver.stop()  # the rank runs in this process
     return launch(decision, options, ranks_run, devices=devices, environ=environ)
 
 

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Show the run until the console is closed."""
-    from gputrain_tui.history.runs import find
+    from gputrain_tui.history.run_folders import find
 
     found = find(args.run)  # before the slow import of the console, so that a wrong id is refused fast
     return entry.show(found, fps=args.fps)

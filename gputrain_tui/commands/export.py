@@ -21,8 +21,8 @@ from gputrain_tui.history.export.extent import shortcomings, summary
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import write_csv, write_jsonl
 from gputrain_tui.history.export.trace import write_trace
-from gputrain_tui.history.runs import Run, find
-from gputrain_tui.lifecycle.checkpoints import choose_checkpoint, last_trained
+from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, last_trained
 from gputrain_tui.output import narrate
 from gputrain_tui.tables import printable, size
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError

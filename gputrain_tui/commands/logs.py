@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from gputrain_tui.commands.rank_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.follow import AppendedFile, Follower, by_rank
-from gputrain_tui.history.runs import Run, find
+from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import is_over
 from gputrain_tui.tables import ESCAPES, printable
 from trainer.contract.errors import ExitCode, RecordError

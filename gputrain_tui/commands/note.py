@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 import msgspec
 
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
-from gputrain_tui.history.runs import ARCHIVES, find
+from gputrain_tui.history.run_folders import ARCHIVES, find
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
 

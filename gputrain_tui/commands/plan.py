@@ -11,7 +11,7 @@ import msgspec
 
 from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
-from gputrain_tui.history.runs import create_by_hand
+from gputrain_tui.history.run_folders import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.planned import plan_with_inventories
 from gputrain_tui.lifecycle.prepared import endless_reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from trainer.contract.errors import RequestError
 
 RUN_HELP = "run id, a unique prefix of one, `last`, a run directory, or an archive (FILE.tar.gz)"

@@ -13,7 +13,7 @@ from itertools import islice
 
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, loss_cell, run_filter, sorted_runs
-from gputrain_tui.history.runs import RECENT_RUNS, UnreadableRun, newest_runs
+from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
 from gputrain_tui.lifecycle import launchers
@@ -50,6 +50,11 @@ MAX_CAUSE_CELLS = 110
 """Width to which the cause is cut: `gputrain attach` and `--json` have it in full."""
 MIN_CAUSE_CELLS = 16
 """Minimum width of the cause, below which another column is omitted."""
+MAX_TAG_CELLS, MAX_NOTE_CELLS = 24, 40
+"""Widths to which tags and notes are cut: `gputrain note` and `--json` have them in full."""
+PIPE_CELLS = 200
+"""Width of a table without a terminal, to which these columns are cut in this order, each to a least width."""
+SHORTENED = {"note": 12, "tags": 12, "cause": MIN_CAUSE_CELLS}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -151,9 +156,9 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
             "" if entry["tokens"] is None else f"{entry['tokens']:,}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),
             duration(entry["duration_s"]),
-            " ".join(entry["tags"]),
-            printable(cause(entry) if cells is not None else cut(cause(entry), MAX_CAUSE_CELLS)),
-            printable((entry["note"] or "")[:MAX_NAME_CHARS]),
+            cut(printable(" ".join(entry["tags"])), MAX_TAG_CELLS),
+            printable(cause(entry)),
+            cut(printable(entry["note"] or ""), MAX_NOTE_CELLS),
         ]
         for entry in entries
         if entry["state"] != UNREADABLE
@@ -161,9 +166,8 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
     kept = [
         index for index, column in enumerate(COLUMNS) if column.title not in OPTIONAL or any(row[index] for row in rows)
     ]
-    if cells is not None:
-        kept, room = _fitted(kept, rows, cells)
-        rows = [[*row[:CAUSE], cut(row[CAUSE], room), *row[CAUSE + 1 :]] for row in rows]
+    kept, limits = _fitted(kept, rows, cells) if cells is not None else (kept, _limits_in_pipe(kept, rows))
+    rows = [[cut(text, limits.get(index, width(text))) for index, text in enumerate(row)] for row in rows]
     lines = table([COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows]).splitlines()
     wide = max((width(row[0]) for row in rows), default=0)
     for entry in entries:
@@ -174,15 +178,31 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
     return "\n".join(lines)
 
 
-def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> tuple[list[int], int]:
-    """Return the columns that fit into a width, and the remaining cells for the cause of a failure."""
-    widths = [
-        max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)
-    ]
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)]
+
+
+def _limits_in_pipe(kept: Sequence[int], rows: Sequence[Sequence[str]]) -> dict[int, int]:
+    """Return the widths to which columns are cut where all are shown, by index."""
+    widths = _widths(rows)
+    widths[CAUSE] = min(widths[CAUSE], MAX_CAUSE_CELLS)
+    excess = sum(widths[index] + 2 for index in kept) - 2 - PIPE_CELLS
+    for title, least in SHORTENED.items():
+        index = next(index for index, column in enumerate(COLUMNS) if column.title == title)
+        if index in kept:
+            taken = max(0, min(excess, widths[index] - least))
+            widths[index] -= taken
+            excess -= taken
+    return dict(enumerate(widths))
+
+
+def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> tuple[list[int], dict[int, int]]:
+    """Return the columns that fit into a width, and the remaining cells for the cause by its index."""
+    widths = _widths(rows)
     shown = list(kept)
     for title in (None, *OMITTED):
         shown = [index for index in shown if COLUMNS[index].title != title]
         room = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
         if room >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
             break
-    return shown, room
+    return shown, {CAUSE: room}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from gputrain_tui.lifecycle.stop import stop_by_name
+from gputrain_tui.lifecycle.stop_run import stop_by_name
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode
 

@@ -31,14 +31,14 @@ from textual.widgets import Input
 from gputrain_tui.console import settings, stderr_guard, tmux_buffer
 from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bindings
 from gputrain_tui.console.end_notice import EndNotice
-from gputrain_tui.console.launch_session import LaunchSession
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
+from gputrain_tui.console.screens.app_protocol import LaunchSession
 from gputrain_tui.console.screens.start_and_stop import start_demo
 from gputrain_tui.help_topics import section_heading
-from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
 from trainer.contract.errors import ExitCode, RequestError
 
@@ -57,9 +57,9 @@ TOAST_READ_S = 2.0
 STDERR_TRIM_S = 60.0
 """Seconds between two checks of the size of the captured standard error."""
 PAGES: dict[str, str] = {
-    "cluster": "gputrain_tui.console.screens.cluster:ClusterScreen",
-    "launch": "gputrain_tui.console.screens.launch:LaunchScreen",
-    "history": "gputrain_tui.console.screens.history:HistoryScreen",
+    "cluster": "gputrain_tui.console.screens.cluster_screen:ClusterScreen",
+    "launch": "gputrain_tui.console.screens.launch_screen:LaunchScreen",
+    "history": "gputrain_tui.console.screens.history_screen:HistoryScreen",
     "welcome": "gputrain_tui.console.screens.welcome:WelcomeScreen",
 }
 """Module and class of the screens that need no run, by mode; imported when first shown."""
@@ -247,7 +247,7 @@ class GputrainApp(OrderedKeys):
         if self.live is not None and self.live.id == run.id:
             await self.switch_mode(self._run_mode)
             return
-        from gputrain_tui.console.screens.run import RunScreen
+        from gputrain_tui.console.screens.run_screen import RunScreen
 
         former, former_mode = self.live, self._run_mode
         live = self.live = self._follow(run)
@@ -293,14 +293,14 @@ class GputrainApp(OrderedKeys):
 
     def action_help(self) -> None:
         """Open the help of the active screen."""
-        from gputrain_tui.console.screens.help import HelpScreen
+        from gputrain_tui.console.screens.help_screen import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.place, *self._help_position()))
 
     def _help_position(self) -> tuple[str, str]:
         """Return the topic of the help, and the heading in it, for the field or the panel under the cursor."""
-        from gputrain_tui.console.screens.help import TOPICS
+        from gputrain_tui.console.screens.help_screen import TOPICS
         from gputrain_tui.console.widgets.form import Form
 
         if isinstance(self.focused, Form) and self.focused.field is not None:
@@ -410,7 +410,7 @@ class GputrainApp(OrderedKeys):
         if not runs:
             self.report(f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two")
             return
-        from gputrain_tui.console.screens.compare import CompareScreen
+        from gputrain_tui.console.screens.compare_screen import CompareScreen
 
         self.push_screen(CompareScreen([(before or runs)[0], run]))
 

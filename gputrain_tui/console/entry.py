@@ -17,7 +17,7 @@ from gputrain_tui.arguments import FlagParser
 from trainer.contract.errors import quoted
 
 if TYPE_CHECKING:
-    from gputrain_tui.history.runs import Run
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.hostfile import HostEntry
 
 TEXTUAL_FPS = "TEXTUAL_FPS"

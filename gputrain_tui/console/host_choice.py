@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.hosts.host_names import THIS_MACHINE
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free
 from gputrain_tui.plan.planner import Plan

@@ -12,8 +12,8 @@ from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.log_times import LogTimes
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.replay import replay
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import ENDED, Status, elapsed_of, read_status, state_of
 from gputrain_tui.lifecycle.remote_nodes import remote_node

@@ -15,7 +15,7 @@ from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
-from gputrain_tui.diagnosis.memory import MemoryGrowth
+from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
 from gputrain_tui.diagnosis.straggler import WINDOW_ROWS, stragglers

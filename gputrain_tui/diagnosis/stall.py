@@ -38,6 +38,8 @@ ACTIVE_PERCENT = 5.0
 """Use of a core or GPU in a second from which it is active: a wait that polls every 10 ms, as torch's store does, takes
 one to three."""
 
+MAX_LINES = 3
+"""Most lines of code in the message of a run that stands still; first those with the fewest ranks."""
 WORKING_S = 10.0
 """Time since its last activity for which a rank counts as working."""
 
@@ -311,6 +313,7 @@ def _common_symptom(
     else:
         message = f"every rank {STAGE_TEXT[stage]} for more than {_whole_s(silence_s)} s{after}"
     if outlier is None:
+        message += _lines_text(views)
         symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
         return replace(symptom, rank=None, step=step)
     message += f"{_position_text(outlier)}, unlike the others"
@@ -399,8 +402,9 @@ def _is_active(view: RankView) -> bool:
 def _position_text(view: RankView) -> str:
     """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
     phase, load = _phase(view), _busy_or_idle(view)
-    at = f" ({view.doing.line})" if view.doing is not None and view.doing.line else ""
-    known = [f"rank {view.rank} is {PHASE_TEXT[phase]}{at}"] if phase is not None else []
+    line = _line(view)
+    known = [f"rank {view.rank} is {PHASE_TEXT[phase]}{line and f' ({line})'}"] if phase is not None else []
+    known += [f"rank {view.rank} is at {line}"] if phase is None and line else []
     if _is_stopped(view):
         continues = f"; `kill -CONT {view.pid}` continues it" if view.pid else ""
         return f"; its process is stopped (state T){continues}"
@@ -414,6 +418,21 @@ def _position_text(view: RankView) -> str:
         known.append(f"its process {activity}" if known else f"the process of rank {view.rank} {activity}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""
     return ("; " + ", and ".join(known) if known else "") + last
+
+
+def _line(view: RankView) -> str:
+    """Return the line of the user's code that a rank is at; empty where unknown."""
+    return (view.doing.line if view.doing is not None else "") or getattr(view.process, "line", "")
+
+
+def _lines_text(views: Sequence[RankView]) -> str:
+    """Return the lines that ranks are at as the end of a sentence; empty where none is known."""
+    ranks: dict[str, list[int]] = {}
+    for view in views:
+        ranks.setdefault(_line(view), []).append(view.rank)
+    ranks.pop("", None)
+    shown = sorted(ranks.items(), key=lambda item: len(item[1]))[:MAX_LINES]
+    return "".join(f"; {len(of)} ranks are at {at}" if of[1:] else f"; rank {of[0]} is at {at}" for at, of in shown)
 
 
 def _evidence(view: RankView, silence_s: float) -> dict[str, float]:

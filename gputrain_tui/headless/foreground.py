@@ -20,8 +20,8 @@ from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failu
 from gputrain_tui.headless.progress import REDRAW_S, ProgressView
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.headless.styled_text import Piece, paint
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.remote_nodes import path_with_host

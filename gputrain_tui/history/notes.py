@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_json

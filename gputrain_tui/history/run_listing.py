@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain_tui import paths
-from gputrain_tui.history.runs import RECENT_RUNS, UnreadableRun, names_by_second, read_run
+from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, names_by_second, read_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import UNREADABLE, summarize, summarize_unreadable
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.record_tail import last_step, newest_loss_of, standing_findings
-from gputrain_tui.history.runs import Run, UnreadableRun
+from gputrain_tui.history.run_folders import Run, UnreadableRun
 from gputrain_tui.history.status_file import ENDED, elapsed_of
 from gputrain_tui.state.finding_text import loss_is_nan, marking, run_mark
 from trainer.contract.errors import RecordError

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import PurePosixPath
 
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.leftovers import processes_of, supervisors_of

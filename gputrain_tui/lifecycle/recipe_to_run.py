@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import IO
 
-from gputrain_tui.history.runs import Run, find
-from gputrain_tui.lifecycle import checkpoints
+from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.lifecycle import run_checkpoints
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import Recipe
@@ -37,15 +37,15 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(
                 f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
             )
-        found = checkpoints.resumable_checkpoint(run.dir)
+        found = run_checkpoints.resumable_checkpoint(run.dir)
         if found is None:
-            raise RequestError(f"--resume {resume}: {checkpoints.describe_missing_checkpoint(run)}")
+            raise RequestError(f"--resume {resume}: {run_checkpoints.describe_missing_checkpoint(run)}")
         if run.state == "finished" and source is None and not overrides:
             raise RequestError(
                 f"--resume {resume}: {run.id} has finished: nothing is left to train; "
                 "to train further, raise the limit that ended it, such as --set train.max_updates=N"
             )
-        settings += [f"train.resume={found}", f"train.checkpoint_run={checkpoints.run_named_by(run.dir, found)}"]
+        settings += [f"train.resume={found}", f"train.checkpoint_run={run_checkpoints.run_named_by(run.dir, found)}"]
         source = source or recipe_of(run)
         recipe = load_recipe(source, overrides=settings, stdin=stdin)
         # The resets of the run's own recipe are done; only overrides reset again.

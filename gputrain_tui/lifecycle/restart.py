@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.lifecycle.checkpoints import resumable_checkpoint, run_named_by
+from gputrain_tui.lifecycle.run_checkpoints import resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import Failure, RunDir

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, create
+from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.hosts.open_connections import CONNECTIONS
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR

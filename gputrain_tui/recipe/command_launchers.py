@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
-from trainer.contract.errors import RequestError, quoted
+from trainer.contract.errors import RequestError, nearest, quoted
 
 UNKNOWN_HOST = "host{}"
 """Placeholder for a host that the command does not name."""
@@ -40,6 +40,8 @@ class LaunchCommand:
     """``[cluster]`` without nodes and ``env``."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables that the command sets."""
+    ignores_visible_devices: bool = False
+    """Whether the launcher chooses devices without regard to ``CUDA_VISIBLE_DEVICES``."""
     makes_group: bool | None = None
     """Whether the script makes a process group; None if that is unknown."""
     notes: list[str] = field(default_factory=list)
@@ -264,36 +266,73 @@ def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Conte
     choose_devices(command, devices)
 
 
+DEEPSPEED_HOSTFILE = "/job/hostfile"
+"""Hostfile that deepspeed reads if the command names none."""
+DEEPSPEED_ENVIRONMENT = ("~/.deepspeed_env", ".deepspeed_env")
+"""Files with variables that deepspeed sets on several nodes."""
+
+
 def _deepspeed(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
     for name, instead in (("exclude", "name the GPUs with --include"), ("autotuning", "it starts trainings itself")):
-        if pop_flag(flags, name) is not None:
+        if pop_flag(flags, name):
             raise RequestError(f"--{name} cannot be translated: {instead}")
-    _leave_out(command, flags, ("launcher", "launcher_args", "force_multi", "node_rank", "no_ssh", "no_ssh_check"))
+    _leave_out(command, flags, ("launcher", "force_multi", "node_rank", "no_ssh", "no_ssh_check"))
     if pop_flag(flags, "no_local_rank") is None:
         command.local_rank_flag = "--local_rank"
     include, hostfile = pop_flag(flags, "include"), pop_flag(flags, "hostfile")
-    count, gpus = pop_flag(flags, "num_nodes"), pop_flag(flags, "num_gpus")
+    counts = {"num_nodes": pop_flag(flags, "num_nodes"), "num_gpus": pop_flag(flags, "num_gpus", "num_accelerators")}
+    count, gpus = (None if text in (None, "-1") else _number(text, name) for name, text in counts.items())
     address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
-    ranks: dict[str, Any] = {"gpus": _number(gpus, "num_gpus")} if gpus and gpus != "-1" else {"gpus": "all"}
+    if include and (count or gpus):
+        raise RequestError("--include names nodes and GPUs: leave out --num_nodes and --num_gpus, as deepspeed demands")
+    slots = _deepspeed_slots(hostfile, context)
     if include:
-        command.nodes = []
-        for part in include.split("@"):
-            host, colon, ids = part.partition(":")
-            node = {"gpus": _devices(ids, "include")} if colon else dict(ranks)
-            command.nodes.append(node if host in LOOPBACK else {"host": host, **node})
-    elif hostfile:
-        try:
-            lines = [line.partition("#")[0].split() for line in context.read_file(hostfile).splitlines()]
-        except OSError as error:
-            raise RequestError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
-        for host, *settings in filter(None, lines):
-            slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
-            node = {"gpus": _number(slots, "hostfile")} if slots and not gpus else dict(ranks)
-            command.nodes.append({"host": host, **node})
-        command.nodes = command.nodes[: _number(count, "num_nodes")] if count and count != "-1" else command.nodes
+        command.nodes = _included_nodes(include, slots)
+    elif slots:
+        command.nodes = [{"host": host, "gpus": gpus or slots[host]} for host in [*slots][:count]]
     else:
-        _set_nodes(command, _number(count, "num_nodes") if count and count != "-1" else 1, address, ranks)
+        _set_nodes(command, count or 1, address, {"gpus": gpus or "all"})
+    command.ignores_visible_devices = bool(include or slots or gpus or (count or 1) > 1)
     _set_endpoint(command, address, port, len(command.nodes))
+    if len(command.nodes) > 1:
+        _note_deepspeed_environment(command, context)
+
+
+def _deepspeed_slots(hostfile: str | None, context: Context) -> dict[str, int | str]:
+    """Return the GPUs of each host of a hostfile, in its order; none without a hostfile."""
+    try:
+        text = context.read_file(hostfile or DEEPSPEED_HOSTFILE)
+    except OSError as error:
+        if not hostfile:
+            return {}
+        raise RequestError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
+    found: dict[str, int | str] = {}
+    for host, *settings in filter(None, (line.partition("#")[0].split() for line in text.splitlines())):
+        slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
+        found[host] = _number(slots, "hostfile") if slots else "all"
+    return found
+
+
+def _included_nodes(include: str, slots: Mapping[str, int | str]) -> list[dict[str, Any]]:
+    """Return the nodes of ``--include``, in the order of the hostfile if there is one."""
+    chosen: dict[str, Any] = {}
+    for part in include.split("@"):
+        host, colon, ids = part.partition(":")
+        if slots and host not in slots:
+            raise RequestError(f"--include names {quoted(host)}, which is not in the hostfile{nearest(host, slots)}")
+        chosen[host] = _devices(ids, "include") if colon else slots.get(host, "all")
+    hosts = [host for host in slots if host in chosen] or chosen
+    return [{**({} if host in LOOPBACK else {"host": host}), "gpus": chosen[host]} for host in hosts]
+
+
+def _note_deepspeed_environment(command: LaunchCommand, context: Context) -> None:
+    for file in DEEPSPEED_ENVIRONMENT:
+        try:
+            names = [line.partition("=")[0] for line in context.read_file(file).splitlines() if "=" in line]
+        except OSError:
+            continue
+        if names:
+            command.notes.append(f"{file} sets {', '.join(names)}, which is left out: add what the ranks need to env")
 
 
 def _python(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
@@ -354,9 +393,14 @@ LAUNCHERS = {
     "deepspeed": LauncherFlags(
         switches=(
             *("module", "no_python", "no_local_rank", "no_ssh_check", "no_ssh", "force_multi", "elastic_training"),
-            *("enable_each_rank_log", "bind_cores_to_rank"),
+            *("bind_cores_to_rank", "save_pid", "quiet"),
         ),
-        short={"-H": "hostfile", "-i": "include", "-e": "exclude"},
+        short={"-H": "hostfile", "-i": "include", "-e": "exclude", "-q": "quiet"},
+        others=(
+            *("num_nodes", "num_gpus", "num_accelerators", "master_port", "master_addr", "node_rank", "launcher"),
+            *("launcher_args", "enable_each_rank_log", "autotuning", "bind_core_list", "ssh_port", "venv_script"),
+            *("log_level", "min_elastic_nodes", "max_elastic_nodes"),
+        ),
         read=_deepspeed,
     ),
     "python": LauncherFlags(

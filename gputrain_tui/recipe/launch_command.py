@@ -109,7 +109,10 @@ def read_launch_command(
     launcher.read(command, flags, context)
     if command.makes_group is False:
         command.notes.append(without_group(command.script))
-    choose_devices(command, visible)
+    if visible is not None and command.ignores_visible_devices:
+        command.notes.append(f"CUDA_VISIBLE_DEVICES={visible} is left out: {name} ignores it beside these flags")
+    else:
+        choose_devices(command, visible)
     for flag, value in flags.items():
         command.notes.append(f"--{flag}{f' {value}' if value else ''} has no counterpart and is left out")
     return command
@@ -160,7 +163,9 @@ def _split_flags(launcher: LauncherFlags, words: Sequence[str]) -> tuple[dict[st
         if word == "--":
             break
         flag = _whole_flag(launcher, word)
-        if equals:
+        if (short := launcher.short.get(word[:2])) not in (None, *launcher.switches) and word[2:]:  # -Hhosts
+            found[short or ""] = word[2:] + equals + value
+        elif equals:
             found[flag] = value
         else:  # an unknown switch of a newer version is followed by the script or another flag, not by a value
             takes_value = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])

@@ -13,8 +13,9 @@ from typing import Any
 import tomlkit
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch, ask_accelerate
+from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.command_launchers import LaunchCommand
-from gputrain_tui.recipe.launch_command import is_secret_variable, read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import read_launch_command, split_command
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_joined
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -116,8 +117,23 @@ def from_words(words: Sequence[str]) -> NewRecipe:
         RequestError: the command cannot be translated.
     """
     command = read_launch_command(words, read_file=read_text_file, ask_accelerate=_ask_accelerate)
-    shown = [re.sub(r"=.*", "=…", word) if is_secret_variable(word.partition("=")[0]) else word for word in words]
-    return from_command(command, typed=shell_joined(shown))
+    return from_command(command, typed=_shown(words, command))
+
+
+def _shown(words: Sequence[str], command: LaunchCommand) -> str:
+    """Return a command on one line, with only those values of variables and of the script's arguments that are shown.
+
+    A comment stays in copies of the recipe from which its values have been removed.
+    """
+    allow = AllowList({}, Path.cwd())
+    first_argument = len(words) - len(command.args)
+    before = [
+        f"{setting[1]}={allow.variables({setting[1]: setting[2]})[setting[1]]}"
+        if (setting := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL))
+        else word
+        for word in words[:first_argument]
+    ]
+    return shell_joined([*before, *allow.arguments(words[first_argument:])])
 
 
 def from_text(text: str) -> NewRecipe:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, create, open_run
+from gputrain_tui.history.run_folders import Run, create, open_run
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.record import (

@@ -18,7 +18,7 @@ from pty_harness import Terminal
 
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.replay import replay
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 
 pytestmark = pytest.mark.benchmark
 

@@ -10,7 +10,7 @@ import pytest
 import synthetic_run
 
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.history.runs import open_run
+from gputrain_tui.history.run_folders import open_run
 from trainer.contract.record import AnyEvent, decode_events
 
 pytestmark = pytest.mark.benchmark

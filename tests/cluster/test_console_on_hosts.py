@@ -11,8 +11,8 @@ from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 from ssh_server import SshServer, free_port
 from test_other_machines import with_gpus
 
-from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.console.screens.launch import LaunchScreen
+from gputrain_tui.console.screens.cluster_screen import ClusterScreen
+from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.hosts.hostfile import HostEntry
 
 RECIPE = '[[cluster.nodes]]\ncpu_ranks = 2\n\n[train]\ntask = "lm"\nmax_updates = 2\n\n[task]\ndata = "stdlib"\n'

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gputrain_tui import cli
-from gputrain_tui.history.runs import Run, list_runs
-from gputrain_tui.lifecycle.checkpoints import choose_checkpoint
+from gputrain_tui.history.run_folders import Run, list_runs
+from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from trainer import export_weights
 from trainer.checkpoint import load, write_file
 

@@ -16,7 +16,7 @@ from taken_names import NAMES, TakenNames, importable
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.run_folders import list_runs
 
 TESTS = Path(__file__).parents[1]
 PYTHON = Path(sys.executable)
@@ -184,6 +184,26 @@ def test_a_script_finds_what_a_new_interpreter_finds(tmp_path: Path, environ: Ma
     ran = folder.run(f'[train]\nscript = "own/probe.py"\nargs = ["ran"]\n{TWO_RANKS.replace("2", "1")}', **environ)
     folder.check(ran)
     assert (folder.path / "ran").read_text() == (folder.path / "fresh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit('mine')", "the script exited with: mine (SystemExit at own/random.py:1 in <module>)"),
+        ("x = undefined", "NameError: name 'undefined' is not defined (own/random.py:1 in <module>)"),
+        ("", "has no attribute 'seed' (own/main.py:3 in <module>)"),
+    ],
+)
+def test_a_script_that_its_neighbour_breaks_ends_with_the_line_of_it(tmp_path: Path, text: str, message: str) -> None:
+    folder = Folder(tmp_path, [])
+    own = folder.path / "own"
+    own.mkdir()
+    (own / "random.py").write_text(text)
+    (own / "main.py").write_text("import sys\nimport random\nrandom.seed(0)\n")
+    done = folder.run(f'[train]\nscript = "own/main.py"\n{TWO_RANKS.replace("2", "1")}')
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert message in list_runs(folder.home / "runs")[0].status.message
 
 
 def test_a_measured_script_has_its_own_package_and_modules_of_names_that_we_use(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from documents import DOCUMENTS, ROOT, blocks
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.run_folders import list_runs
 
 COMMANDS = {name: blocks(name, "sh")[2 if name == "README" else 0 :] for name in DOCUMENTS}
 """Blocks of each page; the first two of the README are run by .ci/run."""

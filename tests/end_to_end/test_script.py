@@ -183,7 +183,7 @@ def test_a_watched_script_reports_its_steps_and_no_state_twice(tmp_path: Path) -
 def test_an_error_after_the_watched_training_is_a_failure(tmp_path: Path) -> None:
     done = run(tmp_path, HERE.parents[0] / "support" / "watched_script.py", "fail")
     assert done.code == 1
-    assert done.failure.message == "ValueError: no more data"
+    assert re.fullmatch(r"ValueError: no more data \(watched_script.py:\d+ in train\)", done.failure.message)
     assert done.failure.rank is not None
     assert done.states(done.failure.rank) == ["training", "failed"]
     assert sum(isinstance(event, Failure) for event in done.events(done.failure.rank)) == 1
@@ -200,7 +200,7 @@ list(DataLoader(Broken(), num_workers=1))
     done = run(tmp_path, script, ranks=1)
     assert done.code == 1
     message = "OSError: [Errno 5] Input/output error: 'shard-7.bin' (in DataLoader worker process 0)"
-    assert done.failure.message == message
+    assert done.failure.message == message + " (own/script.py:5 in <module>)"
 
 
 def test_the_script_runs_as_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
@@ -295,10 +295,22 @@ HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)
 @pytest.mark.parametrize(
     ("end", "kind", "message"),
     [
-        ("def f(): raise ValueError('no more data\\nat all')\nf()", "exception", "ValueError: no more data"),
-        ("sys.exit(3)", "exit", "the script called sys.exit(3)"),
-        ("print('use it well', file=sys.stderr); sys.exit(2)", "exit", "called sys.exit(2): use it well"),
-        ("sys.exit('wrong data')", "exit", "the script exited with: wrong data"),
+        (
+            "def f(): raise ValueError('no more data\\nat all')\nf()",
+            "exception",
+            "ValueError: no more data (own/script.py:4 in f)",
+        ),
+        ("sys.exit(3)", "exit", "the script called sys.exit(3) (SystemExit at own/script.py:4 in <module>)"),
+        (
+            "print('use it well', file=sys.stderr); sys.exit(2)",
+            "exit",
+            "called sys.exit(2): use it well (SystemExit at own/script.py:4 in <module>)",
+        ),
+        (
+            "sys.exit('wrong data')",
+            "exit",
+            "the script exited with: wrong data (SystemExit at own/script.py:4 in <module>)",
+        ),
         ("os._exit(9)", "exit", "the process ended with exit code 9 before its training was complete"),
         (
             "import traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc(); os._exit(1)",

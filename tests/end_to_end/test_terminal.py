@@ -17,7 +17,7 @@ import pytest
 import synthetic
 
 from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.run_folders import list_runs
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 

@@ -21,8 +21,8 @@ import torch
 from documents import DOCUMENTS
 from waiting import LIMIT_S
 
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import list_runs
 from trainer.contract.record import AnyEvent, Finding, Step
 from trainer.host.ports import free_port
 

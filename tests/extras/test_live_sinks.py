@@ -16,7 +16,7 @@ from made_runs import append_events
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor

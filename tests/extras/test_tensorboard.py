@@ -13,7 +13,7 @@ from commands import Command, command
 from long_record import single
 from made_runs import append_events
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from trainer.contract.record import RankState
 from trainer.telemetry.step_events import merge
 

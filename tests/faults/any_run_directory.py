@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from gputrain_tui.history.runs import create, open_run
+from gputrain_tui.history.run_folders import create, open_run
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.lifecycle.delete import delete_run
-from gputrain_tui.lifecycle.stop import stop, stop_by_name
+from gputrain_tui.lifecycle.stop_run import stop, stop_by_name
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.errors import RequestError

@@ -13,7 +13,7 @@ from typing import Any
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.run_folders import Run, list_runs
 from trainer.contract.record import TrainingPlan, decode_events
 
 GATED = Path(__file__).parents[1] / "support" / "gated_task.py"

@@ -76,9 +76,12 @@ def main(folder: str) -> int:
         data = Path(folder) / "text.txt"
         words = ["--task", "lm", "--data", str(data), "--cpu", "--distributed-init-method", "tcp://127.0.0.1:29999"]
         ranks = ["--distributed-world-size", "2", "--distributed-gpus", "2", "--distributed-rank", "1"]
-        ranks += ["--run-dir", str(Path(folder) / "by-hand")]
+        ranks += ["--run-dir", folder]
         refused = subprocess.run(
-            [sys.executable, "-P", "-m", "trainer", *words, *ranks], capture_output=True, text=True, timeout=60
+            [sys.executable, "-P", "-m", "trainer", *words, *ranks],
+            env={**os.environ, "GPUTRAIN_RUN": folder},
+            capture_output=True,
+            timeout=60,
         )
         print(f"refused, {refused.returncode}: {[words for _, words in processes()]} {left(temporary)}", flush=True)
     return 0

@@ -37,9 +37,9 @@ from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import columns_for, draw_run
 from gputrain_tui.history import replay
 from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.run_folders import Run, UnreadableRun, find, list_runs, newest_runs
 from gputrain_tui.history.run_listing import RunListing
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run, UnreadableRun, find, list_runs, newest_runs
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import Step

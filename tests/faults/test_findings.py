@@ -12,8 +12,8 @@ from statistics import median
 
 import pytest
 
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import list_runs
 from trainer.contract.record import AnyEvent, Finding, NodeSample, Step
 
 RECIPE = """\

@@ -20,8 +20,8 @@ from small_disk import small_file_system
 from gputrain_tui.console.widgets.run_condition import run_condition
 from gputrain_tui.diagnosis import Diagnosis
 from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.state import RunState

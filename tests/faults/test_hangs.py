@@ -14,8 +14,8 @@ import psutil
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, until
 
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.state import RunState
 from trainer.contract.record import AnyEvent, Doing, Finding, NodeSample
@@ -111,6 +111,18 @@ def hanging(bench: Bench) -> Iterator[Callable[..., Hanging]]:
     yield begin
     for each in begun:
         each.close()
+
+
+def await_line(hanging: Hanging, rank: int) -> None:
+    """Wait until a sample has the line at which a rank stays."""
+    until(
+        lambda: any(
+            sample.rank == rank and sample.line
+            for event in read(hanging.run)[1]
+            if isinstance(event, NodeSample)
+            for sample in event.ranks
+        )
+    )
 
 
 def read(run: Run) -> tuple[RunState, list[AnyEvent]]:
@@ -216,11 +228,54 @@ def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
     bench: Bench, hanging: Callable[..., Hanging]
 ) -> None:
     run = hanging(script_recipe(bench, "hang"))
+    await_line(run, 1)
     found = run.first_stall()
     _, events = read(run.run)
     has_wait_channels = any(rank.sleeps_in for event in events if isinstance(event, NodeSample) for rank in event.ranks)
     assert found.rank == (1 if has_wait_channels else None)
     assert re.match(r"no rank has done a step for more than \d+ s", found.message)
+    assert "rank 1 is at unmeasured_script.py:" in found.message
+
+
+BEFORE_FORWARD = """\
+import os, time, torch, torch.distributed as dist
+from pathlib import Path
+def prepare():
+    Path(os.environ['GPUTRAIN_RUN'], 'hangs').touch()
+    time.sleep(600)
+if int(os.environ['WORLD_SIZE']) > 1:
+    dist.init_process_group('gloo')
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+if os.environ['RANK'] == '0':
+    prepare()
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_measured_script_that_hangs_before_its_first_forward_pass_is_named_by_its_line(
+    bench: Bench, hanging: Callable[..., Hanging], ranks: int
+) -> None:
+    script = bench.folder / "script.py"
+    script.write_text(BEFORE_FORWARD)
+    path = bench.folder / "script.toml"
+    path.write_text(SCRIPT_RECIPE.format(script=script, how="").replace("cpu_ranks = 2", f"cpu_ranks = {ranks}"))
+    run = hanging(path)
+    for rank in range(ranks):
+        await_line(run, rank)
+    found = run.first_stall()
+    assert "rank 0 is at script.py:5 in prepare" in found.message or "script.py:5 in prepare)" in found.message
+    assert ranks == 1 or found.rank == 0 or "rank 1 is at script.py:11 in <module>" in found.message
+
+
+def test_the_data_of_a_task_of_ones_own_that_hangs_is_named_by_its_line(
+    bench: Bench, hanging: Callable[..., Hanging]
+) -> None:
+    run = hanging(recipe(bench, "datasets"))
+    await_line(run, 1)
+    found = run.first_stall()
+    assert found.rank == 1
+    assert re.search(r"rank 1 is at .*hang_task.py:\d+ in reach", found.message)
 
 
 def test_a_stopped_rank_is_reported_with_the_command_that_continues_it_and_cleared_by_it(bench: Bench) -> None:

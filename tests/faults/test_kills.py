@@ -17,7 +17,7 @@ import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
 from pid_namespace import run_in_namespace
 
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import read_status, write_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor

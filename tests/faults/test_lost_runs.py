@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from gputrain_tui.history.runs import find
+from gputrain_tui.history.run_folders import find
 from gputrain_tui.history.status_file import is_over
 from trainer.host.process_identity import identify
 

@@ -152,14 +152,14 @@ def test_how_a_rank_exits_after_its_success_does_not_matter(start: Start, target
 def test_ranks_fork_with_torch_in_memory_and_one_thread(start: Start) -> None:
     agent = start("records_its_context", "forkserver")
     assert agent.wait() == 0
-    # Two threads: the main one and the one that watches the parent.
-    assert [mark.rpartition(" ")[0] for mark in agent.marks()] == ["True 2 2 1"] * 2
+    # Three threads: the main one, the one that watches the parent, and the one that watches the main one.
+    assert [mark.rpartition(" ")[0] for mark in agent.marks()] == ["True 3 3 1"] * 2
 
 
 def test_the_spawn_start_method_uses_torch_multiprocessing(start: Start) -> None:
     agent = start("records_its_context", "spawn")
     assert agent.wait() == 0
-    assert [mark.rpartition(" ")[0] for mark in agent.marks()] == ["False 2 2 None"] * 2
+    assert [mark.rpartition(" ")[0] for mark in agent.marks()] == ["False 3 3 None"] * 2
     folders = {Path(mark.rpartition(" ")[2]) for mark in agent.marks()}
     assert [NAME.fullmatch(folder.name) is not None and folder.exists() for folder in folders] == [False]
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench import Bench
 from pid_namespace import run_in_namespace
 from test_node_agent import RunningNodeAgent, start as start
-from waiting import until
+from waiting import LIMIT_S, until
 
+from gputrain_tui.lifecycle.leftovers import processes_of
 from trainer.host.proc_files import CGROUP
 from trainer.host.processes import pids, read_stat
 
@@ -50,6 +52,26 @@ def test_orphans_are_reaped_as_they_end(start: type[RunningNodeAgent], start_met
     assert agent.wait() == 0, agent.errors.read_text()
 
 
+def test_the_orphans_of_a_single_rank_are_reaped_and_its_own_children_are_not(bench: Bench) -> None:
+    task = Path(__file__).with_name("orphan_task.py")
+    recipe = bench.folder / "orphans.toml"
+    recipe.write_text(
+        f'[[cluster.nodes]]\ncpu_ranks = 1\n[train]\ntask = "{task}:OrphanTask"\nbatch_size = 4\nmax_epochs = 1\n'
+    )
+    process = bench.start("run", recipe)
+    run = until(bench.runs)[0]
+    until((run.dir.path / "made").exists)
+    assert (run.dir.path / "made").read_text() == "0"
+
+    def zombies() -> list[int]:
+        return [zombie for pid in processes_of(run.dir.path) for zombie in zombies_of(pid)]
+
+    until(lambda: len(zombies()) <= 1, "only the task's own child is a zombie")
+    (run.dir.path / "go").touch()
+    assert process.wait(LIMIT_S) == 0, process.communicate()
+    assert (run.dir.path / "child").read_text() == "7"
+
+
 @pytest.mark.parametrize("start_method", ["light", "spawn"])
 def test_a_failure_ends_children_that_fork_and_exit_in_a_loop(tmp_path: Path, start_method: str) -> None:
     done = run_in_namespace(Path(__file__).with_name("forking_children.py"), tmp_path, start_method)
@@ -60,5 +82,5 @@ def test_a_failure_ends_children_that_fork_and_exit_in_a_loop(tmp_path: Path, st
 def test_a_daemon_with_a_cleared_environment_is_stopped_though_all_others_were_killed(tmp_path: Path) -> None:
     done = run_in_namespace(Path(__file__).with_name("killed_with_its_agent.py"), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    lost = "has failed: the run's supervisor was killed, and its ranks ended with it; processes left: none"
+    lost = "has failed: the run's supervisor was killed, and its ranks ended with it; processes left: none found"
     assert done.stdout.splitlines() == ["daemons 1", f"0 {lost} taking over", "daemons 0"]

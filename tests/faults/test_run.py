@@ -16,7 +16,7 @@ from bench import FOR_EVER, LIMIT_S, Bench, first_updates, node_agent_pid, rank_
 from commands import command
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle import leftovers, recipe_to_run, start
 from gputrain_tui.lifecycle.prepared import prepare
 from trainer.contract.record import Failure, decode_events, recorded_checkpoints
@@ -279,7 +279,7 @@ def test_a_script_that_fails_fails_the_run_with_its_own_words(bench: Bench) -> N
     assert done.returncode == 1
     assert "ValueError: no more data" in done.stderr
     assert "trainer/agent/script.py" not in done.stderr
-    assert bench.runs()[0].status.message == "ValueError: no more data"
+    assert bench.runs()[0].status.message.startswith("ValueError: no more data (")
 
 
 VANISHING_SCRIPT = """\

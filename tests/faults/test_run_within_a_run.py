@@ -6,7 +6,7 @@ import pytest
 from bench import Bench
 from waiting import until
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle import leftovers
 
 RECIPE = """\

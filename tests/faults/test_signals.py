@@ -17,7 +17,7 @@ from checkpoint_log import newest
 from signals import traced
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RunDir

@@ -13,8 +13,8 @@ from signals import is_pending, traced
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
@@ -23,6 +23,8 @@ from gputrain_tui.state import RunState
 from trainer.contract.record import Event, Failure, RunEnded, RunStarted
 
 MakeRun = Callable[..., Run]
+NONE = "none found"
+"""Processes left of a run that was taken over: a stand-in records no end of an agent, which would have ended all."""
 
 
 @pytest.fixture
@@ -336,7 +338,7 @@ def test_stop_ends_a_run_whose_supervisor_was_killed(make_run: MakeRun) -> None:
     run = make_run("wait")
     killed_supervisor(run)
     done = stop(run)
-    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: {NONE}\n")
     assert processes_of(run) == []
 
 
@@ -347,7 +349,8 @@ def test_a_run_that_failed_without_its_supervisor_has_failed_when_it_is_stopped(
     (run.dir.path / "go").touch()
     until(lambda: not processes_of(run))
     done = stop(run)
-    assert (done.returncode, done.stdout) == (0, f"{run.id} has failed: ValueError: bad batch; processes left: none\n")
+    failed = f"{run.id} has failed: ValueError: bad batch; processes left: {NONE}\n"
+    assert (done.returncode, done.stdout) == (0, failed)
     status = read_status(run.dir)
     assert status is not None
     assert (status.status, status.exit_code, status.message) == ("failed", 1, "ValueError: bad batch")
@@ -397,7 +400,7 @@ def test_a_supervisor_out_of_reach_is_replaced_and_the_outcome_recorded(make_run
         done = stop(run)
     supervisor.wait(LIMIT_S)
     how = "finished" if mode == "gated" else "stopped"
-    assert (done.returncode, done.stdout) == (0, f"{run.id} is {how}; processes left: none\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is {how}; processes left: {NONE}\n"), done.stderr
     assert mode == "gated" or (run.dir.path / "saved").exists()
 
 
@@ -412,7 +415,8 @@ def test_stop_reaches_a_node_agent_that_a_signal_has_stopped(make_run: MakeRun, 
         supervisor.kill()
         supervisor.wait()
     done = stop(run)
-    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: none\n")
+    none = NONE if killed else "none"
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: {none}\n")
     supervisor.wait(LIMIT_S)
     assert (run.dir.path / "saved").exists()
 
@@ -438,7 +442,8 @@ def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path
     supervisors[0].send_signal(signal.SIGKILL if killed else signal.SIGSTOP)
     run.dir.path.rename(tmp_path / "deleted")
     done = stop(run)
-    what = f"{run.id} is stopped; its run directory was deleted; processes left: none\n"
+    none = NONE if killed else "none"
+    what = f"{run.id} is stopped; its run directory was deleted; processes left: {none}\n"
     assert (done.returncode, done.stdout) == (0, what), done.stderr
     supervisors[0].wait(LIMIT_S)
     assert processes_of(run) == []

@@ -22,7 +22,7 @@ from examples import examples
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gputrain_tui import cli
-from gputrain_tui.history.runs import create
+from gputrain_tui.history.run_folders import create
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.shell_words import shell_joined
 from trainer import __main__ as trainer

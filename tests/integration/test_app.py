@@ -16,13 +16,13 @@ from gputrain_tui.commands import attach
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.palette import Palette
-from gputrain_tui.console.screens.compare import CompareScreen
+from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
-from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.rank_grid import RankGrid
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import list_runs
-from gputrain_tui.lifecycle.stop import stop
+from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.demo import recipe_path
 from trainer.contract.record import AnyEvent
@@ -380,7 +380,7 @@ def test_stderr_of_libraries_is_held_back_until_the_screen_is_gone() -> None:
 IMPORTED = """
 import sys
 import gputrain_tui.console.app
-import gputrain_tui.console.screens.run
+import gputrain_tui.console.screens.run_screen
 heavy = [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "pynvml", "tomlkit")]
 heavy += [name for name in ("textual.widgets._markdown", "textual.widgets._text_area") if name in sys.modules]
 print(*heavy)

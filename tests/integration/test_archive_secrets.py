@@ -15,12 +15,14 @@ import pytest
 import synthetic
 from made_runs import append_to_log
 
-from gputrain_tui.history.export.allow_list import HIDDEN, AllowList
 from gputrain_tui.history.export.archive import Archive
+from gputrain_tui.history.export.steps import RecordedSteps
+from gputrain_tui.history.export.trace import write_trace
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run, find
+from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import write_status
-from trainer.contract.record import Failure, RunEnded, Sample, encode_event
+from gputrain_tui.recipe.allow_list import HIDDEN, AllowList
+from trainer.contract.record import Failure, Finding, RunEnded, Sample, encode_event
 
 RANDOM = random.Random(20261124)
 ALPHABETS = {
@@ -76,7 +78,9 @@ def archived(run: Run, project: Path, *, logs: bool, environment: dict[str, str]
 @pytest.mark.parametrize("logs", [False, True], ids=["without logs", "with logs"])
 @pytest.mark.parametrize("alphabet", ALPHABETS)
 @pytest.mark.parametrize("form", FORMS)
-def test_no_secret_of_any_form_is_in_an_archive(tmp_path: Path, form: str, alphabet: str, logs: bool) -> None:
+def test_no_secret_of_any_form_is_in_an_archive_or_a_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, alphabet: str, logs: bool
+) -> None:
     known = {name: secret(alphabet) for name in ("argument", "cluster", "node", "setup", "task", "shell", "on_end")}
     said = {name: secret(alphabet) for name in ("exception", "status", "sample", "comment", "source line")}
     variable = RANDOM.choice(VARIABLES)
@@ -114,6 +118,7 @@ on_end = {toml(" ".join(FORMS[form](known["on_end"])))}
         for event in (
             Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message=text, traceback=traceback),
             Sample(time=synthetic.BEGIN + 9, step=20, text=said["sample"]),
+            Finding(time=synthetic.BEGIN + 9, rank=0, kind="not_measured", message=f"with {known['argument']}"),
             RunEnded(time=synthetic.BEGIN + 9, status="failed", exit_code=1, message=message),
         ):
             events.write(encode_event(event))
@@ -123,6 +128,12 @@ on_end = {toml(" ".join(FORMS[form](known["on_end"])))}
     run = find(run.id, tmp_path / "runs")
 
     found = archived(run, tmp_path / "project", logs=logs, environment={variable: known["shell"]})
+    if not logs:
+        monkeypatch.setenv(variable, known["shell"])
+        timeline = io.BytesIO()
+        write_trace(RecordedSteps(run, range(run.status.world_size)), timeline)
+        found["timeline"] = timeline.getvalue()
+        assert b"failed: exception" in found["timeline"]
 
     whole = b"".join(found.values()).decode()
     shown = [name for name, value in known.items() if value in whole or toml(value)[1:-1] in whole]
@@ -170,6 +181,50 @@ def test_the_command_of_a_node_keeps_its_flags_and_loses_its_paths(tmp_path: Pat
         "python", "-P", "-m", "trainer", "--task", "mnist", "--data", HIDDEN,
         "--distributed-init-method", "tcp://10.0.0.1:29500", "--distributed-rank", "4",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["from another folder", "from the project"])
+def test_files_of_code_stay_readable_in_an_archive_with_logs(tmp_path: Path, elsewhere: bool) -> None:
+    project = tmp_path / "experiments-of-ada" / "transformer"
+    (project / "networks").mkdir(parents=True)
+    (project / "train_networks.py").touch()
+    run = synthetic.run(tmp_path / "runs", steps=5, status="failed")
+    plan = read_plan(run.dir)
+    plan.nodes[0].workdir = str(project)
+    run.dir.plan.write_bytes(msgspec.json.encode(plan))
+    run.dir.recipe.write_text(
+        'name = "demo"\n[cluster]\npython = "/home/ada/python-venvs/bin/python"\n[train]\n'
+        'script = "train_networks.py"\n'
+        f'args = ["--password", "hunter2-abcdefgh", "--model", "{project}/networks", "--arch", "functional"]\n'
+    )
+    packages = "lib/python3.11/site-packages/torch/nn/functional.py"
+    places = {
+        f"{project}/train_networks.py": "train_networks.py",
+        f"{project}/networks/hunter2/unet.py": "networks/hunter2/unet.py",
+        f"{project}/.venv/{packages}": f".venv/{packages}",
+        f"/home/ada/python-venvs/{packages}": f"~/************/{packages}",
+        "/usr/lib/python3.11/functional/x.py": "/usr/lib/python3.11/functional/x.py",
+        "/home/ada/hunter2-abcdefgh/tool.py": "~/****************/tool.py",
+    }
+    text = "".join(f'  File "{path}", line 3, in f\n    f("hunter2-abcdefgh")\n' for path in places)
+    warning = f"{project}/train_networks.py:3: UserWarning: hunter2-abcdefgh\n"
+    log = f"Traceback (most recent call last):\n{text}ValueError: hunter2-abcdefgh\n{warning}the model is of ada\n"
+    append_to_log(run, 0, log.encode())
+    failure = Failure(time=synthetic.BEGIN + 9, rank=0, kind="exception", message="x", traceback=text)
+    with run.dir.rank_events(0).open("ab") as events:
+        events.write(encode_event(failure))
+
+    found = archived(run, tmp_path if elsewhere else project, logs=True, environment={"HOME": "/home/ada"})
+
+    shown = found["logs/0.log"].decode()
+    assert len(shown) == run.dir.rank_log(0).stat().st_size
+    for path in places.values():
+        assert f'  File "{path}", line 3, in f' in shown
+        assert f'File \\"{path}\\", line 3, in f' in found["events/0.ndjson"].decode()
+    assert "\ntrain_networks.py:3: UserWarning: ****************" in shown
+    assert not any(b"hunter2-abcdefgh" in data for data in found.values())
+    assert "the model is of ada" in shown
+    assert 'script = "train_networks.py"' in found["recipe.toml"].decode()
 
 
 def test_a_line_that_is_no_event_is_left_out_and_said(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gputrain_tui import VERSION, cli
-from gputrain_tui.history.runs import Run, create
+from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.history.status_file import write_status
 from trainer.host.process_identity import identify
 

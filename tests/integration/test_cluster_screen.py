@@ -25,8 +25,8 @@ from gputrain_tui.console.host_choice import (
     remote_hosts,
     wanted_devices,
 )
-from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.console.widgets.gauges import bar
+from gputrain_tui.console.screens.cluster_screen import ClusterScreen
+from gputrain_tui.console.widgets.drawing import bar
 from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
 from gputrain_tui.console.widgets.machine import draw_machine
 from gputrain_tui.hosts.host_names import LocalFacts, is_local

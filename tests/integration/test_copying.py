@@ -17,7 +17,7 @@ from textual.widget import Widget
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_grid import RankGrid
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 
 SIZE = (120, 40)
 

@@ -23,7 +23,7 @@ from waiting import LIMIT_S
 
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import COLUMNS, write_csv
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import write_status
 from trainer.contract.output_file import output_file
 from trainer.contract.record import Lost, RankState, RunDir, Step, decode_events, encode_event

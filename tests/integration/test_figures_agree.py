@@ -18,8 +18,8 @@ from gputrain_tui.console.widgets.run_list import LOSS, STEP, TOOK, cells_of
 from gputrain_tui.headless.closing_report import closing_lines, status_line
 from gputrain_tui.headless.progress import plain_line, progress_line
 from gputrain_tui.headless.styled_text import paint
+from gputrain_tui.history.run_folders import Run, create, open_run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import Run, create, open_run
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.lifecycle.run_status import RunStatusWriter

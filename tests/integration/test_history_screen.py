@@ -9,12 +9,12 @@ from run_dirs import run_dir
 from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
 
 from gputrain_tui import paths
-from gputrain_tui.console.screens.compare import CompareScreen
+from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
-from gputrain_tui.console.screens.history import HistoryScreen
+from gputrain_tui.console.screens.history_screen import HistoryScreen
 from gputrain_tui.console.widgets.run_list import RunList, columns_for, draw_run
 from gputrain_tui.history.notes import Notes, read_notes
-from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.delete import delete_run

@@ -33,7 +33,7 @@ def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> 
     assert recipe.script is not None
     assert (recipe.name, recipe.script.script, recipe.script.args) == ("my train", "my train.py", ("--lr", "0.1"))
     assert recipe.cluster.nodes == (Node(ranks=4),)
-    assert "# From: 'TOKEN=…' torchrun --nproc-per-node 4" in text
+    assert "# From: 'TOKEN=•••' torchrun --nproc-per-node 4" in text
     again = init(tmp_path, stdin="torchrun 'my train.py'\n")
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == (
@@ -45,6 +45,28 @@ def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> 
     printed = init(tmp_path, "-o", "-", stdin="$ deepspeed --num_gpus 2 \\\n  train.py\n")
     assert 'script = "train.py"' in printed.stdout
     assert not (tmp_path / "train.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["MY_CREDS=hunter2x", "torchrun", "t.py"], "'MY_CREDS=•••' torchrun t.py"),
+        (["env", "OMP_NUM_THREADS=2", "X=hunter2x", "python", "t.py"], "env OMP_NUM_THREADS=2 'X=•••' python t.py"),
+        (["torchrun", "t.py", "--password", "hunter2x"], "torchrun t.py --password '•••'"),
+        (["torchrun", "t.py", "--password=hunter2x"], "torchrun t.py '--password=•••'"),
+        (["deepspeed", "t.py", "-phunter2x", "--lr", "0.1", "data"], "deepspeed t.py '•••' --lr 0.1 data"),
+        (["torchrun", "--", "t.py", "--", "https://me:hunter2x@host"], "torchrun -- t.py -- '•••'"),
+        (["torchrun", "-m", "pkg.mod", "key=hunter2x"], "torchrun -m pkg.mod '•••'"),
+    ],
+)
+def test_the_comment_with_the_command_shows_no_value_that_may_be_a_secret(
+    tmp_path: Path, words: list[str], shown: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    done = init(tmp_path, "-o", "-", "--", *words)
+    comments = [line for line in done.stdout.splitlines() if line.startswith("#")]
+    assert comments[0] == f"# From: {shown}", done.stderr
+    assert "hunter2x" not in "".join(comments)
 
 
 @pytest.mark.parametrize(

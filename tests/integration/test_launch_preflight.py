@@ -15,7 +15,7 @@ from small_disk import small_file_system
 from gputrain_tui.console.validate_recipe import remarks_by_field, validate_recipe
 from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import draw_preflight
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.preflight import CheckResult
 from gputrain_tui.recipe.draft import Draft
 from gputrain_tui.recipe.form_fields import FieldMessage

@@ -20,7 +20,7 @@ from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.widgets.form import Form, form_lines
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
-from gputrain_tui.history.runs import find
+from gputrain_tui.history.run_folders import find
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.recipe.draft import Draft
 

@@ -10,7 +10,7 @@ import pytest
 from made_runs import append_to_log, make_ended_run as make_run
 from utc_home import utc_home  # noqa: F401 - a fixture
 
-from gputrain_tui.history.runs import find
+from gputrain_tui.history.run_folders import find
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ from made_runs import NOON, make_run
 from gputrain_tui.commands.completion import complete
 from gputrain_tui.console.widgets.run_list import RunList
 from gputrain_tui.history.notes import Notes, write_notes
+from gputrain_tui.history.run_folders import RECENT_RUNS, Run, find, list_runs, newest_runs, run_id
 from gputrain_tui.history.run_listing import RunListing
-from gputrain_tui.history.runs import RECENT_RUNS, Run, find, list_runs, newest_runs, run_id
 from gputrain_tui.history.status_file import write_status
 from trainer.contract.errors import RequestError
 

@@ -12,7 +12,7 @@ from screens_at_rest import in_loop, quiet_app, screen_text, settle, toasts
 from textual.events import Paste
 from textual.widgets import Input
 
-from gputrain_tui.console.screens.launch import LaunchScreen
+from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
 

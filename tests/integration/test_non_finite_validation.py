@@ -15,7 +15,7 @@ from trained import ENVIRON
 from waiting import LIMIT_S
 
 from gputrain_tui.headless.progress import event_line
-from gputrain_tui.history.runs import list_runs
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import Finding, Validation, decode_events
 from trainer.contract.record.json_lines import encode_event

@@ -13,7 +13,7 @@ from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle import leftovers, on_end
 from gputrain_tui.lifecycle.settle import settle

@@ -7,7 +7,7 @@ import pytest
 from run_dirs import run_dir
 
 from gputrain_tui import cli, paths
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 
 
 @pytest.fixture

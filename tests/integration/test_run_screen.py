@@ -15,16 +15,16 @@ from screen_frames import NOW, console, played, press, rows, settle
 
 from gputrain_tui import paths
 from gputrain_tui.commands import runs as runs_command
-from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelName, arrange
-from gputrain_tui.console.screens.rank import RankScreen, arrange_rank
-from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.screens.rank_screen import RankScreen, arrange_rank
+from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
+from gputrain_tui.console.widgets.loss_curves import CurveReader
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.record_tail import last_steps
-from gputrain_tui.history.runs import Run, list_runs
+from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at

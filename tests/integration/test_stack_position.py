@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from trainer.contract.record import Doing, EventWriter, decode_events
+from trainer.host.user_code import innermost_line
 from trainer.telemetry.instrument import compilation
-from trainer.telemetry.stack_position import innermost_line, is_compiling
+from trainer.telemetry.stack_position import is_compiling
 from trainer.telemetry.step_tracker import StepTracker
 
 

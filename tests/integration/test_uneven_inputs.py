@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT_S
 
+from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import list_runs
 from trainer.contract.record import AnyEvent, Finding, RankState, Step
 
 STEPS = (30, 90)

@@ -13,7 +13,7 @@ from typing import Any
 import synthetic
 from hypothesis import strategies as st
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import write_status
 from trainer.host.process_identity import identify
 

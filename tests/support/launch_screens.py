@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.screens.launch import LaunchScreen
+from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.console.validate_recipe import ValidatedRecipe
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.plan.planner import plan

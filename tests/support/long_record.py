@@ -6,7 +6,7 @@ from pathlib import Path
 
 import synthetic
 
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from trainer.contract.record import EventWriter, Step
 from trainer.telemetry.step_events import merge
 

@@ -12,8 +12,8 @@ from screens_at_rest import open_screen, settle
 from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.history.runs import Run
+from gputrain_tui.console.screens.cluster_screen import ClusterScreen
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.hosts.hostfile import parse_hosts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.survey import HostReport

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, create, find
+from gputrain_tui.history.run_folders import Run, create, find
 from gputrain_tui.history.status_file import write_status
 from trainer.contract.record import RankState, RunDir, Step, encode_event
 

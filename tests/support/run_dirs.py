@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from gputrain_tui.history.runs import Run, create, open_run
+from gputrain_tui.history.run_folders import Run, create, open_run
 from gputrain_tui.history.status_file import ENDED, Status, write_status
 from trainer.contract.record import RunStarted, RunStatusName, Step, Validation, encode_event
 from trainer.host.process_identity import identify

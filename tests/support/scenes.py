@@ -22,12 +22,12 @@ from textual.pilot import Pilot
 
 from gputrain_tui import paths
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.screens.cluster import ClusterScreen
-from gputrain_tui.console.screens.history import HistoryScreen
-from gputrain_tui.console.screens.launch import LaunchScreen
-from gputrain_tui.console.screens.run import RunScreen
+from gputrain_tui.console.screens.cluster_screen import ClusterScreen
+from gputrain_tui.console.screens.history_screen import HistoryScreen
+from gputrain_tui.console.screens.launch_screen import LaunchScreen
+from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.recipe.build import build
 from trainer.contract.record import NodeSample, RankSample
 

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 
 NOW = synthetic.BEGIN + 60
 """Time of the clock before the first step, Unix seconds."""

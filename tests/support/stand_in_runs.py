@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.runs import Run, create
+from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.plan.planner import Plan, PlannedNode, with_run_dir
 
 STAND_IN = Path(__file__).parents[1] / "faults" / "stand_in.py"

@@ -22,7 +22,7 @@ from gputrain_tui.console.actions import (
 )
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
-from gputrain_tui.console.screens.help import WITH_LOG, help_text
+from gputrain_tui.console.screens.help_screen import WITH_LOG, help_text
 from gputrain_tui.console.widgets.drawing import row_cells
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import draw_keys

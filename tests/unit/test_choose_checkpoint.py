@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import run_dirs
 
-from gputrain_tui.lifecycle.checkpoints import choose_checkpoint
+from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Checkpoint, encode_event
 

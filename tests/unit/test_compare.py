@@ -6,7 +6,7 @@ import pytest
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
+from gputrain_tui.history.comparison import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.record import RunEnded, RunStarted, Step, Validation

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -1029,6 +1030,26 @@ def test_of_ranks_that_all_do_nothing_the_one_that_does_not_wait_at_a_lock_is_na
     assert [(finding.kind, finding.rank) for finding in found] == [("stalled", rank)]
     if rank is not None:
         assert f"the process of rank {rank} sleeps in kernel function {places[rank]}, unlike" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["", ""], " s"),
+        (["a.py:3 in load", ""], " s; rank 0 is at a.py:3 in load"),
+        (["a.py:3 in f", "b.py:4 in g", "a.py:3 in f"], " s; rank 1 is at b.py:4 in g; 2 ranks are at a.py:3 in f"),
+    ],
+)
+def test_a_run_that_stands_still_names_the_lines_of_its_ranks(lines: list[str], text: str) -> None:
+    run = starting(len(lines), "training")
+    for _ in range(62):
+        run.now += 1.0
+        samples = [RankSample(rank=each, cpu_percent=0.0, line=line) for each, line in enumerate(lines)]
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=samples))
+        found = run.diagnose()
+        if found:
+            break
+    assert re.fullmatch(r"no rank has done a step for more than \d+" + text, found[0].message)
 
 
 def test_a_failure_does_not_clear_a_stall() -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.lifecycle.evaluation import evaluation_recipe
+from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
+from trainer.contract.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -12,7 +13,7 @@ from gputrain_tui.lifecycle.evaluation import evaluation_recipe
     [
         ('task = "lm"\n[task]\ndata = "stdlib"', None, "valid"),
         ('task = "mnist"\n[task]\ndata = "d"', None, "test"),
-        ('task = "lm"\n[task]\ndata = "stdlib"', "test", "test"),
+        ('task = "lm"\n[task]\ndata = "stdlib"', "valid", "valid"),
     ],
 )
 def test_the_split_is_the_test_split_or_the_validation_of_a_task_without_one(
@@ -23,3 +24,21 @@ def test_the_split_is_the_test_split_or_the_validation_of_a_task_without_one(
     overrides: list[str] = []
     recipe = evaluation_recipe(str(file), overrides=overrides, checkpoint=tmp_path / "best.pt", run="", split=asked)
     assert recipe.train.eval_split == split
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "message"),
+    [
+        ('"lm"\n[task]\ndata = "d"', "test", "--split is test, but the task has no such split; it has valid"),
+        ('"lm"\n[task]\ndata = "d"\nvalid_fraction = 0.0', None, "no such split; it has none besides train"),
+        ('"mnist"\n[task]\ndata = "d"\nvalid_subset = "none"', "valid", "--split is valid, but .* it has test"),
+        ('"docnn"\n[task]\ntrain_path = "t"', "test", "it has none besides train"),
+    ],
+)
+def test_a_split_that_a_built_in_task_lacks_is_refused_before_a_rank_starts(
+    tmp_path: Path, task: str, asked: str | None, message: str
+) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text(f"[train]\nmax_epochs = 1\ntask = {task}\n")
+    with pytest.raises(RequestError, match=message):
+        evaluation_recipe(str(file), overrides=[], checkpoint=tmp_path / "best.pt", run="", split=asked)

@@ -6,7 +6,7 @@ import pytest
 from documents import ROOT
 from help_tables import section, sections
 
-from gputrain_tui.console.screens.help import TOPICS
+from gputrain_tui.console.screens.help_screen import TOPICS
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.help_topics import FOLDER, ORDER, read_topic, section_heading
 from gputrain_tui.plain_markdown import render, tables_as_code

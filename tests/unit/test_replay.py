@@ -9,7 +9,7 @@ import synthetic
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history import replay as pasts
 from gputrain_tui.history.replay import replay
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.series import Series
 from trainer.contract.record import EventWriter, RankState, RunDir, Step, Validation
 from trainer.contract.record.downsampled import block_file

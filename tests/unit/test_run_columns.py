@@ -9,6 +9,7 @@ from made_runs import make_run
 from gputrain_tui.commands.runs import report
 from gputrain_tui.history.run_columns import run_filter, sorted_runs
 from gputrain_tui.history.summary import SUMMARY_KEYS, UNREADABLE, summarize
+from gputrain_tui.tables import width
 from trainer.contract.errors import RequestError
 
 
@@ -91,6 +92,18 @@ def test_a_loss_that_is_no_number_comes_last() -> None:
 def test_a_column_that_is_not_there_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match="no column 'startd' to sort by; did you mean 'started'"):
         sorted_runs(RUNS, "startd")
+
+
+@pytest.mark.parametrize("message", ["ValueError: " + "a batch of another shape, " * 12, "x"], ids=["long", "short"])
+def test_long_notes_and_tags_leave_a_row_of_a_pipe_within_200_columns(tmp_path: Path, message: str) -> None:
+    run = make_run(tmp_path, status="failed", message=message)
+    tags = [f"tag-{number}-of-a-sweep" for number in range(20)]
+    known = {**summarize(run, now=run.status.started), "note": "a note about 訓練 " * 60, "tags": tags, "lr": 0.001}
+    lines = report([{**known, "valid": 0.51234, "tokens": 1_234_567_890}]).splitlines()
+    assert max(map(width, lines)) <= 200
+    assert lines[1].endswith("…")
+    assert lines[1].count("…") == (3 if len(message) > 1 else 2)
+    assert message[:40] in lines[1]
 
 
 def test_a_long_cause_is_cut_where_no_terminal_limits_the_line(tmp_path: Path) -> None:

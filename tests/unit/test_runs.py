@@ -11,8 +11,8 @@ from made_runs import NOON, append_events, make_run, step
 
 from gputrain_tui.history.follow import AppendedFile, Follower
 from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.history.run_folders import create, find, list_runs, run_id
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.runs import create, find, list_runs, run_id
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.errors import RequestError

@@ -15,7 +15,7 @@ import pytest
 from gputrain_tui.headless import safe_stream
 from gputrain_tui.headless.foreground import JsonStream, conclude
 from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
-from gputrain_tui.history.runs import Run, create
+from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.state import RunState
 from trainer.contract.record import Step
 

@@ -14,8 +14,8 @@ import run_dirs
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gputrain_tui.history.runs import Run
-from gputrain_tui.lifecycle.checkpoints import choose_checkpoint, resumable_checkpoint, run_named_by
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, resumable_checkpoint, run_named_by
 from trainer.checkpoint import CheckpointWriter, Saved, load, open_checkpoint, write_file
 from trainer.contract.checkpoint_trailer import owner_of, trailer_of
 from trainer.contract.errors import RequestError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ class PipeSink:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._descriptor = OwnedDescriptor(pipe.fileno())
+        self._lock = threading.Lock()  # the main thread and that of ``code_position`` report
 
     def __reduce__(self) -> tuple[type[PipeSink], tuple[Connection]]:
         """Pickle the pipe alone: in the worker process it has another descriptor."""
@@ -37,7 +39,7 @@ class PipeSink:
     def __call__(self, report: RankReport, /) -> None:
         """Send a report."""
         if self._descriptor.is_unchanged:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send_bytes(msgspec.json.encode(report))
 
     def stop_requested(self) -> bool:
@@ -106,6 +108,10 @@ class RankAssignment:
     def step_took(self, seconds: float) -> None:
         """Report the recent duration of a step: the rank answers a stop request between steps."""
         self.report(RankReport(step_s=seconds))
+
+    def stays_at(self, line: str) -> None:
+        """Report the line of the user's code at which the main thread stays; empty once it has moved on."""
+        self.report(RankReport(line=line))
 
     def stopping(self) -> None:
         """Report that the rank saves its work, for which it has ``SAVE_TIMEOUT_S``, and then exits."""

@@ -1,4 +1,4 @@
-"""The in-process agent: runs a rank in this process, under a launcher or if the node has only one rank.
+"""The in-process agent: runs a rank in this process, under a launcher or, typed by hand, as the node's only rank.
 
 There is no other process to watch it, so a thread follows the stop request, even while the rank is in C++.
 """
@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
+from trainer.agent.code_position import CodePosition
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import delete_scratch, scratch_folder
@@ -89,6 +90,7 @@ class _InProcessAgent:
         """Exit code by the rank's report; None before it."""
         self._over = threading.Event()
         """Set when the rank has reported its end; ends the sampling."""
+        self._position = CodePosition()
         self._stoppable = False
         self._grace_s = assignment.distributed.stop_grace
         """Seconds that the rank has after a stop request."""
@@ -120,6 +122,7 @@ class _InProcessAgent:
             local_ranks.pids,
             writer=writer,
             log_of=log_of,
+            line_of=lambda rank: self._position.line if rank == assignment.rank else "",
             record=self._run_dir.events,
         )
         gpus_known = False
@@ -132,6 +135,9 @@ class _InProcessAgent:
 
     def report(self, report: RankReport) -> None:
         """Take the rank's report; called before its teardown, which may never return."""
+        if report.line is not None:
+            self._position.set(report.line)
+            return
         self._stoppable |= report.stoppable
         if report.step_s is not None:
             if self._leave_at is None:

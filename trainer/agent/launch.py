@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.agent import worker_entry
+from trainer.agent import forkserver, worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
@@ -77,6 +77,8 @@ def launch(
         _disk_errors_as_training_errors(options),
     ):
         run_dir = _run_dir(options)
+        # In the rank's own process orphans that it adopts could not be told from children that the task waits for.
+        agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
         assignments = assign(
             decision, options, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
@@ -94,9 +96,10 @@ def launch(
         else:
             spec = _with_resume(ranks_run, run_dir, run_id, environ)
             assignments = [dataclasses.replace(assignment, spec=spec) for assignment in assignments]
-            if decision.spawn:
+            if decision.spawn or agent_of_its_own:
                 outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
             else:
+                forkserver.stop()  # the rank loads torch in this process
                 outcome = None
                 code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
     if outcome is None:

@@ -163,6 +163,7 @@ class _NodeAgent:
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
             log_of=RunDir(first.run_dir).rank_log,
+            line_of=self._line_of,
             record=RunDir(first.run_dir).events,
         )
 
@@ -203,6 +204,10 @@ class _NodeAgent:
             # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
             reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
 
+    def _line_of(self, rank: int) -> str:
+        """Return the line at which a rank of this agent stays; empty for a rank of another command."""
+        return next((each.position.line for each in self._ranks if each.assignment.rank == rank), "")
+
     def _wait_s(self, running: list[WorkerProcess]) -> float | None:
         due_s = self._shutdown.due_in_s(running)
         if self._sampler is None:
@@ -225,6 +230,9 @@ class _NodeAgent:
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
+                if report.line is not None:
+                    rank.position.set(report.line)
+                    continue
                 rank.stoppable |= report.stoppable
                 rank.step_s = rank.step_s if report.step_s is None else report.step_s
                 self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded

@@ -138,6 +138,7 @@ class NodeSampler:
         gpus: the GPUs of this node's ranks; None for CPU ranks.
         writer: writer of the events; if it is not enabled, nothing is sampled.
         log_of: returns the log of a rank, whose size is sampled; None samples no logs.
+        line_of: returns the line of the user's code at which a rank stays; empty if none.
         record: folder of the record, the free space of whose disk is sampled; None samples none.
         proc: mount point of procfs.
     """
@@ -151,6 +152,7 @@ class NodeSampler:
         writer: EventWriter,
         gpus: Gpus | None = None,
         log_of: Callable[[int], Path] | None = None,
+        line_of: Callable[[int], str] = lambda _: "",
         record: Path | None = None,
         proc: Path = PROC,
     ) -> None:
@@ -161,6 +163,7 @@ class NodeSampler:
         self._proc = proc
         self._gpus = gpus
         self._log_of = log_of
+        self._line_of = line_of
         self._record = record
         self._last: float | None = None
         self._usable_cores = usable_cores()
@@ -213,6 +216,7 @@ class NodeSampler:
                     previous = self._busy_ns[rank]
                     busy = sum(total - previous.get(thread, 0) for thread, total in threads[rank].items())
                     of_rank.busy_threads = round(busy / 1e9 / seconds, 1)
+            of_rank.line = self._line_of(rank)
             if self._log_of is not None:
                 of_rank.log_bytes = size_of(self._log_of(rank))
             sample.ranks.append(of_rank)

@@ -27,12 +27,13 @@ from typing import Any
 from trainer.agent import own_package
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.exception_failure import failure_of
-from trainer.agent.log_tail import last_error
+from trainer.agent.log_tail import error_line, last_error
 from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import is_lost_peer
 from trainer.contract.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
 from trainer.host.import_path import python_path
+from trainer.host.user_code import innermost_user_line
 
 MODULE = "-m"
 """First word of a rank whose script is a module."""
@@ -105,16 +106,25 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
         exit_code = error.code if isinstance(error.code, int) else 1
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-            return exit_code, _exit_failure(assignment, f"the script exited with: {error.code}".splitlines()[0])
-        line = last_error(_log(assignment), since=log_start, any_line=True)
-        text = f"the script called sys.exit({exit_code})" + (line and f": {line}")
-        return exit_code, _exit_failure(assignment, text)
+            text = f"the script exited with: {error.code}".splitlines()[0]
+        else:
+            line = last_error(_log(assignment), since=log_start, any_line=True)
+            text = f"the script called sys.exit({exit_code})" + (line and f": {line}")
+        where = innermost_user_line(error.__traceback__)
+        return exit_code, _exit_failure(assignment, text + (where and f" ({type(error).__name__} at {where})"))
     except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if hidden is not None:
             _hide_frames(error, hidden, set())
         sys.excepthook(type(error), error, error.__traceback__)
-        return ExitCode.FAILED, failure_of(error, kind=_kind(error), rank=assignment.rank, host=assignment.host)
+        where = innermost_user_line(error.__traceback__)
+        return ExitCode.FAILED, failure_of(
+            error,
+            kind=_kind(error),
+            message=error_line(error) + (where and f" ({where})"),
+            rank=assignment.rank,
+            host=assignment.host,
+        )
     return ExitCode.FINISHED, None
 
 

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
+from trainer.agent.code_position import report_position
 from trainer.agent.exception_failure import failure_of
 from trainer.contract.errors import ExitCode, RequestError, TrainingError
 from trainer.contract.outcome import RankReport, exit_code_of
@@ -66,6 +67,8 @@ def run(target: str, assignment: RankAssignment) -> int:
     """Call the rank's function and return the exit code."""
     # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    if assignment.run_dir is not None:
+        report_position(assignment.stays_at)
     try:
         code = load(target)(assignment)
     except Exception as error:  # noqa: BLE001  (any error is reported, and the rank ends)

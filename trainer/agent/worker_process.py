@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -15,6 +15,7 @@ import msgspec
 
 from trainer.agent import forkserver, worker_entry
 from trainer.agent.assignment import PipeSink, RankAssignment
+from trainer.agent.code_position import CodePosition
 from trainer.contract.outcome import RankOutcome, RankReport, signal_name
 from trainer.contract.record import RunDir
 
@@ -38,6 +39,7 @@ class WorkerProcess:
     """Whether it saves its work on a stop request."""
     step_s: float = 0.0
     """Recent duration of its steps."""
+    position: CodePosition = field(default_factory=CodePosition)
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None

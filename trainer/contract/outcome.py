@@ -67,6 +67,8 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Time of the success or failure, nanoseconds of the Unix clock."""
     not_recorded: str = ""
     """Reason why the end of the rank's record is not on disk; empty when it is."""
+    line: str | None = None
+    """Line of the user's code at which its main thread stays, empty once it has moved on; None in other reports."""
 
 
 class RankOutcome(msgspec.Struct, kw_only=True):

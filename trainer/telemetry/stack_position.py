@@ -1,29 +1,17 @@
-"""Position of a thread in the user's code, from its Python stack, read by another thread while it is stuck."""
+"""Whether torch.compile is at work, by the Python stacks of all threads."""
 
 from __future__ import annotations
 
 import os
 import sys
-import sysconfig
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from types import FrameType
+
+from trainer.host.user_code import frames_of
 
 COMPILER_FILES = tuple(
     os.path.join("torch", *parts)  # noqa: PTH118 - ends of file names, compared as text
     for parts in (("_dynamo", "convert_frame.py"), ("_inductor", "compile_fx.py"))
 )
 """Files of torch.compile. Frames of other files of it are also on the stack while compiled code runs."""
-
-
-def innermost_line(thread: int) -> str:
-    """Return the innermost line of the user's code in a thread, such as ``train.py:12 in augment``; empty if none."""
-    for frame in _frames(thread):
-        name = frame.f_code.co_filename
-        if not name.startswith(("<", *_folders_of_libraries())):
-            return f"{_shown(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return ""
 
 
 def is_compiling() -> bool:
@@ -33,29 +21,5 @@ def is_compiling() -> bool:
     return any(
         frame.f_code.co_filename.endswith(COMPILER_FILES) and "compile" in frame.f_code.co_name
         for thread in sys._current_frames()
-        for frame in _frames(thread)
+        for frame in frames_of(thread)
     )
-
-
-def _frames(thread: int) -> Iterator[FrameType]:
-    """Yield the frames of a thread, the innermost first."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-@cache
-def _folders_of_libraries() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return (*folders, *map(os.path.realpath, folders), str(Path(__file__).parents[1]))
-
-
-def _shown(name: str) -> str:
-    """Return a file relative to the working folder if it is below it; its name alone otherwise."""
-    path = Path(name)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return path.name

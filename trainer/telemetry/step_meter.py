@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.distributed import flight_recorder
 from trainer.host.core_waits import core_waits
+from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, total
-from trainer.telemetry.stack_position import innermost_line, is_compiling
+from trainer.telemetry.stack_position import is_compiling
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
 

@@ -11,7 +11,7 @@ from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
     from gputrain_tui.console.screens.app_protocol import AppProtocol
-    from gputrain_tui.history.runs import Run
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.lifecycle.prepared import Prepared
 
 
@@ -68,7 +68,7 @@ def _prepared_demo() -> Prepared:
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
     """Resume from a run's newest checkpoint as a new run, after a dialog; without a checkpoint say so."""
-    from gputrain_tui.lifecycle.checkpoints import describe_missing_checkpoint, resumable_checkpoint
+    from gputrain_tui.lifecycle.run_checkpoints import describe_missing_checkpoint, resumable_checkpoint
 
     if run.status.archived is None and resumable_checkpoint(run.dir) is None:
         console.report(describe_missing_checkpoint(run), alarm=True)
@@ -119,7 +119,7 @@ def confirm_stop(console: AppProtocol, run: Run) -> None:
 
 
 async def _stop(console: AppProtocol, run: Run) -> None:
-    from gputrain_tui.lifecycle.stop import stop_by_name
+    from gputrain_tui.lifecycle.stop_run import stop_by_name
 
     console.report(f"stopping {run.id}")
     try:

@@ -16,7 +16,7 @@ from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS, Curve, Scale
 from gputrain_tui.console.widgets.drawing import Row, fit_row, format_short, format_value
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.number_text import loss_text
-from gputrain_tui.history.compare import CurvePoints, resampled
+from gputrain_tui.history.comparison import CurvePoints, resampled
 from gputrain_tui.history.series import BandMetric, Series, Window
 from gputrain_tui.tables import duration
 from trainer.contract.record import Validation

@@ -10,9 +10,18 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from gputrain_tui.console.host_choice import GpuRank, Host
-from gputrain_tui.console.widgets.canvas import Listing
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row
-from gputrain_tui.console.widgets.gauges import bar, format_gib, format_integer
+from gputrain_tui.console.widgets.canvas import Canvas, Listing
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    bar,
+    centred_text,
+    fit_row,
+    format_gib,
+    format_integer,
+    row_cells,
+    title_row,
+)
 from gputrain_tui.hosts.inventory import Gpu, is_free, why_busy
 from gputrain_tui.tables import duration, printable
 
@@ -307,3 +316,39 @@ class GpuTable(Listing):
         if height > len(lines) + 2:
             lines += ["", f"This machine trains on its CPU: cpu_ranks = {min(cores, 4)} in [[cluster.nodes]]."]
         return centred_text(width, height, lines)
+
+
+def draw_processes(gpu: Gpu, width: int, height: int, *, of: str = "") -> list[Row]:
+    """Return the processes on a GPU as rows; ``of``: name of its host for the title."""
+    found = gpu.processes
+    left: Row = [(f"processes on GPU {gpu.index}{f' of {printable(of)}' if of else ''}", "title")]
+    rows: list[Row] = [title_row(width, left, [[(printable(gpu.uuid), "dim")]])]
+    if found is None:
+        return rows + centred_text(width, height - 1, ["not reported by the driver"])
+    if not found:
+        return rows + centred_text(width, height - 1, ["no process"])
+    rows.append([(f"{'pid':>8}  {'user':<12}{'GiB':>7}  {'kind':<10}process", "dim")])
+    for process in found:
+        memory = format_gib(process.memory_bytes)
+        rows.append(
+            [
+                (f"{process.pid:>8}  ", "dim"),
+                (f"{printable(process.user or EMPTY)[:11]:<12}", "bright"),
+                (f"{memory:>7}  ", "bright"),
+                (f"{process.kind:<10}", "dim"),
+                (printable(process.name or EMPTY), "bright"),
+            ]
+        )
+    return [fit_row(row, width) for row in rows[:height]]
+
+
+class ProcessList(Canvas):
+    """Panel of the processes on the GPU under the cursor."""
+
+    gpu: Gpu | None = None
+    of = ""
+    """Name of the GPU's host; empty if there is only one host."""
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        """Return the processes of the GPU."""
+        return [] if self.gpu is None else draw_processes(self.gpu, width, height, of=self.of)

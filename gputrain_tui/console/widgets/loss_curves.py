@@ -6,14 +6,46 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import ClassVar
 
-from gputrain_tui.console.curve_reader import CurveReader
-from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S
+from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.curve_drawing import Scale, chart_columns
 from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
-from gputrain_tui.history.compare import Measure, resampled
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.comparison import CurveHistory, Measure, resampled
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.status_file import ENDED
+
+
+class CurveReader:
+    """Reader of one run's curves, in portions."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.history = CurveHistory(run.status.world_size)
+        self.behind = True
+        """Whether a part of the record is still to be read."""
+        self._reader = RunReader(run.dir)
+
+    def poll(self, deadline: float) -> bool:
+        """Read appended events until about ``deadline`` (of ``perf_counter``); return whether anything changed."""
+        if not self.behind and self.run.state in ENDED:
+            return False  # the record is complete
+        was_behind = self.behind
+        has_events = False
+        while True:
+            events = self._reader.poll(PORTION_BYTES)
+            for event in events:
+                self.history.apply(event)
+            has_events = has_events or bool(events)
+            self.behind = self._reader.backlog_bytes > 0
+            if not self.behind or perf_counter() >= deadline:
+                return has_events or was_behind != self.behind
+
+    def close(self) -> None:
+        """Close the record."""
+        self._reader.close()
+
 
 LATE_START_SHARE = 0.1
 """Share of the axis: if the first steps of all runs lie beyond it (resumed runs), the axis begins there, not at 0."""

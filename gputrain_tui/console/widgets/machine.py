@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 from gputrain_tui.console.host_choice import Host
 from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
-from gputrain_tui.console.widgets.gauges import bar, format_gib
+from gputrain_tui.console.widgets.drawing import Row, bar, fit_row, format_gib, title_row
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.tables import duration, printable
 from trainer.host.addresses import Network

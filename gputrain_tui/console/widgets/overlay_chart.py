@@ -19,7 +19,7 @@ from gputrain_tui.console.widgets.drawing import (
     title_row,
 )
 from gputrain_tui.headless.number_text import loss_text
-from gputrain_tui.history.compare import Measure
+from gputrain_tui.history.comparison import Measure
 from gputrain_tui.tables import duration, printable
 
 

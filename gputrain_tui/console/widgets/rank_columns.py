@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gputrain_tui.console.widgets.drawing import EMPTY, cell_count, format_number, pad, without_controls
-from gputrain_tui.console.widgets.gauges import GIB
+from gputrain_tui.console.widgets.drawing import EMPTY, GIB, cell_count, format_number, pad, without_controls
 from gputrain_tui.state import RankView
 
 Value = float | str | None

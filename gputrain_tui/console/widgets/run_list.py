@@ -11,7 +11,7 @@ from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, format_short, pad, title_row
 from gputrain_tui.console.widgets.run_header import mark_of
-from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
+from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.run_columns import NEWEST_FIRST, loss_cell, run_filter, sorted_runs
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import RowFilter

@@ -18,12 +18,12 @@ from typing import BinaryIO
 import msgspec
 import tomlkit
 
-from gputrain_tui.history.archive_layout import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
-from gputrain_tui.history.export.allow_list import AllowList
 from gputrain_tui.history.export.archive_events import EventFilter
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.open_archive import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.plan.planner import Plan
+from gputrain_tui.recipe.allow_list import HIDDEN, AllowList
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.tables import size
 from trainer.contract.errors import RecordError, RequestError
@@ -115,7 +115,8 @@ class Archive:
             RecordError: a file of the run became shorter.
         """
         allow = AllowList(environment, project)
-        small = {"recipe.toml": self._recipe(allow), "plan.json": self._plan(allow)}
+        plan = self._plan(allow)  # first, as it adds the run's working folder to the project
+        small = {"recipe.toml": self._recipe(allow), "plan.json": plan}
         events = EventFilter(allow, texts=self._texts)
         small |= {"status.json": msgspec.json.encode(self._status(events)), "slurm.json": self._bytes("slurm.json")}
         small["notes.json"] = allow.mask(self._bytes("notes.json"))
@@ -177,8 +178,10 @@ class Archive:
             self._left_out.append("plan.json: it is missing or damaged")
             return b""
         for node in plan.nodes:
+            allow.add_project(Path(node.workdir))
+        for node in plan.nodes:
             node.argv, node.env = allow.command(node.argv), allow.variables(node.env)
-            node.workdir, node.setup = allow.hide(node.workdir), allow.hide(node.setup)
+            node.workdir, node.setup = HIDDEN if node.workdir else "", allow.hide(node.setup)
         return msgspec.json.encode(plan)
 
     def _status(self, events: EventFilter) -> Status:
@@ -195,6 +198,14 @@ class Archive:
         if outcome.failure is not None:
             events.event(outcome.failure)
         return msgspec.json.encode(outcome)
+
+
+def event_filter(run: Run, *, environment: Mapping[str, str], project: Path) -> EventFilter:
+    """Return the filter of a run's events that its archive without logs has; the arguments are those of ``write``."""
+    allow, archive = AllowList(environment, project), Archive(run)
+    archive._plan(allow)
+    archive._recipe(allow)
+    return EventFilter(allow, texts=False)
 
 
 def _padding(length: int) -> bytes:
@@ -220,6 +231,7 @@ def _masked(allow: AllowList, parts: Iterator[bytes]) -> Iterator[bytes]:
     for part in parts:
         shown = allow.mask(rest + part)
         cut = max(len(shown) - keep, 0)
+        cut = shown.rfind(b"\n", 0, cut) + 1 or cut  # lines are masked whole
         rest = shown[cut:]
         yield shown[:cut]
     yield rest

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gputrain_tui.history.export.allow_list import AllowList
 from gputrain_tui.history.status_file import Status
+from gputrain_tui.recipe.allow_list import AllowList
 from trainer.contract.record import Failure, RankState, RunEnded, Sample, encode_event
 from trainer.contract.record.downsampled import DownsampledBlock, DownsampledNote
 from trainer.contract.record.events import AnyEvent

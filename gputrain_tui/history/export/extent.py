@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 
 GOING = ("queued", "starting", "running", "stopping")
 """States of a run that may be writing its last lines."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gputrain_tui.history.export.extent import GOING, RankExtent
 from gputrain_tui.history.follow import AppendedFile, by_rank
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.run_folders import Run
 from trainer.contract.record import AnyEvent, Lost, RankState, Step, TrainingPlan, decode_events, single_steps
 from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.resource_limits import open_files

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gputrain_tui.history.export.allow_list import AllowList
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
+from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import MachineNotReadyError
 from trainer.contract.record import SINGLE_VALUES, RunDir, Step, Validation

@@ -9,16 +9,19 @@ thread of a number.
 
 A rank is a process. The record has the durations of a step's phases but not their start times: they are drawn in the
 order in which a step has them, with the measured durations. The buckets of a step are drawn from the start of its
-synchronisation to its end, at even distances, each with its duration.
+synchronisation to its end, at even distances, each with its duration. Texts of events are hidden as in an archive.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
+from gputrain_tui.history.export.archive import event_filter
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
 from trainer.contract.record import SINGLE_VALUES, AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
 
@@ -53,12 +56,13 @@ def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
 
 def _events(record: RecordedSteps, began: float, *, run_process: int, ranks: set[int]) -> Iterator[dict[str, Any]]:
     yield from _process(run_process, f"run {record.run.id}", -1)
+    shown = event_filter(record.run, environment=os.environ, project=Path.cwd())
     names = [name for name in record.names() if not name.isdecimal() or int(name) in ranks or name == "0"]
     for event in record.notes(names):
         if isinstance(event, INSTANTS):
             rank = getattr(event, "rank", None)
             if rank is None or rank in ranks:
-                yield _instant(event, began, process=run_process if rank is None else rank)
+                yield _instant(shown.event(event), began, process=run_process if rank is None else rank)
     for rank in record.ranks:
         yield from _process(rank, f"rank {rank}", rank)
         timeline = _RankTimeline(rank, began)

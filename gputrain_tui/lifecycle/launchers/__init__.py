@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from gputrain_tui.history.slurm_file import read_job
 
 if TYPE_CHECKING:
-    from gputrain_tui.history.runs import Run
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.host_names import LocalFacts
     from gputrain_tui.hosts.open_connections import OpenConnection, OpenConnections
     from gputrain_tui.lifecycle.attempt import AttemptResult

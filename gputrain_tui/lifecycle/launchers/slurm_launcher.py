@@ -20,7 +20,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir, write_atomically
 
 if TYPE_CHECKING:
-    from gputrain_tui.history.runs import Run
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.open_connections import OpenConnections
     from gputrain_tui.lifecycle.attempt import AttemptResult
     from gputrain_tui.plan.planner import Plan, PlannedNode

@@ -12,7 +12,7 @@ from rich.style import Style
 from screen_frames import console, played, press, settle
 from textual.app import App, ComposeResult
 
-from gputrain_tui.console.screens.rank import RankScreen
+from gputrain_tui.console.screens.rank_screen import RankScreen
 from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.history.follow import Follower

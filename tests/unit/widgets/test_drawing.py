@@ -14,9 +14,9 @@ from gputrain_tui.console.widgets.drawing import (
     pad,
     title_row,
 )
-from gputrain_tui.console.widgets.rank_filter import RankFilter
+from gputrain_tui.console.widgets.rank_grid import RankFilter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
-from gputrain_tui.console.widgets.rendezvous import RendezvousProgress, draw_rendezvous
+from gputrain_tui.console.widgets.rendezvous_panel import RendezvousProgress, draw_rendezvous
 from gputrain_tui.state import RankView
 
 SCRIPTS = ["node3", "計算機二号", "a計b", "узел", "🎉🎉", "e\u0301e\u0301", "–…▸✗●⣿█", "👩\u200d🚀", ""]

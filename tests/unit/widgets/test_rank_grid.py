@@ -8,7 +8,7 @@ from row_texts import row_text
 from run_in_memory import run_in_memory
 
 from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
-from gputrain_tui.console.widgets.rank_filter import RankFilter
+from gputrain_tui.console.widgets.rank_grid import RankFilter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError

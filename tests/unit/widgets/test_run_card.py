@@ -9,7 +9,7 @@ import run_dirs
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.run_list import RunCard
-from gputrain_tui.history.runs import Run, open_run
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.record import Validation

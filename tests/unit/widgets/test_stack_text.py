@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.console.widgets.stack_text import frame_lines, stack_lines
+from gputrain_tui.console.widgets.stack_view import frame_lines, stack_lines
 
 FRAME = '  File "/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py", line 829 in _engine_run_backward'
 STACK = [

@@ -322,6 +322,8 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Size of its log, from which a reader dates the lines of the log."""
     sleeps_in: str | None = None
     """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
+    line: str = ""
+    """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
 
 
 class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from trainer.contract.record import Doing, EventWriter
-from trainer.telemetry.stack_position import innermost_line, is_compiling
+from trainer.host.user_code import innermost_line
+from trainer.telemetry.stack_position import is_compiling
 
 LONG_COMPILATION_S = 2.0
 """Minimum time of a compilation before it is reported, seconds: shorter ones come with each new shape."""

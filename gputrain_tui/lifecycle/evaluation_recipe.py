@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 
@@ -12,15 +12,10 @@ from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import require_consistent
 
 PREFIX = "eval-"
 """Prefix of the recipe names of evaluations, which marks them in a list of runs."""
-
-
-def _default_split(recipe: Recipe) -> Literal["test", "valid"]:
-    schema = options_schema(recipe.train.task)
-    splits = ("test",) if schema is None else msgspec.convert(dict(recipe.task_options), schema).splits
-    return "test" if "test" in splits or "valid" not in splits else "valid"
 
 
 def evaluation_recipe(
@@ -37,16 +32,19 @@ def evaluation_recipe(
         stdin: stream that ``-`` reads.
 
     Raises:
-        RequestError: the recipe is wrong, or runs a script.
+        RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
     """
     recipe = load(source, overrides=overrides, stdin=stdin)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
+    schema = options_schema(recipe.train.task)
+    task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
+    splits = ("test",) if task_options is None else task_options.splits
     sizes = recipe.train.batch_size
     train = msgspec.structs.replace(
         recipe.train,
         eval_only=str(checkpoint),
-        eval_split=split or _default_split(recipe),
+        eval_split=split or ("test" if "test" in splits or "valid" not in splits else "valid"),
         checkpoint_run=run,
         resume=None,
         save_dir=None,
@@ -54,6 +52,7 @@ def evaluation_recipe(
         finetune_partial=False,
         batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
     )
+    require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
     return dataclasses.replace(
         recipe,

@@ -12,13 +12,13 @@ from textual.binding import BindingType
 from textual.containers import Vertical
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.charts import SMOOTHING_STEPS
+from gputrain_tui.console.screens.charts_screen import SMOOTHING_STEPS
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.loss_curves import LossCurves
-from gputrain_tui.history.compare import MEASURES, RecipeDifference, differences
-from gputrain_tui.history.runs import Run
+from gputrain_tui.history.comparison import MEASURES, RecipeDifference, differences
+from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe

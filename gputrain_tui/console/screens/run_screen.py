@@ -15,7 +15,7 @@ from textual.widget import Widget
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
 from gputrain_tui.console.screens.app_protocol import app_of
-from gputrain_tui.console.screens.charts import ChartScreen
+from gputrain_tui.console.screens.charts_screen import ChartScreen
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings
@@ -24,7 +24,7 @@ from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.rank_columns import whole_width
 from gputrain_tui.console.widgets.rank_grid import RankGrid
-from gputrain_tui.console.widgets.rendezvous import RendezvousView
+from gputrain_tui.console.widgets.rendezvous_panel import RendezvousView
 from gputrain_tui.console.widgets.root_cause import RootCauseCard, failure_text, root_cause_height
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
@@ -32,7 +32,7 @@ from gputrain_tui.state.finding_text import by_urgency
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
-    from gputrain_tui.console.widgets.filter_line import FilterLine
+    from gputrain_tui.console.widgets.line_input import FilterLine
 
 WIDE_CELLS = 160
 """Fewest cells of the panels' area in which the findings may stand beside the table."""
@@ -297,7 +297,7 @@ class RunScreen(ChartScreen):
 
     def open_rank(self, rank: int) -> None:
         """Open the rank screen."""
-        from gputrain_tui.console.screens.rank import RankScreen
+        from gputrain_tui.console.screens.rank_screen import RankScreen
 
         self.select(rank)
         self.app.push_screen(RankScreen(self.live, rank))
@@ -333,7 +333,7 @@ class RunScreen(ChartScreen):
 
     async def action_filter(self) -> None:
         """Open the input line of the rank filter."""
-        from gputrain_tui.console.widgets.filter_line import FilterLine
+        from gputrain_tui.console.widgets.line_input import FilterLine
 
         line: FilterLine | None = next(iter(self.query(FilterLine)), None)
         if line is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gputrain_tui import paths
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.runs import Run, find, open_run
+from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, launchers
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
@@ -22,7 +22,7 @@ from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
-from trainer.contract.outcome import SAVE_TIMEOUT_S
+from trainer.contract.outcome import SAVE_TIMEOUT_S, node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.events import MAX_RANKS
 from trainer.host.process_identity import HELD_S, is_alive
@@ -85,6 +85,7 @@ def stop(found: Run) -> tuple[str, list[int]]:
     if job_ended is not None:
         return _report(job_ended, [], was_over=found.state in ENDED), []
     _await_supervisor(found)
+    taken_over = found.state == "lost"
     supervisor = found.status.supervisor
     if (
         found.state not in ENDED
@@ -99,23 +100,25 @@ def stop(found: Run) -> tuple[str, list[int]]:
                 f"stop: {found.id} runs on {supervisor.host}, and so do some of its ranks; stop it there"
             )
         print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
-        found = adopt(found)
+        found, taken_over = adopt(found), True
     now, problem = found, ""
     for _ in range(MAX_SUPERVISORS):
-        _end_supervisors(path, _stop_timeout_s(found.dir))
+        in_order = _end_supervisors(path, _stop_timeout_s(found.dir))
         if not path.exists():
-            return _stop_without_record(path)
+            return _stop_without_record(path, complete=in_order and not taken_over)
         now = open_run(path) or now
         if now.state in ENDED:
             break
+        taken_over = True
         try:
             now = adopt(now)
         except RequestError as error:  # or another command's supervisor has adopted it, and is stopped next
             problem = str(error)
     left = kill_processes(path)
     if now.state not in ENDED:
-        raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left)}")
-    return _report(now, left, was_over=found.state in ENDED), left
+        raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left, complete=False)}")
+    complete = not taken_over or _has_all_outcomes(found.dir)
+    return _report(now, left, was_over=found.state in ENDED, complete=complete), left
 
 
 def _stop_through_file(found: Run, host: str) -> tuple[str, list[int]]:
@@ -133,7 +136,15 @@ def _stop_through_file(found: Run, host: str) -> tuple[str, list[int]]:
     return _report(open_run(found.dir.path) or found, [], was_over=False), []
 
 
-def _report(run: Run, left: list[int], *, was_over: bool) -> str:
+def _has_all_outcomes(run_dir: RunDir) -> bool:
+    """Whether the agent of each node has recorded its end, before which it has killed all of its descendants."""
+    try:
+        return all(node_outcome(run_dir, node.node) is not None for node in read_plan(run_dir).nodes)
+    except RecordError:
+        return False
+
+
+def _report(run: Run, left: list[int], *, was_over: bool, complete: bool = True) -> str:
     if was_over:
         how = f"was {run.state} already"
     elif run.state == "failed" and run.status.message:
@@ -141,7 +152,7 @@ def _report(run: Run, left: list[int], *, was_over: bool) -> str:
     else:
         kept = attempt_outcome.describe_kept(run.dir, _recorded_nodes(run.dir)) if run.state == "stopped" else ""
         how = f"is {run.state}" + (kept and f" {kept}")
-    return f"{run.id} {how}; {_left(left)}"
+    return f"{run.id} {how}; {_left(left, complete=complete)}"
 
 
 def _recorded_nodes(run_dir: RunDir) -> list[int]:
@@ -150,19 +161,25 @@ def _recorded_nodes(run_dir: RunDir) -> list[int]:
     return sorted(number for number in numbers if number < MAX_RANKS)
 
 
-def _stop_without_record(path: Path) -> tuple[str, list[int]]:
-    """Stop the processes of a run whose directory was deleted or cannot be read."""
-    _end_supervisors(path, _stop_timeout_s(RunDir(path)))
+def _stop_without_record(path: Path, *, complete: bool = False) -> tuple[str, list[int]]:
+    """Stop the processes of a run whose directory was deleted or cannot be read.
+
+    Args:
+        path: the directory.
+        complete: whether its own supervisor has ended all of them before.
+    """
+    complete |= _end_supervisors(path, _stop_timeout_s(RunDir(path)))
     left = kill_processes(path)
     found = open_run(path)
     if found is not None and found.state in ENDED:  # its supervisor has written the status again
-        return _report(found, left, was_over=False), left
+        return _report(found, left, was_over=False, complete=complete), left
     problem = "cannot be read" if path.exists() else "was deleted"
-    return f"{path.name} is stopped; its run directory {problem}; {_left(left)}", left
+    return f"{path.name} is stopped; its run directory {problem}; {_left(left, complete=complete)}", left
 
 
-def _left(pids: list[int]) -> str:
-    return f"processes left: {', '.join(map(str, pids)) or 'none'}"
+def _left(pids: list[int], *, complete: bool = True) -> str:
+    """Return the processes left; ``complete``: whether each process was a descendant of one that has ended them all."""
+    return f"processes left: {', '.join(map(str, pids)) or ('none' if complete else 'none found')}"
 
 
 def _stop_timeout_s(run_dir: RunDir) -> float:
@@ -184,25 +201,31 @@ def _await_supervisor(found: Run) -> None:
         time.sleep(POLL_S)
 
 
-def _end_supervisors(run_dir: Path, patience_s: float) -> None:
-    """Send a stop request to the supervisors of a run, and wait until they have ended."""
+def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
+    """Send a stop request to the supervisors of a run, wait for their end, and return whether all ended by themselves.
+
+    A supervisor adopts the orphans of its run and kills them at its end. Return False if there is none.
+    """
+    in_order = []
     for pid in supervisors_of(run_dir):
         descriptor = open_process(pid, run_dir, SUPERVISOR)
         if descriptor is not None:
             try:
-                _end_supervisor(pid, descriptor, patience_s)
+                in_order.append(_end_supervisor(pid, descriptor, patience_s))
             finally:
                 os.close(descriptor)
+    return bool(in_order) and all(in_order)
 
 
-def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> None:
-    """Send a stop request to a supervisor; kill it if it is held (stopped or traced) or too slow."""
+def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> bool:
+    """Send a stop request to a supervisor; kill it if it is held (stopped or traced) or too slow, and return False."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):
         for number in (STOP_COMMAND_SIGNAL, signal.SIGCONT):  # a stopped process runs no handler
             signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
-            return
+            return True
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     waiter.poll(SUPERVISOR_EXIT_S * 1000)
+    return False

@@ -22,14 +22,14 @@ from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
+from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.loss_curves import LossCurves
-from gputrain_tui.console.widgets.prompt_line import PromptLine
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
-from gputrain_tui.history.compare import MAX_RUNS, MIN_RUNS
+from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
 from gputrain_tui.history.run_columns import run_filter
+from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_listing import ListedRuns, RunListing
-from gputrain_tui.history.runs import Run, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
@@ -287,7 +287,7 @@ class HistoryScreen(Page):
         if len(marked) < MIN_RUNS:
             self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
-        from gputrain_tui.console.screens.compare import CompareScreen
+        from gputrain_tui.console.screens.compare_screen import CompareScreen
 
         self.app.push_screen(CompareScreen(marked))
 

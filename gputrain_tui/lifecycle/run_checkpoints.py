@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from gputrain_tui.history.runs import Run, find, list_runs, open_run
+from gputrain_tui.history.run_folders import Run, find, list_runs, open_run
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES

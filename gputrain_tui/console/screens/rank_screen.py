@@ -19,7 +19,7 @@ from gputrain_tui.console.panel_container import (
     layout_size,
     place_in_grid,
 )
-from gputrain_tui.console.screens.charts import ChartScreen
+from gputrain_tui.console.screens.charts_screen import ChartScreen
 from gputrain_tui.console.stack_request import StackRequest, request_stack
 from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar

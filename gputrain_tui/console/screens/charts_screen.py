@@ -11,7 +11,6 @@ from textual import on, work
 from textual.events import Resize
 from textual.geometry import Size
 
-from gputrain_tui.console.curve_reader import CurveReader
 from gputrain_tui.console.live import POLL_BUDGET_S
 from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
@@ -20,6 +19,7 @@ from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, Ear
 from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
+from gputrain_tui.console.widgets.loss_curves import CurveReader
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.history.parent import ancestors_of

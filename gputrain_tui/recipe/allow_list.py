@@ -1,4 +1,4 @@
-"""The values that an archive shows: an allow-list, as nothing tells a secret from another text.
+"""The values that exports and comments show: an allow-list, as nothing tells a secret from another text.
 
 Shown are numbers, words of our own options, paths below the project, and the variables of launchers and libraries in
 which no secret stands. Any other value of the recipe and the plan is hidden, and where it occurs in the record or in a
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -55,6 +56,10 @@ _LONG_FLAG = re.compile(r"--[A-Za-z][\w-]{0,40}", re.ASCII)
 _SHORT_FLAG = re.compile(r"-[A-Za-z]", re.ASCII)
 _HOST_NAME = re.compile(r"([\w.-]+@)?[\w.:\[\]-]+", re.ASCII)
 _RENDEZVOUS = re.compile(r"env://|tcp://[\w.\[\]:-]+", re.ASCII)
+_CODE = re.compile(rb'File "([^"<\n][^"\n]*)", line \d+|^(/[^\s":]+\.py):\d+: ', re.MULTILINE)
+"""A file of code in a traceback or a warning."""
+_LIBRARY = re.compile(rb"/(?:lib\d*/python\d|(?:site|dist)-packages/)")
+_HOME = re.compile(rb"/(?:home|Users)/[^/]+(?=/)|/root(?=/)")
 _CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -91,7 +96,9 @@ class AllowList:
             environment: variables of this process.
             project: folder below which paths are shown.
         """
-        self._project = project.resolve()
+        self._projects: list[Path] = []
+        self.add_project(project)
+        self._home = os.fsencode(environment.get("HOME", ""))
         self.hidden = 0
         """Values that were replaced in recipe and plan."""
         self._values: set[bytes] = set()
@@ -100,14 +107,19 @@ class AllowList:
             if not is_shown_variable(name) and name not in EVERYWHERE:
                 self._remember(value, words="://" in value)
 
+    def add_project(self, folder: Path) -> None:
+        """Add a folder below which paths are shown; the root of all files is none."""
+        if folder.is_absolute() and folder != Path("/"):
+            self._projects += [each for each in (folder.resolve(), folder) if each not in self._projects]
+
     def is_shown(self, text: str) -> bool:
         """Whether a text is a number, a word of our own options or a path below the project."""
         return text in own_words() or _NUMBER.fullmatch(text) is not None or self._is_in_project(text)
 
     def _is_in_project(self, text: str) -> bool:
         try:
-            path = (self._project / text).resolve()
-            return text != "" and path.is_relative_to(self._project) and path.exists()
+            paths = [(project, (project / text).resolve()) for project in self._projects if text]
+            return any(path.is_relative_to(project) and path.exists() for project, path in paths)
         except (OSError, ValueError):  # no path at all
             return False
 
@@ -181,7 +193,37 @@ class AllowList:
         self._pattern = None
 
     def mask(self, data: bytes) -> bytes:
-        """Return bytes of the same length in which every hidden value is stars."""
+        """Return bytes of the same length in which every hidden value is stars.
+
+        Files of code in tracebacks and warnings stay readable, with blanks at the line's end for what is left out: a
+        file below the project is relative to it, libraries are shown from their folder on, and the home folder is ~.
+        """
+        masked, parts, at = self._mask_values(data), [], 0
+        for found in _CODE.finditer(data):
+            group = 1 if found[1] else 2
+            if found.start() < at:
+                continue  # a second one in a line
+            shown, end = self._shown_code(found[group]), data.find(b"\n", found.end())
+            end = end if end >= 0 else len(data)
+            parts += [masked[at : found.start(group)], shown, masked[found.end(group) : end]]
+            parts.append(b" " * (len(found[group]) - len(shown)))
+            at = end
+        return b"".join([*parts, masked[at:]])
+
+    def _shown_code(self, path: bytes) -> bytes:
+        for project in sorted(map(os.fsencode, self._projects), key=len, reverse=True):
+            if path.startswith(project + b"/"):
+                return path[len(project) + 1 :]
+        if not path.startswith(b"/"):
+            return path
+        library = _LIBRARY.search(path)
+        folder, rest = (path, b"") if library is None else (path[: library.start()], path[library.start() :])
+        if self._home and folder.startswith(self._home + b"/"):
+            return self._mask_values(b"~" + folder[len(self._home) :]) + rest
+        home = _HOME.match(folder)
+        return self._mask_values(folder if home is None else b"~" + folder[home.end() :]) + rest
+
+    def _mask_values(self, data: bytes) -> bytes:
         if not self._values:
             return data
         if self._pattern is None:

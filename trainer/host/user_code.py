@@ -1,0 +1,57 @@
+"""Lines of the user's code: in files outside of Python's library, of installed packages and of these packages."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from os.path import realpath
+from pathlib import Path
+from types import FrameType, TracebackType
+
+
+def user_line(file: str, line: int, function: str) -> str:
+    """Return a line of the user's code, such as ``train.py:12 in augment``; empty for any other code.
+
+    The file is relative to the working folder if it is below it; otherwise its name alone.
+    """
+    if file.startswith(("<", *_folders_of_libraries())):
+        return ""
+    path = Path(file)
+    try:
+        shown = str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        shown = path.name
+    return f"{shown}:{line} in {function}".encode(errors="backslashreplace").decode()  # file names need not be UTF-8
+
+
+def innermost_user_line(trace: TracebackType | None) -> str:
+    """Return the innermost line of the user's code in a traceback; empty if none."""
+    found = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found = user_line(code.co_filename, trace.tb_lineno, code.co_name) or found
+        trace = trace.tb_next
+    return found
+
+
+def innermost_line(thread: int) -> str:
+    """Return the innermost line of the user's code in a thread of this process; empty if none."""
+    found = (user_line(each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in frames_of(thread))
+    return next(filter(None, found), "")
+
+
+def frames_of(thread: int) -> Iterator[FrameType]:
+    """Yield the frames of a thread, the innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+@cache
+def _folders_of_libraries() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return (*folders, *map(realpath, folders), str(Path(__file__).parents[1]))
