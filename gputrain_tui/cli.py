@@ -43,7 +43,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print the output of a run's ranks"),
     "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and report any process left"),
-    "init": ("gputrain_tui.commands.init", "write a recipe from questions, or from the command of another launcher"),
+    "init": (
+        "gputrain_tui.commands.init",
+        "write a recipe from questions, the command of another launcher, or an example",
+    ),
+    "recipe-schema": ("gputrain_tui.commands.recipe_schema", "print the JSON Schema of a recipe, for editors"),
     "completion": (
         "gputrain_tui.commands.completion",
         "print the script that completes commands, flags and runs in bash, zsh or fish",
@@ -178,7 +182,7 @@ def _run_console(words: list[str]) -> int:
 
 def help_text() -> str:
     """Return the output of ``gputrain --help``."""
-    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "Plan, launch, watch and diagnose distributed PyTorch training.",

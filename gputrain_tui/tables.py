@@ -101,6 +101,19 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}:{second:02}" if minutes else f"{second} s"
 
 
+def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
+    """Return ``rank 3`` or ``ranks 1, 2, … (12)``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    names = ", ".join(str(rank) for rank in ranks[:limit])
+    return f"ranks {names}" + (f", … ({len(ranks)})" if len(ranks) > limit else "")
+
+
+def on_ranks(ranks: Sequence[int], world_size: int) -> str:
+    """Return ``on rank 3``, ``on ranks 1, 2, … (12)`` or ``on all ranks``."""
+    return "on all ranks" if 1 < len(ranks) == world_size else f"on {ranks_text(ranks)}"
+
+
 def number(value: float | None, digits: int = 0) -> str:
     """Return a number with ``digits`` decimals, a huge one with an exponent; empty for None."""
     if value is None:

@@ -36,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     examples.configure(config)
     is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        # .ci/run measures the processes of pytest. A child would import coverage first, which takes a third of a second
+        # or more, and would not be the fresh interpreter that some tests look at.
+        os.environ.pop("COVERAGE_PROCESS_START", None)
     if not is_worker:
         for package in ("gputrain_tui", "trainer"):
             compileall.compile_dir(Path(__file__).parents[1] / package, quiet=2)

@@ -54,5 +54,5 @@ def run(args: Namespace) -> int:
         split=args.split,
         stdin=sys.stdin,
     )
-    narrate(f"evaluating {recipe.train.eval_split} with {chosen.description}, {chosen.path}")
+    narrate(f"evaluating {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

@@ -1,4 +1,4 @@
-"""``gputrain init``: writes a commented recipe from questions, or from the command line of another launcher."""
+"""``gputrain init``: writes a commented recipe from questions, a command of another launcher, or an example."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import narrate
 from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.examples import SCRIPT, example_names, example_text, folder
 from gputrain_tui.recipe.launch_command import split_command
 from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_words, read_text_file
 from gputrain_tui.recipe.script_group import makes_group, without_group
@@ -24,7 +25,7 @@ from trainer.contract.errors import ExitCode, RequestError, nearest, quoted
 from trainer.contract.schema import describe
 
 NAME = "init"
-HELP = "write a recipe from questions, or from the command of another launcher"
+HELP = "write a recipe from questions, the command of another launcher, or an example"
 
 T = TypeVar("T")
 
@@ -38,12 +39,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
         "standard input, or asked for",
     )
+    parser.add_argument(
+        "--example", metavar="|".join(example_names()), help="copy a recipe that comes with gputrain, with its comments"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the script's name with .toml; - prints it")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run(args: Namespace) -> int:
     """Write the recipe."""
+    if args.example is not None:
+        return _write_example(args)
     if args.words or not sys.stdin.isatty():
         words = args.words or split_command(sys.stdin.read(MAX_RECIPE_BYTES))
         new = from_words(words)
@@ -62,9 +68,40 @@ def run(args: Namespace) -> int:
     for note in new.notes:
         narrate(note)
     if output != "-":
-        name = shell_quoted(output)
-        narrate(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
+        _name_next_commands(output)
     return ExitCode.FINISHED
+
+
+def _write_example(args: Namespace) -> int:
+    """Write an example, and beside it the script that it runs.
+
+    Raises:
+        RequestError: there is no such example, or a command is given too.
+    """
+    if args.words:
+        raise RequestError("init: --example and a command exclude each other; keep one of them")
+    output = args.output or f"{args.example}.toml"
+    script = Path(output).with_name(SCRIPT)
+    text = example_text(args.example, file=output if output != "-" else "RECIPE", script=str(script))
+    if output == "-":
+        print(text, end="")
+        return ExitCode.FINISHED
+    files = {Path(output): text}
+    if build(text, name=output).script is not None:
+        files[script] = (folder() / SCRIPT).read_text(encoding="utf-8")
+    for path in files:
+        if path.exists() and not args.force:
+            raise _already_exists(path)  # before any is written
+    for path, content in files.items():
+        _write(path, content, force=args.force)
+        print(path)
+    _name_next_commands(output)
+    return ExitCode.FINISHED
+
+
+def _name_next_commands(output: str) -> None:
+    name = shell_quoted(output)
+    narrate(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
@@ -77,9 +114,11 @@ def _write(path: Path, text: str, *, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RequestError(
-            f"init: {path} already exists: replace it with --force, or name another file with -o"
-        ) from None
+        raise _already_exists(path) from None
+
+
+def _already_exists(path: Path) -> RequestError:
+    return RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o")
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

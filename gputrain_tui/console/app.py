@@ -37,6 +37,7 @@ from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.console.screens.app_protocol import LaunchSession
 from gputrain_tui.console.screens.start_and_stop import start_demo
+from gputrain_tui.console.textual_internals import paste_driver, write_to_terminal
 from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
@@ -187,9 +188,8 @@ class GputrainApp(OrderedKeys):
             self.tick()
 
     def _write_to_terminal(self, text: str) -> None:
-        if self._driver is not None and settings.notifies(os.environ):
-            self._driver.write(text)
-            self._driver.flush()
+        if settings.notifies(os.environ):
+            write_to_terminal(self, text)
 
     def _turn_notices(self, on: bool) -> None:
         settings.keep_notifying(on)
@@ -341,12 +341,7 @@ class GputrainApp(OrderedKeys):
 
     def get_driver_class(self) -> type[Driver]:
         """Return the driver; on Linux ``PasteDriver``, with which pasted text cannot act as keys."""
-        found = super().get_driver_class()
-        from textual.drivers.linux_driver import LinuxDriver
-
-        from gputrain_tui.console.bracketed_paste import PasteDriver
-
-        return PasteDriver if found is LinuxDriver else found
+        return paste_driver(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
         """Return the theme's variables, in the light theme with darker colours than Textual's."""

@@ -6,41 +6,24 @@ in the sequences that they remove from pastes themselves.
 
 from __future__ import annotations
 
-import os
 import re
-import selectors
-from codecs import getincrementaldecoder
-from collections.abc import Iterable
-
-from textual._xterm_parser import XTermParser
-from textual.drivers.linux_driver import LinuxDriver
-from textual.message import Message
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?")
-READ_BYTES = 4096
-"""Bytes per read of the terminal."""
-WAIT_S = 0.1
-"""Seconds to wait for input before a lone escape character counts as the Escape key."""
 
 
-class PasteParser(XTermParser):
-    """Parser of terminal input that strips escape sequences from pastes."""
+class PasteFilter:
+    """Filter of terminal input that comes in portions."""
 
-    def __init__(self, debug: bool = False) -> None:
-        super().__init__(debug)
+    def __init__(self) -> None:
         self._pasting = False
         self._before = ""
         """Last characters outside a paste: its begin mark may be split across reads."""
         self._held = ""
         """Held-back end of the data within a paste: an escape sequence or end mark that may go on in the next read."""
 
-    def feed(self, data: str) -> Iterable[Message]:
-        """Return the events of some input; the empty string marks the end of all input."""
-        plain = self._without_escapes(data)
-        return super().feed(plain) if plain or not data else ()
-
-    def _without_escapes(self, data: str) -> str:
+    def plain(self, data: str) -> str:
+        """Return a portion without the escape sequences of pastes, and without what is held back for the next one."""
         out: list[str] = []
         while data:
             if self._pasting:
@@ -65,26 +48,3 @@ def _without_tail(text: str) -> tuple[str, str]:
     """Return a text split before a trailing escape sequence, which may go on in the next read."""
     at = text.rfind("\x1b", max(len(text) - len(END) + 1, 0))
     return (text, "") if at < 0 else (text[:at], text[at:])
-
-
-class PasteDriver(LinuxDriver):
-    """Linux driver that parses input by ``PasteParser``."""
-
-    def run_input_thread(self) -> None:
-        """Read and parse terminal input until the console ends."""
-        parser = PasteParser(self._debug)
-        decode = getincrementaldecoder("utf-8")("replace").decode
-        with selectors.SelectSelector() as selector:
-            selector.register(self.fileno, selectors.EVENT_READ)
-            while not self.exit_event.is_set():
-                if selector.select(WAIT_S):
-                    data = os.read(self.fileno, READ_BYTES)
-                    if not data:
-                        break  # the terminal was closed
-                    if text := decode(data):
-                        self._pass_on(parser.feed(text))
-                self._pass_on(parser.tick())
-
-    def _pass_on(self, messages: Iterable[Message]) -> None:
-        for message in messages:
-            self.process_message(message)

@@ -99,6 +99,11 @@ class LiveRun:
         return self.state.status if status in ("queued", "starting") else status
 
     @property
+    def end_text(self) -> str:
+        """State of a rank that recorded no end, once the run is over; empty while it goes on."""
+        return "" if not self.over else "unknown" if self.status == "lost" else "ended"
+
+    @property
     def over(self) -> bool:
         """Whether the run has ended or is lost: its record does not grow any more."""
         return self.status in ENDED or self.status == "lost"

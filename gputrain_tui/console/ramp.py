@@ -12,8 +12,8 @@ from rich.color import Color
 from rich.style import Style
 from textual.app import App
 
-PHASE_COLOURS = ("data", "forward", "backward", "sync", "optimizer", "other")
-"""Phases of a step in order; ``other`` is the rest of the step time."""
+from gputrain_tui.state.totals import PHASES
+
 HEAT_LEVELS = 8
 """Number of heat levels, few, so that adjacent cells are often equal, merge into one piece and repaint fast."""
 
@@ -25,7 +25,7 @@ class Ramp:
     heat: tuple[str, ...]
     """Colour of each heat level."""
     phases: tuple[str, ...]
-    """Colour of each of ``PHASE_COLOURS``."""
+    """Colour of each of ``PHASES``."""
     shades: bool = True
     """Whether the terminal has shades between background and text colour, so that areas can be filled."""
     symbols: bool = False
@@ -63,7 +63,7 @@ LIGHT_THEME = {
     "text-success": "#1b6b37",
 }
 """Variables of the light theme whose colours in Textual have too little contrast, above all on the cursor's line."""
-PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, phases=("default",) * len(PHASE_COLOURS), shades=False, symbols=True)
+PLAIN = Ramp(heat=("default",) * HEAT_LEVELS, phases=("default",) * len(PHASES), shades=False, symbols=True)
 
 
 def ramp_for(app: App[object]) -> Ramp:

@@ -64,14 +64,14 @@ def request_stack(run_dir: RunDir, view: RankView) -> StackRequest:
 def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.node is None or not attempt_folders(run_dir, view.node):
         raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
-    from gputrain_tui.hosts.agent_connection import RefusedError  # imported here, so that the console starts faster
+    from gputrain_tui.hosts.host_channel import HostError  # imported here, so that the console starts faster
     from gputrain_tui.lifecycle.launchers.ssh import request_stacks
 
     node = read_plan(run_dir).nodes[view.node]
 
     def ask() -> None:
         # A host that does not answer is reported like a rank that does not: by the timeout.
-        with suppress(ConnectionError, RefusedError, RequestError):
+        with suppress(HostError, RequestError):
             request_stacks(node, run_dir, view.pid or 0)
 
     log = run_dir.rank_log(view.rank)

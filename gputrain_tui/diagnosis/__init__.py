@@ -120,9 +120,9 @@ class Diagnosis:
         """Return the checks by the kind of their findings; ``added``: new rows, None where there are none any more."""
         checks: dict[str, Callable[[], Sequence[Symptom]]] = {
             "cpu_contention": lambda: self._contention.symptoms(state),
-            "non_finite": lambda: self._non_finite.symptoms(state),
+            "non_finite": lambda: self._non_finite.symptoms(state, now),
             "memory_creep": lambda: self._memory.symptoms(state),
-            "outside_torch": lambda: outside_torch(state),
+            "outside_torch": lambda: outside_torch(state, self._timeline),
             "desync": lambda: [] if self._ranks_reported_desync(state) else desync(state),
             "stalled": lambda: stalls(state, self._activity, now),
         }
@@ -172,6 +172,7 @@ class Diagnosis:
                     state="cleared",
                     severity=finding.severity,
                     rank=finding.rank,
+                    ranks=finding.ranks,
                     host=finding.host,
                     device=finding.device,
                     step=state.step,
@@ -191,10 +192,12 @@ def _finding(symptom: Symptom, state: RunState, now: float) -> Finding:
         kind=symptom.kind,
         severity=symptom.severity,
         rank=symptom.rank,
+        ranks=list(symptom.ranks),
         host=host,
         device=device,
         step=symptom.step,
         cause=symptom.cause,
+        line=symptom.line,
         message=symptom.message,
         evidence={name: round(value, 4) for name, value in symptom.evidence.items()},
         advice=symptom.advice,

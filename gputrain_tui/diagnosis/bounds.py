@@ -52,29 +52,31 @@ def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
     )
 
 
-def outside_torch(state: RunState) -> list[Symptom]:
+def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return the symptom of a script whose own code is the largest part of its steps.
 
-    A task's steps are those of this package: what it does between optimizer and data is no advice to its user.
+    A task's steps are those of this package: what it does between optimizer and data is no advice to its user. Nor is
+    a pause in few steps, as after each epoch: the median step counts, besides the mean.
     """
     sums = [view.recent for view in state.ranks.values() if view.totals.steps >= WINDOW_STEPS]
-    shares = [each.other_share for each in sums if each.other_share is not None]
-    if state.plan is not None or len(shares) < len(state.ranks) or not shares:
+    shares = [share for each in sums if (share := each.share("other")) is not None]
+    rows = timeline.last(WINDOW_STEPS)
+    if state.plan is not None or len(shares) < len(state.ranks) or not shares or not rows:
         return []
     share = median(shares)
-    others = [(each.data_share, each.compute_share, each.optimizer_share, each.sync_share) for each in sums]
+    others = [(each.share("data"), each.compute_share, each.share("optimizer"), each.share("sync")) for each in sums]
     largest = max(median([part or 0.0 for part in column]) for column in zip(*others, strict=True))
     return [
         Symptom(
             kind="outside_torch",
-            value=share,
+            value=min(share, median([row.other_share for row in rows])),
             threshold=max(MIN_DATA_SHARE, largest),
             cause="other",
             step=state.step,
             message=f"{percent(share)} of a step is the script's own code between optimizer and data",
             evidence={
                 "other_share": share,
-                "other_ms": median([each.mean_other_ms or 0.0 for each in sums]),
+                "other_ms": median([each.mean_phase_ms("other") or 0.0 for each in sums]),
                 "step_ms": median([each.mean_step_ms or 0.0 for each in sums]),
             },
             advice=ADVICE["outside_torch"],

@@ -11,12 +11,16 @@ from gputrain_tui.diagnosis.statistics import jitter, median, spread
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.record_watch import RECORD_LAG_S
+from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Step
 
 MIN_EARLIER_EVENTS = 20
 """Step events that must precede a jump of the loss for a finding."""
 LEAST = {"loss": 1, "grad_norm": 3}
 """By field, its non-finite events in a row for a finding: a loss scaler skips some steps, on overflow."""
+ENDED_STATES = ("finished", "failed")
+"""States of a rank that records no more steps."""
 SPIKE_EVENTS = 3
 """Step events that a jump must last: a single hard batch is no finding."""
 SPIKE_SIGMAS = 10.0
@@ -61,8 +65,12 @@ class NonFinite:
         self._first: int | None = None
         """Rank in the current finding."""
 
-    def symptoms(self, state: RunState) -> list[Symptom]:
-        """Return one symptom for all ranks: through the reduced gradients a non-finite number reaches every rank."""
+    def symptoms(self, state: RunState, now: float) -> list[Symptom]:
+        """Return one symptom for all ranks: through the reduced gradients a non-finite number reaches every rank.
+
+        It is of the ranks in which the numbers began, so it is confirmed once every rank that goes on has recorded that
+        step, or has recorded nothing for so long that it may have stopped.
+        """
         for view in state.ranks.values():
             self._follow(view)
         # A non-finite loss comes first: it makes the gradient norm of the same step non-finite, too.
@@ -78,14 +86,18 @@ class NonFinite:
             self._first = min(begins, key=lambda rank: (begins[rank], rank))
         step, is_norm = begins[self._first]
         name, quantity = ("grad_norm", "gradient norm") if is_norm else ("loss", "loss")
-        others = sum(begin == begins[self._first] for begin in begins.values()) - 1
-        who = f"rank {self._first}" + (f" and of {others:,} other rank{'s' * (others > 1)}" if others else "")
+        ranks = sorted(rank for rank, trails in self._trails.items() if name in trails and trails[name].step == step)
+        who = f"all {len(ranks)} ranks" if 1 < len(ranks) == len(state.ranks) else ranks_text(ranks)
+        going = [view for view in state.ranks.values() if view.last is not None and view.state not in ENDED_STATES]
+        began = self._trails[self._first][name].time
         return [
             Symptom(
                 kind="non_finite",
                 rank=self._first,
+                ranks=tuple(ranks) if len(ranks) > 1 else (),
                 value=1.0,
                 threshold=1.0,
+                confirmed=all(view.step >= step for view in going) or now - began > RECORD_LAG_S,
                 severity="critical",
                 cause=name,
                 step=step,
@@ -107,8 +119,8 @@ class NonFinite:
             for name in LEAST:
                 if name in event.non_finite and not (name == "loss" and event.losses and event.losses[-1] is not None):
                     before = trails.get(name)
-                    step, events = (before.step, before.events) if before else (_first_step(event, name), 0)
-                    trails[name] = _Trail(step, events + 1)
+                    begin = before or _Trail(_first_step(event, name), 0, event.time)
+                    trails[name] = begin._replace(events=begin.events + 1)
                 elif name in event.non_finite or _is_number(getattr(event, name)):
                     trails.pop(name, None)
 
@@ -119,6 +131,9 @@ class _Trail(NamedTuple):
     step: int
     """The first such step."""
     events: int
+    """Number of its events."""
+    time: float
+    """Time of the first such event, Unix seconds."""
 
 
 def _first_step(event: Step, name: str) -> int:

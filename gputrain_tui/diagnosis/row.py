@@ -90,6 +90,11 @@ class StepRow:
         return median_low(self._column("data"))
 
     @cached_property
+    def other_share(self) -> float:
+        """Median over ranks of the share of their step outside of all other phases."""
+        return median_low([each.other / each.step if each.step > 0 else 0.0 for each in self.phases])
+
+    @cached_property
     def wire_ms(self) -> float | None:
         """Bare transfer, ms: in each step the wait of the last rank to arrive, as the others also wait for that rank.
 

@@ -315,7 +315,7 @@ def _common_symptom(
     if outlier is None:
         message += _lines_text(views)
         symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
-        return replace(symptom, rank=None, step=step)
+        return replace(symptom, rank=None, step=step, line="")
     message += f"{_position_text(outlier)}, unlike the others"
     return replace(_stall(outlier, silence_s, threshold_s, message, ADVICE["stalled_behind"]), step=step)
 
@@ -330,6 +330,7 @@ def _stall(view: RankView, silence_s: float, threshold_s: float, message: str, a
         severity="critical",
         cause=_phase(view) or _busy_or_idle(view),
         step=view.step,
+        line=view.doing.line if view.doing is not None else "",
         message=message,
         evidence=_evidence(view, silence_s),
         advice=advice,
@@ -368,13 +369,13 @@ def _phase(view: RankView) -> str | None:
 def _busy_or_idle(view: RankView) -> str | None:
     """Return ``busy`` or ``idle`` by the last sample of a rank's process and its descendants; None without one.
 
-    A runnable process without a core is busy.
+    A runnable process without a core is busy; so is one whose descendants compute, however few cores are left to them.
     """
     process = view.process
     if process is None or process.cpu_percent is None:
         return None
     used = process.cpu_percent + (process.wait_percent or 0.0) + (process.children_percent or 0.0)
-    return "busy" if used >= BUSY_PERCENT else "idle"
+    return "busy" if used >= BUSY_PERCENT or (process.children_percent or 0.0) >= ACTIVE_PERCENT else "idle"
 
 
 def _log_grows(before: Any, view: RankView) -> bool:

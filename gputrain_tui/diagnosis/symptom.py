@@ -23,6 +23,8 @@ class Symptom:
     """None for the run as a whole."""
     host: str | None = None
     """Host that it is about; None for that of the rank."""
+    ranks: tuple[int, ...] = ()
+    """All ranks that it is about, where these are several."""
     value: float
     """Magnitude, in the unit of ``threshold``."""
     threshold: float
@@ -33,6 +35,8 @@ class Symptom:
     cause: str | None = None
     step: int | None = None
     """The newest step that was checked."""
+    line: str = ""
+    """Innermost line of the user's code in which a stalled rank is."""
     message: str = ""
     evidence: dict[str, float] = field(default_factory=dict)
     """Numbers by name; the name ends in the unit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
@@ -12,7 +12,7 @@ from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import run_mark
-from gputrain_tui.tables import TableColumn, duration, table, width as cells
+from gputrain_tui.tables import TableColumn, duration, on_ranks, table, width as cells
 from trainer.contract.record import Failure
 
 MAX_TABLE_RANKS = 32
@@ -21,23 +21,26 @@ LOG_LINES = 12
 """Last lines of the failed rank's output that are shown: the end of most tracebacks."""
 MAX_FINDINGS = 10
 """Maximum number of findings, so that they do not scroll the results away."""
-COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView], str]], ...] = (
-    (TableColumn("rank", right=True), 0, lambda view: str(view.rank)),
-    (TableColumn("host"), 2, lambda view: view.host or ""),
-    (TableColumn("device"), 3, lambda view: view.device or ""),
-    (TableColumn("steps", right=True), 0, lambda view: number(view.totals.steps, 0)),
-    (TableColumn("loss", right=True), 0, lambda view: loss_text(view.loss)),
-    (TableColumn("samples/s", right=True), 0, lambda view: number(view.totals.samples_per_s)),
-    (TableColumn("step ms", right=True), 4, lambda view: number(view.totals.mean_step_ms)),
-    (TableColumn("data", right=True), 0, lambda view: percent(view.totals.data_share)),
-    (TableColumn("compute", right=True), 0, lambda view: percent(view.totals.compute_share)),
-    (TableColumn("sync", right=True), 0, lambda view: percent(view.totals.sync_share)),
-    (TableColumn("optimizer", right=True), 1, lambda view: percent(view.totals.optimizer_share)),
-    (TableColumn("other", right=True), 0, lambda view: percent(view.totals.other_share)),
+Lateness = Mapping[int, float]
+"""Lateness in ms by rank, from ``RunState.lateness``."""
+COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...] = (
+    (TableColumn("rank", right=True), 0, lambda view, _: str(view.rank)),
+    (TableColumn("host"), 2, lambda view, _: view.host or ""),
+    (TableColumn("device"), 3, lambda view, _: view.device or ""),
+    (TableColumn("steps", right=True), 0, lambda view, _: number(view.totals.steps, 0)),
+    (TableColumn("loss", right=True), 0, lambda view, _: loss_text(view.loss)),
+    (TableColumn("samples/s", right=True), 0, lambda view, _: number(view.totals.samples_per_s)),
+    (TableColumn("step ms", right=True), 4, lambda view, _: number(view.totals.mean_step_ms)),
+    (TableColumn("late ms", right=True), 5, lambda view, late: number(late.get(view.rank))),
+    (TableColumn("data", right=True), 0, lambda view, _: percent(view.totals.share("data"))),
+    (TableColumn("compute", right=True), 0, lambda view, _: percent(view.totals.compute_share)),
+    (TableColumn("sync", right=True), 0, lambda view, _: percent(view.totals.share("sync"))),
+    (TableColumn("optimizer", right=True), 1, lambda view, _: percent(view.totals.share("optimizer"))),
+    (TableColumn("other", right=True), 0, lambda view, _: percent(view.totals.share("other"))),
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is of the rank's last step, all other values are over the whole run; the shares of a step add up to it.
+The loss is of the rank's last step, all other values are over the whole run; the shares of a step add up to 100 %.
 """
 
 
@@ -45,12 +48,12 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     """Return a title and a row per rank; of more than ``MAX_TABLE_RANKS`` ranks, those most waited for."""
     views = list(state.ranks.values())
     hidden = len(views) - MAX_TABLE_RANKS
+    late = state.lateness()
     if hidden > 0:
-        late = state.lateness()
         views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
-    for dropped in range(5, 0, -1):
+    for dropped in range(6 if late else 5, 0, -1):
         shown = [column for column in COLUMNS if column[1] < dropped]
-        text = table([title for title, _, _ in shown], [[cell(view) for _, _, cell in shown] for view in views])
+        text = table([title for title, _, _ in shown], [[cell(view, late) for _, _, cell in shown] for view in views])
         title, *rows = text.splitlines()
         if max(map(cells, (title, *rows))) <= width:
             break
@@ -73,17 +76,22 @@ def closing_lines(
     """
     lines = closing_table(state, width) if state.step else []
     rates = run_throughput(state.ranks.values())
-    if further := further_rates(rates):
-        text = f"{number(rates.samples_per_s)} samples/s  {further}"
-        lines.append([(f"{'all ranks':<11}", "dim"), (text, "")])
+    if rates.samples_per_s is not None:
+        # A run that waited or hung took longer than its steps, which alone the rates are over.
+        over = f"in {_seconds(rates.stepping_s)} of steps"
+        text = "  ".join(filter(None, [f"{number(rates.samples_per_s)} samples/s", further_rates(rates), over]))
+        lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
     for split in ("valid", "test"):
         validation = state.last_validation(split)
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
-        text, style = ("equal on all ranks", "") if agree else ("DIFFER between ranks", "alarm")
-        lines.append([("parameters ", "dim"), (text, style)])
+        text = "equal on all ranks" if agree else "DIFFER between ranks"
+        if bad := state.desync.non_finite:
+            where = on_ranks(bad, state.world_size)
+            text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"
+        lines.append([("parameters ", "dim"), (text, "" if agree and not bad else "alarm")])
     lines += finding_lines(state)
     kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
     if kept is not None:
@@ -92,6 +100,10 @@ def closing_lines(
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
     return lines
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
 def finding_lines(state: RunState) -> list[list[Piece]]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from gputrain_tui.headless.progress import REDRAW_S, ProgressView
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.history.run_folders import Run
-from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.run_reader import RunReader, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
@@ -58,17 +57,19 @@ class JsonStream(RunReader):
         """Copy the new lines in the order of their times, ``run_ended`` last; return their events."""
         if not self._out.has_room:
             return []
-        found: list[tuple[float, bytes, AnyEvent]] = []
+        files: list[list[tuple[bytes, AnyEvent]]] = []
         for _, lines in self._follower.poll(self.budget_bytes):
+            found: list[tuple[bytes, AnyEvent]] = []
             for line in lines.splitlines():
                 for event in decode_events(line, self._world_size):
                     if isinstance(event, RunEnded):
                         self._last = (line, event)
                     else:
-                        found.append((event.time, line, event))
-        found.sort(key=itemgetter(0))
-        lines_out = [line for _, line, _ in found]
-        events = [event for _, _, event in found]
+                        found.append((line, event))
+            files.append(found)
+        pairs = merged(files, lambda pair: pair[1].time)
+        lines_out = [line for line, _ in pairs]
+        events = [event for _, event in pairs]
         if self._last is not None and not self._follower.backlog_bytes:
             lines_out.append(self._last[0])
             events.append(self._last[1])

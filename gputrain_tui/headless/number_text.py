@@ -1,8 +1,6 @@
-"""Formats rates, losses, shares and ranks for the progress line, the closing report and the console."""
+"""Formats rates, losses and shares for the progress line, the closing report and the console."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from gputrain_tui.state.figures import Throughput
 
@@ -28,11 +26,3 @@ def further_rates(rates: Throughput) -> str:
     """Return tokens per second and model FLOPs utilization, those that are known."""
     tokens = "" if rates.tokens_per_s is None else f"{number(rates.tokens_per_s)} tokens/s"
     return "  ".join(filter(None, [tokens, "" if rates.mfu is None else f"MFU {percent(rates.mfu)}"]))
-
-
-def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
-    """Return ``rank 3`` or ``ranks 1, 2, … (12)``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    names = ", ".join(str(rank) for rank in ranks[:limit])
-    return f"ranks {names}" + (f", … ({len(ranks)})" if len(ranks) > limit else "")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from gputrain_tui.diagnosis.roll_up import roll_up
-from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent, ranks_text
+from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
 from gputrain_tui.headless.styled_text import Piece, clip, length, paint
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
-from gputrain_tui.tables import duration, evaluation, of_weights, size
+from gputrain_tui.tables import duration, evaluation, of_weights, ranks_text, size
 from trainer.contract.outcome import EVALUATED_CHECKPOINT, LOST_PEER_KINDS, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
 
@@ -39,11 +39,11 @@ LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
     (False, BAR_COLUMNS[0], ("tokens",)),
     (True, BAR_COLUMNS[0], ("tokens",)),
     (True, 4, ("tokens",)),
-    (True, 4, ("tokens", "slowest")),
-    (True, 4, ("tokens", "slowest", "sync")),
-    (True, 4, ("tokens", "slowest", "sync", "rate")),
-    (True, 4, ("tokens", "slowest", "sync", "rate", "epoch")),
-    (True, 4, ("tokens", "slowest", "sync", "rate", "epoch", "eta")),
+    (True, 4, ("tokens", "late")),
+    (True, 4, ("tokens", "late", "sync")),
+    (True, 4, ("tokens", "late", "sync", "rate")),
+    (True, 4, ("tokens", "late", "sync", "rate", "epoch")),
+    (True, 4, ("tokens", "late", "sync", "rate", "epoch", "eta")),
 )
 """Forms of the progress line, widest first: whether words are short, columns of the bar, omitted measures."""
 
@@ -98,11 +98,10 @@ def _measures(
     measures.append(("rate", [(rate, ""), ("/s" if compact else " samples/s", "dim")]))
     if further := further_rates(figures):
         measures.append(("tokens", [(further, "")]))
-    slowest = state.slowest()
-    if slowest is not None:
-        rank, late_ms = slowest
-        late = f"r{rank} +{late_ms:.0f} ms" if compact else f"r{rank} +{late_ms:.1f} ms"
-        measures.append(("slowest", [("slow " if compact else "slowest ", "dim"), (late, "")]))
+    if (latest := state.latest()) is not None:
+        rank, late_ms = latest
+        late = f"r{rank} {late_ms:.0f} ms" if compact else f"r{rank} {late_ms:.1f} ms"
+        measures.append(("late", [("late ", "dim"), (late, "")]))
     if figures.sync_share is not None and state.world_size > 1:
         share = f"{figures.sync_share:.0%}" if compact else percent(figures.sync_share)
         measures.append(("sync", [("sync ", "dim"), (share, "")]))

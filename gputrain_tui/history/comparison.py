@@ -16,7 +16,10 @@ from gputrain_tui.history.step_axis import value_at
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import value_text
+from gputrain_tui.state.elapsed import time_by_boot
+from gputrain_tui.state.figures import mean_share, samples_per_s
 from gputrain_tui.state.step_losses import newest_loss
+from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation
 
@@ -116,8 +119,10 @@ class CurveHistory:
         """Samples of rank 0 up to each of ``_steps``."""
         self._all_samples = 0
         """Samples of all ranks."""
-        self._stepping_ms = self._exposed_ms = 0.0
-        """Total ``step_ms`` and ``sync_exposed_ms`` of all ranks, over the steps for which both were measured."""
+        self._stepping = array("d")
+        """Duration of rank 0's steps up to each of ``_steps``, seconds; without pauses."""
+        self._totals: dict[int, Totals] = {}
+        """Sums of each rank."""
         self._newest: dict[int, tuple[Step, ...]] = {}
         """The last two step events of each rank, newest first."""
 
@@ -127,21 +132,22 @@ class CurveHistory:
             self.series.apply(event)
             self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
             self._all_samples += event.samples
-            if event.step_ms is not None and event.sync_exposed_ms is not None:
-                self._stepping_ms += event.step_ms * event.steps
-                self._exposed_ms += event.sync_exposed_ms * event.steps
+            self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
             if event.rank == 0:
-                began = event.time - (event.step_ms or 0.0) / 1000 * event.steps
+                time = time_by_boot(event)
+                began = time - (event.step_ms or 0.0) / 1000 * event.steps
                 if self._started is None:
                     self._started = began
                 if not self._steps:
                     self._steps.append(event.step - event.steps)
                     self._seconds.append(max(began - self._started, 0.0))
                     self._samples.append(0.0)
+                    self._stepping.append(0.0)
                 if event.step > self._steps[-1]:
                     self._steps.append(event.step)
-                    self._seconds.append(event.time - self._started)
+                    self._seconds.append(time - self._started)
                     self._samples.append(self._samples[-1] + event.samples)
+                    self._stepping.append(self._stepping[-1] + (event.step_ms or 0.0) / 1000 * event.steps)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
         elif isinstance(event, Validation):
@@ -178,14 +184,13 @@ class CurveHistory:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples of all ranks per second from the first step to the last, pauses included."""
-        seconds = self._seconds[-1] - self._seconds[0] if self._seconds else 0.0
-        return self._all_samples / seconds if seconds > 0 else None
+        """Samples of all ranks per second of stepping, over the whole run."""
+        return samples_per_s(self._totals.values())
 
     @property
     def sync_share(self) -> float | None:
         """Share of step time in which the ranks waited for the gradient synchronisation, 0 to 1."""
-        return self._exposed_ms / self._stepping_ms if self._stepping_ms else None
+        return mean_share(self._totals.values(), "sync")
 
     def points(self, columns: int, *, over_time: bool, smoothing: int = 0, measure: Measure = "loss") -> CurvePoints:
         """Return a curve in ``columns`` columns of equally many steps, each at its middle.
@@ -211,12 +216,12 @@ class CurveHistory:
         return CurvePoints(at=at, values=smooth(values, smoothing, count / columns))
 
     def _rates(self, first: int, count: int, columns: int) -> list[float]:
-        """Return the samples of all ranks per second in columns of equally many steps, scaled up from rank 0."""
+        """Return the samples of all ranks per second of stepping, scaled up from rank 0, in columns of equal steps."""
         rank_0_samples = self._samples[-1] if self._samples else 0.0
         scale = self._all_samples / rank_0_samples if rank_0_samples else 0.0
         rates = []
         for low, high in pairwise(first - 1 + column * count / columns for column in range(columns + 1)):
-            seconds = self.seconds_at(high) - self.seconds_at(low)
+            seconds = value_at(self._steps, self._stepping, high) - value_at(self._steps, self._stepping, low)
             samples = value_at(self._steps, self._samples, high) - value_at(self._steps, self._samples, low)
             rates.append(scale * samples / seconds if seconds > 0 else nan)
         return rates

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
 
 from gputrain_tui.history.follow import by_rank
+from gputrain_tui.history.run_reader import merged
 from trainer.contract.record import AnyEvent, RunDir, decode_events
 from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, DownsampledNote, block_file, note_file
 from trainer.contract.record.events import MAX_RANKS
@@ -36,7 +37,7 @@ class Replay:
     """The events of a run up to an offset in each event file."""
 
     events: list[AnyEvent | DownsampledBlock]
-    """By time; a block stands for several step events."""
+    """By time, those of one file in its order; a block stands for several step events."""
     begin: dict[str, int]
     """Offset at which to continue, by event file without suffix."""
     steps: int
@@ -61,7 +62,7 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     if not ends or len(ends) < len(ranks):
         return None
     common = min(ends)  # single events of all ranks begin at about the same step
-    events: list[AnyEvent | DownsampledBlock] = []
+    files: list[list[AnyEvent | DownsampledBlock]] = []
     begin = {}
     for name in ranks:
         blocks = _until(found[name], common)
@@ -71,19 +72,21 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
         gaps = _gaps(blocks)
         if sum(last - first for first, last in gaps) > MAX_GAP_BYTES:
             return None
-        for gap in gaps:
-            events += _read(run, name, *gap, world_size)
-        events += blocks
-        events += [
-            note.event
+        # In the order of the file: a block stands where its last event does.
+        placed: list[tuple[int, AnyEvent | DownsampledBlock]] = [(block.end, block) for block in blocks]
+        placed += [(gap[0], event) for gap in gaps for event in _read(run, name, *gap, world_size)]
+        placed += [
+            (note.begin, note.event)
             for note in _notes(run, name, world_size)
             if note.begin < begin[name] and not any(first <= note.begin < last for first, last in gaps)
         ]
+        placed.sort(key=itemgetter(0))
+        files.append([event for _, event in placed])
     for name, size in sizes.items():
         if name not in begin and note_file(run.digest, name).exists():  # of a node: samples, and how its ranks ended
             begin[name] = _line_after(run, name, size - tail)
-            events += [note.event for note in _notes(run, name, world_size) if note.begin < begin[name]]
-    events.sort(key=attrgetter("time"))
+            files.append([note.event for note in _notes(run, name, world_size) if note.begin < begin[name]])
+    events = merged(files)
     steps = max(event.steps for event in events if isinstance(event, DownsampledBlock))
     return Replay(events=events, begin=begin, steps=steps)
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
+from typing import TypeVar
 
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.plan_file import planned_world_size
 from trainer.contract.record import AnyEvent, RunDir, RunEnded, decode_events
+
+AnyTimed = TypeVar("AnyTimed")
+
+
+def merged(
+    files: Iterable[Sequence[AnyTimed]], time_of: Callable[[AnyTimed], float] = attrgetter("time")
+) -> list[AnyTimed]:
+    """Return the events of several files by time, those of one file in their order, also where a clock was set back."""
+    events: list[AnyTimed] = []
+    times: list[float] = []
+    for found in files:
+        events += found
+        times += accumulate(map(time_of, found), max)
+    return [events[index] for index in sorted(range(len(events)), key=times.__getitem__)]
 
 
 class RunReader:
@@ -35,17 +51,14 @@ class RunReader:
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         """Return the events appended since the last poll."""
-        events: list[AnyEvent] = []
-        times: list[float] = []
+        files: list[list[AnyEvent]] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
             found = decode_events(lines, self._world_size)
             if name == "run" and found and isinstance(last := found[-1], RunEnded):
                 self._ended = last
                 found.pop()
-            events += found
-            times += accumulate((event.time for event in found), max)
-        order = sorted(range(len(events)), key=times.__getitem__)
-        events = [events[index] for index in order]
+            files.append(found)
+        events = merged(files)
         if self._ended is not None and not self._follower.backlog_bytes:
             events.append(self._ended)
             self._ended = None

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
+from gputrain_tui.state.elapsed import time_by_boot
 from trainer.contract.record import Step
 
 AxisName = Literal["step", "time", "samples", "tokens"]
@@ -42,8 +43,9 @@ class StepAxis:
             return
         if self._steps and event.step - event.steps < self._steps[-1]:
             self._rewind(event.step - event.steps)
+        time = time_by_boot(event)
         if not self._steps:
-            self._began = event.time - (event.step_ms or 0.0) / 1000 * event.steps
+            self._began = time - (event.step_ms or 0.0) / 1000 * event.steps
             self._append(event.step - event.steps, 0.0, event.lr)
         self._own["samples"] += event.samples
         self._own["tokens"] += event.tokens or 0
@@ -51,7 +53,7 @@ class StepAxis:
             self._steps.pop()
             for values in (self._lr, *self._positions.values()):
                 values.pop()
-        self._append(event.step, event.time - self._began, event.lr)
+        self._append(event.step, time - self._began, event.lr)
         self._skipped = (self._skipped + 1) % self._every
 
     def __len__(self) -> int:

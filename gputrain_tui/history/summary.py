@@ -21,6 +21,10 @@ SUMMARY_KEYS = (
     "run_dir", "finding", "findings", "loss_is_nan",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
+FINDING_KEYS = (
+    "kind", "severity", "rank", "ranks", "host", "step", "cause", "line", "message", "evidence", "advice",
+)  # fmt: skip
+"""Keys of a finding in a summary."""
 UNREADABLE = "unreadable"
 """State of a run whose directory cannot be read."""
 
@@ -76,10 +80,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        name: getattr(finding, name)
-        for name in ("kind", "severity", "rank", "host", "step", "cause", "message", "evidence", "advice")
-    }
+    return {name: getattr(finding, name) for name in FINDING_KEYS}
 
 
 def _tested(found: Validation) -> dict[str, Any]:

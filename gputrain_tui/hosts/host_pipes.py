@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gputrain_tui.hosts.ssh import kill_session
 from gputrain_tui.hosts.ssh_failure import SSH_FAILED
 
 STDERR_BYTES = 1 << 16
@@ -113,3 +112,9 @@ class HostPipes:
         self.close_stdin()
         for descriptor in (self.stdout, self._stderr, self._pidfd):
             os.close(descriptor)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill ssh and its children, such as a proxy command."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

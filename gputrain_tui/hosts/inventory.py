@@ -1,6 +1,6 @@
 """Takes the inventory of a machine: GPUs and their processes, cores, memory, load, network addresses.
 
-It also runs on hosts without gputrain: ``inventory_program.py`` sends it there with the files of ``trainer.host`` that
+It also runs on hosts without gputrain: ``host_channel`` sends it there with the files of ``trainer.host`` that
 it imports, and all of them need Python 3.10 and the standard library only. Hence frozen dataclasses, which msgspec
 decodes as well. A missing driver, or a query that a GPU does not support, is no error; a value that could not be
 measured is None, never 0.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import platform
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainer.host.addresses import Network, networks
 from trainer.host.boot import uptime_s
@@ -119,6 +119,11 @@ def take_inventory() -> Inventory:
     )
 
 
+def inventory(_: object, __: object) -> dict[str, Any]:
+    """Answer the call of ``host_program``: this machine's inventory."""
+    return asdict(take_inventory())
+
+
 def to_json(inventory: Inventory) -> str:
     """Return the inventory as one line of JSON."""
     return json.dumps(asdict(inventory), separators=(",", ":"), ensure_ascii=False)
@@ -211,12 +216,3 @@ def _gpus() -> tuple[str | None, str | None, tuple[Gpu, ...], str]:
 def _owners(raw: RawGpu) -> dict[int, tuple[str, str]]:
     owners = ((process.pid, owner_and_name(process.pid)) for process in raw.processes or ())
     return {pid: owner for pid, owner in owners if owner is not None}
-
-
-def main(words: list[str]) -> None:
-    """Print this machine's inventory as one line of JSON behind a mark, the only word."""
-    sys.stdout.write(f"{''.join(words)}{to_json(take_inventory())}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

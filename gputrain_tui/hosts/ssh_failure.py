@@ -30,16 +30,17 @@ REASONS = (
 OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
 
 
-def explain_failure(host: str, code: int, stderr: str, *, program: str = "its inventory") -> str:
+def explain_failure(host: str, code: int, stderr: str) -> str:
     """Explain in one line why ssh or the program on the host failed.
 
     Args:
         host: its name as the user wrote it.
         code: exit code of ssh.
         stderr: standard error of ssh and the host.
-        program: subject of the message if the program failed.
     """
     lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
+    # ssh goes on without a shared connection whose process has ended.
+    lines = [line for line in lines if not line.startswith("Control socket connect")]
     last = _shortened(lines[-1]) if lines else ""
     if code == SSH_FAILED:
         for pattern, reason in REASONS:
@@ -50,7 +51,7 @@ def explain_failure(host: str, code: int, stderr: str, *, program: str = "its in
         return "there is no python3"
     if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):
         return OLD_PYTHON.format(version=version[1])
-    return f"{program} failed: {last}" if last else f"{program} failed with exit code {code}"
+    return f"it failed: {last}" if last else f"it failed with exit code {code}"
 
 
 def _shortened(line: str) -> str:

@@ -45,8 +45,9 @@ class DirectoryWatch:
         self.due = time.monotonic() + CHECK_S
         with suppress(OSError):
             os.utime(self._dir.lock)
-        if (level := read_stop_file(self._dir)) > self._stop_request.level:
-            self._stop_request.ask(level, "stopped by `gputrain stop` on another host")
+        level, reason = read_stop_file(self._dir)
+        if level > self._stop_request.level:
+            self._stop_request.ask(level, reason)
         if self.deleted is None and attempt_outcome.is_deleted(self._dir):
             self.deleted = attempt_outcome.deletion_failure(self._dir, self._now())
             print(self.deleted.message, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import msgspec
 
@@ -19,7 +19,13 @@ PREFIX = "eval-"
 
 
 def evaluation_recipe(
-    source: str, *, overrides: list[str], checkpoint: Path, run: str, split: str | None, stdin: IO[str] | None = None
+    source: str,
+    *,
+    overrides: list[str],
+    checkpoint: Path,
+    run: str,
+    split: Literal["test", "valid"] | None,
+    stdin: IO[str] | None = None,
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
@@ -28,7 +34,7 @@ def evaluation_recipe(
         overrides: ``KEY=VALUE`` settings.
         checkpoint: a file, or a folder for its newest good checkpoint.
         run: run that the checkpoint must belong to; empty for any.
-        split: evaluated split, ``test`` or ``valid``; None for ``test``, or ``valid`` of a built-in task without one.
+        split: evaluated split, ``test`` or ``valid``; None for ``test``, or ``valid`` of a task without one.
         stdin: stream that ``-`` reads.
 
     Raises:
@@ -39,12 +45,11 @@ def evaluation_recipe(
         raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
     schema = options_schema(recipe.train.task)
     task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
-    splits = ("test",) if task_options is None else task_options.splits
     sizes = recipe.train.batch_size
     train = msgspec.structs.replace(
         recipe.train,
         eval_only=str(checkpoint),
-        eval_split=split or ("test" if "test" in splits or "valid" not in splits else "valid"),
+        eval_split=split,
         checkpoint_run=run,
         resume=None,
         save_dir=None,

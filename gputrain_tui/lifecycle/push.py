@@ -8,35 +8,34 @@ there instead, in the versions of this machine.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import secrets
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gputrain_tui.hosts.inventory_program import packed_program
+import msgspec
+from msgspec.json import Decoder
+
+from gputrain_tui.hosts.host_channel import HostError
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.hosts.ssh_failure import explain_failure
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import size
 from trainer.contract.errors import RequestError
 
-MODULES = ("trainer.contract.home_folder", "gputrain_tui.hosts.push_program")
 MAX_PARALLEL_HOSTS = 16
 """Hosts that are copied to at a time; they share the network link of this machine."""
 PROBE_TIMEOUT_S = 30.0
 """Time limit of a host's answer before anything is copied."""
 INSTALL_TIMEOUT_S = 3600.0
 """Time limit of an installation: torch over a slow network."""
-MAX_ANSWER_BYTES = 1 << 20
 SYSTEM = Path("/usr")
 """Folder of the operating system's packages, which are not copied."""
 DATA = ("data",)
@@ -85,6 +84,26 @@ class HostPush:
     """Description of the plan, for people."""
 
 
+class HostPlatform(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a host to ``probe``."""
+
+    libc: str
+    """Name and version of its C library."""
+    machine: str
+    """Its architecture."""
+    base: str
+    """Version of the interpreter at the path of this machine's; empty if there is none."""
+    rsync: bool
+    workdir: str
+    shared: tuple[str, ...]
+    """Visible tokens."""
+
+
+PLATFORM, PREPARED = msgspec.json.Decoder(HostPlatform), msgspec.json.Decoder(None)
+"""Made before any thread."""
+T = TypeVar("T")
+
+
 def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[Destination]:
     """Return the hosts of a recipe that are not this machine."""
     found = {}
@@ -114,15 +133,15 @@ def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[Host
     base = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
     with _tokens([code, *imports]) as tokens:
 
-        def probe(destination: Destination) -> dict[str, Any]:
+        def probe(destination: Destination) -> HostPlatform:
             request = {"base": str(base), "workdir": destination.workdir, "tokens": list(tokens.values())}
-            return _call(ssh, destination.host, "probe", request, PROBE_TIMEOUT_S)
+            return _call(ssh, destination.host, "probe", PLATFORM, PROBE_TIMEOUT_S, **request)
 
         answers = _in_parallel(probe, to)
     sent_code = tuple(code_files(code, data))
     found = []
     for destination, answer in zip(to, answers, strict=True):
-        shared = {folder for folder, token in tokens.items() if token in answer["shared"]}
+        shared = {folder for folder, token in tokens.items() if token in answer.shared}
         missing = [path for path in imports if path not in shared]
         found.append(_plan_host(destination, answer, code, sent_code, missing, shared))
     return found
@@ -130,7 +149,7 @@ def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[Host
 
 def _plan_host(
     destination: Destination,
-    answer: Mapping[str, Any],
+    answer: HostPlatform,
     code: Path,
     files: tuple[str, ...],
     imports: Sequence[Path],
@@ -140,24 +159,24 @@ def _plan_host(
 
     Args:
         destination: the host.
-        answer: of ``push_program``'s ``probe``.
+        answer: of ``probe``.
         code: the working folder.
         files: files of the working folder to be copied.
         imports: folders of imports that the host does not share.
         shared: folders that the host shares with this machine.
     """
     transfers, lines = [], []
-    if code in shared and answer["workdir"] == str(code):
+    if code in shared and answer.workdir == str(code):
         lines.append(f"code: {code} is shared with this machine; nothing to copy")
     else:
-        transfers.append(Transfer(source=code, target=answer["workdir"], files=files))
+        transfers.append(Transfer(source=code, target=answer.workdir, files=files))
         lines.append(
-            f"code: {len(files)} files of {code} to {answer['workdir']}; data and files that git ignores are not copied"
+            f"code: {len(files)} files of {code} to {answer.workdir}; data and files that git ignores are not copied"
         )
     # An environment that contains its interpreter, as of conda and pyenv, needs no equal one on the host.
-    same = sys.prefix == sys.base_prefix or answer["base"] == platform.python_version()
-    same = same and answer["machine"] == platform.machine()
-    same = same and answer["libc"] == " ".join(platform.libc_ver())
+    same = sys.prefix == sys.base_prefix or answer.base == platform.python_version()
+    same = same and answer.machine == platform.machine()
+    same = same and answer.libc == " ".join(platform.libc_ver())
     packages: tuple[str, ...] = ()
     if destination.own_python:
         lines.append("environment: the recipe sets python for this host; nothing to copy")
@@ -179,11 +198,11 @@ def _plan_host(
             lines.append(f"environment: {', '.join(map(str, imports))} by rsync to the same path")
         else:
             packages = tuple(package_versions())
-            why = f"Python {answer['base'] or 'at another path'}, {answer['libc']}, {answer['machine']}"
+            why = f"Python {answer.base or 'at another path'}, {answer.libc}, {answer.machine}"
             lines.append(
                 f"environment: the host has {why}; a new one in {sys.prefix}, with {len(packages)} packages by pip"
             )
-    if transfers and not answer["rsync"]:
+    if transfers and not answer.rsync:
         raise PushError(f"{destination.host}: there is no rsync; install it there")
     own_folders = tuple(str(item.target) for item in transfers if item.source != code and item.files is not None)
     return HostPush(
@@ -206,9 +225,7 @@ def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
             "packages": list(item.packages),
             "imports": list(item.imports),
         }
-        answer = _call(ssh, item.host, "prepare", request, INSTALL_TIMEOUT_S)
-        if answer["problem"]:
-            raise PushError(f"{item.host}: {answer['problem']}")
+        _call(ssh, item.host, "prepare", PREPARED, INSTALL_TIMEOUT_S, **request)
         sent = sum(_rsync(ssh, item.host, transfer) for transfer in item.transfers)
         return f"{item.host}: {size(sent)} sent" if item.transfers else f"{item.host}: nothing to copy"
 
@@ -311,31 +328,23 @@ def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
                 Path(token).unlink()
 
 
-def _call(ssh: Ssh, host: str, action: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Run an action of ``push_program`` on a host; return its answer.
+def _call(ssh: Ssh, host: str, function: str, decoder: Decoder[T], timeout_s: float, **arguments: Any) -> T:
+    """Call a function of ``push_target`` on a host; return its answer.
 
     Raises:
-        PushError: the host does not answer, its answer is unreadable or reports a problem, or its shell prints.
+        PushError: the host does not answer, its answer is an error or invalid, or its shell prints.
     """
-    mark = f"gputrain-{secrets.token_hex(8)}:"
-    words = ("python3", "-I", "-", mark, action, json.dumps(request).encode().hex())
-    done = ssh.run(host, *words, stdin=packed_program(MODULES), timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES)
-    noise, answered, rest = done.stdout.partition(mark.encode())
-    answer = rest.partition(b"\n")[0] if answered else b""
     try:
-        found = json.loads(answer)
-    except ValueError:
-        why = f"it did not answer within {timeout_s:g} s" if done.timed_out else ""
-        raise PushError(f"{host}: {why or explain_failure(host, done.code, done.stderr)}") from None
-    if not isinstance(found, dict):
-        raise PushError(f"{host}: it sent no valid answer")
+        with ssh.shared_channel(host) as channel:
+            answer = channel.call(function, decoder, timeout_s, **arguments)
+            noise = channel.noise_bytes
+    except HostError as error:
+        raise PushError(f"{host}: {error}") from None
     if noise:
         raise PushError(
             f"{host}: its shell start-up files print, which breaks rsync; make them print in interactive shells only"
         )
-    if action == "probe" and found.get("problem"):
-        raise PushError(f"{host}: {found['problem']}")
-    return found
+    return answer
 
 
 def _in_parallel(call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:

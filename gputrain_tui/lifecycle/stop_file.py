@@ -11,26 +11,29 @@ from trainer.contract.stop_level import StopLevel
 
 POLL_S = 0.1
 """Time between two checks for the supervisor's answer."""
+MAX_STOP_BYTES = 80
+"""Bytes of the stop file that are read."""
 BEAT_TIMEOUT_S = 5.0
 """Time for the mtime of the lock to change; a supervisor updates it once a second, a network file system delays it."""
 
 
-def read_stop_file(run_dir: RunDir) -> StopLevel:
-    """Return the stop level requested by another host."""
+def read_stop_file(run_dir: RunDir) -> tuple[StopLevel, str]:
+    """Return the stop level requested by another host, and the reason of the stop."""
     try:
-        return StopLevel(int(read_part(run_dir.stop, 0, 8)))
+        level, _, reason = read_part(run_dir.stop, 0, MAX_STOP_BYTES).decode().partition(" ")
+        return StopLevel(int(level)), f"{reason} on another host"
     except (OSError, ValueError):
-        return StopLevel.NONE
+        return StopLevel.NONE, ""
 
 
-def write_stop_file(run_dir: RunDir) -> None:
+def write_stop_file(run_dir: RunDir, reason: str) -> None:
     """Request a stop with a checkpoint; if there is a request already, a stop without one.
 
     Raises:
         OSError: the run directory cannot be written.
     """
-    level = StopLevel.NOW if read_stop_file(run_dir) else StopLevel.SAVE
-    write_atomically(run_dir.stop, str(int(level)).encode())
+    level = StopLevel.NOW if read_stop_file(run_dir)[0] else StopLevel.SAVE
+    write_atomically(run_dir.stop, f"{int(level)} {reason}".encode())
 
 
 def supervisor_beats(run_dir: RunDir) -> bool:

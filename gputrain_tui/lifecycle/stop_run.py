@@ -27,7 +27,7 @@ from trainer.contract.record import RunDir
 from trainer.contract.record.events import MAX_RANKS
 from trainer.host.process_identity import HELD_S, is_alive
 from trainer.host.processes import is_held
-from trainer.host.stop_request import STOP_COMMAND_SIGNAL
+from trainer.host.stop_request import STOP_COMMAND_SIGNAL, STOP_REASONS
 
 SUPERVISOR_EXIT_S = 5.0
 """Time for the supervisor beyond the time limits of the ranks, and time to end after SIGKILL."""
@@ -39,8 +39,12 @@ MAX_SUPERVISORS = 3
 """Supervisors that are stopped in turn: the run's own, and adopting ones that another command may start meanwhile."""
 
 
-def stop_by_name(wanted: str) -> tuple[str, list[int]]:
+def stop_by_name(wanted: str, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run by its id, a prefix of it or ``last``; also a run with processes but without a readable directory.
+
+    Args:
+        wanted: the run.
+        origin: signal that names the origin of the request, one of ``STOP_REASONS``.
 
     Returns:
         One line about the end of the run, and the processes that do not end.
@@ -50,22 +54,22 @@ def stop_by_name(wanted: str) -> tuple[str, list[int]]:
     """
     lost = {name: path for name, path in living_runs(paths.runs_folder()).items() if open_run(path) is None}
     if wanted in lost:
-        return _stop_without_record(lost[wanted])
+        return _stop_without_record(lost[wanted], origin)
     fitting = sorted(name for name in lost if wanted and name.startswith(wanted))
     try:
         found = find(wanted)
     except RequestError:
         if len(fitting) != 1:
             raise
-        return _stop_without_record(lost[fitting[0]])
+        return _stop_without_record(lost[fitting[0]], origin)
     if fitting and wanted not in (found.id, "last"):
         raise RequestError(f"{quoted(wanted)} fits {len(fitting) + 1} runs: {', '.join([found.id, *fitting])}")
     if found.state == "lost":
         print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
-    return stop(found)
+    return stop(found, origin)
 
 
-def stop(found: Run) -> tuple[str, list[int]]:
+def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run on all its nodes; return one line about its end, and the processes that do not end.
 
     The supervisor is found by its environment: its pid in ``status.json`` may be out of date, copied or forged.
@@ -81,7 +85,7 @@ def stop(found: Run) -> tuple[str, list[int]]:
             f"stop: the commands of {found.id} were typed by hand; "
             "end them with Ctrl-C in their terminals, or with scancel"
         )
-    job_ended = launchers.stop_job(found, timeout_s=_stop_timeout_s(found.dir))
+    job_ended = launchers.stop_job(found, origin, timeout_s=_stop_timeout_s(found.dir))
     if job_ended is not None:
         return _report(job_ended, [], was_over=found.state in ENDED), []
     _await_supervisor(found)
@@ -94,7 +98,7 @@ def stop(found: Run) -> tuple[str, list[int]]:
         and is_alive(supervisor) is None
     ):
         if supervisor_beats(found.dir):
-            return _stop_through_file(found, supervisor.host)
+            return _stop_through_file(found, supervisor.host, origin)
         if not all(attempt_folders(found.dir, node.node) for node in read_plan(found.dir).nodes):
             raise RequestError(
                 f"stop: {found.id} runs on {supervisor.host}, and so do some of its ranks; stop it there"
@@ -103,9 +107,9 @@ def stop(found: Run) -> tuple[str, list[int]]:
         found, taken_over = adopt(found), True
     now, problem = found, ""
     for _ in range(MAX_SUPERVISORS):
-        in_order = _end_supervisors(path, _stop_timeout_s(found.dir))
+        in_order = _end_supervisors(path, _stop_timeout_s(found.dir), origin)
         if not path.exists():
-            return _stop_without_record(path, complete=in_order and not taken_over)
+            return _stop_without_record(path, origin, complete=in_order and not taken_over)
         now = open_run(path) or now
         if now.state in ENDED:
             break
@@ -121,14 +125,14 @@ def stop(found: Run) -> tuple[str, list[int]]:
     return _report(now, left, was_over=found.state in ENDED, complete=complete), left
 
 
-def _stop_through_file(found: Run, host: str) -> tuple[str, list[int]]:
+def _stop_through_file(found: Run, host: str, origin: int) -> tuple[str, list[int]]:
     """Stop a run whose supervisor is on another host, through the stop file in the shared run directory.
 
     Raises:
         RequestError: the file cannot be written, or the run does not end.
     """
     try:
-        write_stop_file(found.dir)
+        write_stop_file(found.dir, STOP_REASONS[origin])
     except OSError as error:
         raise RequestError(f"stop: {found.dir.stop} cannot be written: {error.strerror}") from None
     if not await_end(found.dir, _stop_timeout_s(found.dir)):
@@ -161,14 +165,15 @@ def _recorded_nodes(run_dir: RunDir) -> list[int]:
     return sorted(number for number in numbers if number < MAX_RANKS)
 
 
-def _stop_without_record(path: Path, *, complete: bool = False) -> tuple[str, list[int]]:
+def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> tuple[str, list[int]]:
     """Stop the processes of a run whose directory was deleted or cannot be read.
 
     Args:
         path: the directory.
+        origin: signal that names the origin of the request.
         complete: whether its own supervisor has ended all of them before.
     """
-    complete |= _end_supervisors(path, _stop_timeout_s(RunDir(path)))
+    complete |= _end_supervisors(path, _stop_timeout_s(RunDir(path)), origin)
     left = kill_processes(path)
     found = open_run(path)
     if found is not None and found.state in ENDED:  # its supervisor has written the status again
@@ -201,7 +206,7 @@ def _await_supervisor(found: Run) -> None:
         time.sleep(POLL_S)
 
 
-def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
+def _end_supervisors(run_dir: Path, patience_s: float, origin: int) -> bool:
     """Send a stop request to the supervisors of a run, wait for their end, and return whether all ended by themselves.
 
     A supervisor adopts the orphans of its run and kills them at its end. Return False if there is none.
@@ -211,18 +216,18 @@ def _end_supervisors(run_dir: Path, patience_s: float) -> bool:
         descriptor = open_process(pid, run_dir, SUPERVISOR)
         if descriptor is not None:
             try:
-                in_order.append(_end_supervisor(pid, descriptor, patience_s))
+                in_order.append(_end_supervisor(pid, descriptor, patience_s, origin))
             finally:
                 os.close(descriptor)
     return bool(in_order) and all(in_order)
 
 
-def _end_supervisor(pid: int, descriptor: int, patience_s: float) -> bool:
+def _end_supervisor(pid: int, descriptor: int, patience_s: float, origin: int) -> bool:
     """Send a stop request to a supervisor; kill it if it is held (stopped or traced) or too slow, and return False."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):
-        for number in (STOP_COMMAND_SIGNAL, signal.SIGCONT):  # a stopped process runs no handler
+        for number in (origin, signal.SIGCONT):  # a stopped process runs no handler
             signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return True

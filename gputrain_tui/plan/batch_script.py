@@ -70,7 +70,7 @@ def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
     lines = [
         "#!/bin/bash",
         "# A signal to save must not end this shell before the supervisor handles it.",
-        "trap '' USR1 USR2",
+        "trap '' USR1 USR2 RTMIN+1 RTMIN+2 RTMIN+3",
     ]
     lines += _setup(setup)
     lines += [

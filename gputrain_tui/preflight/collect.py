@@ -6,6 +6,7 @@ It imports only modules that the start of a run needs anyway, so that the prefli
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +32,7 @@ from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import start_option
-from trainer.contract.record.checkpoints import foreign_run
+from trainer.contract.record.checkpoints import LOCK, foreign_run
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
 from trainer.host.cores import usable_cores
@@ -162,6 +163,9 @@ def _save_dir(name: str, resume: str | None) -> Folder:
     folder = folder_facts(Path(name))
     path = Path(folder.path)
     try:
+        lock = path / LOCK
+        if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
+            return replace(folder, problem=f"{lock} is a link, a folder or a device, and no lock of a training")
         if resume is not None and path.resolve() in (Path(resume).resolve(), Path(resume).resolve().parent):
             return folder
         owner, names = foreign_run(path, "")

@@ -1,7 +1,7 @@
 """Collects over ssh the facts of all hosts of a plan in parallel, and tries the connections between the hosts.
 
-It uses the ssh, folder, line of shell, environment and interpreter of the launch. Each host has one connection, with
-``gputrain_tui.hosts.node_facts`` at its other end. The connections are closed after the collection, unless the launch
+It uses the ssh, folder, line of shell, environment and interpreter of the launch. Each host has one channel, and calls
+the functions of ``gputrain_tui.hosts.node_facts``. The channels are closed after the collection, unless the launch
 continues on them.
 """
 
@@ -11,7 +11,6 @@ import ipaddress
 import json
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +21,13 @@ from typing import Any
 import msgspec
 
 from gputrain_tui.hosts import environment_facts
-from gputrain_tui.hosts.host_dialog import HostDialog, HostError
+from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe.model import Recipe
-from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 
 HOST_TIMEOUT_S = 40.0
@@ -47,10 +45,6 @@ _COLLECTING = threading.Lock()
 """Held during a collection: a second one of the same request waits and takes its answers."""
 
 
-class _Clock(msgspec.Struct):
-    time: float
-
-
 class _Route(msgspec.Struct):
     address: str
     interface: str
@@ -59,8 +53,8 @@ class _Route(msgspec.Struct):
     token: bool
 
 
-FACTS, CLOCK, ROUTE = msgspec.json.Decoder(HostFacts), msgspec.json.Decoder(_Clock), msgspec.json.Decoder(_Route)
-WRITTEN, UNREACHABLE = msgspec.json.Decoder(dict[str, bool]), msgspec.json.Decoder(dict[int, str])
+FACTS, CLOCK, ROUTE = msgspec.json.Decoder(HostFacts), msgspec.json.Decoder(float), msgspec.json.Decoder(_Route)
+WRITTEN, UNREACHABLE = msgspec.json.Decoder(bool), msgspec.json.Decoder(dict[int, str])
 """Decoders of the hosts' answers, made before any thread."""
 
 
@@ -85,6 +79,9 @@ def collect_hosts(
 
     Returns:
         An answer for each host, folder, setup, interpreter and environment, by its first node.
+
+    Raises:
+        RequestError: ``GPUTRAIN_SSH`` is no command line.
     """
     nodes = _distinct(plan, local)
     commands = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
@@ -93,28 +90,9 @@ def collect_hosts(
     with _COLLECTING:
         if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
             return _CACHE["answers"]  # type: ignore[no-any-return]
-        answers = _collect(recipe, plan, local, env, nodes, connections)
+        answers = _Collection(recipe, plan, local, env, connections).run(nodes)
         _CACHE.update(request=request, time=time.monotonic(), answers=answers)
     return answers
-
-
-def _collect(
-    recipe: Recipe,
-    plan: Plan,
-    local: LocalFacts,
-    env: Mapping[str, str],
-    nodes: Sequence[PlannedNode],
-    connections: OpenConnections | None,
-) -> tuple[HostAnswer, ...]:
-    try:
-        ssh = Ssh()
-    except RequestError as error:
-        return tuple(
-            HostAnswer(node=node.node, host=node.host, problem=str(error))
-            for node in nodes
-            if not is_local(node.host, local)
-        )
-    return _Collection(recipe, plan, local, env, ssh, connections).run(nodes)
 
 
 def _require_addresses(addresses: Sequence[str], port: int) -> None:
@@ -129,7 +107,7 @@ def _require_addresses(addresses: Sequence[str], port: int) -> None:
         if not 0 < port < 1 << 16:
             raise ValueError
     except ValueError:
-        raise HostError("it sent no valid host facts") from None
+        raise HostError("it sent no valid answer") from None
 
 
 def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:
@@ -151,17 +129,14 @@ class _Collection:
         plan: Plan,
         local: LocalFacts,
         env: Mapping[str, str],
-        ssh: Ssh,
         connections: OpenConnections | None,
     ) -> None:
-        self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, ssh
+        self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, Ssh()
         self._connections = connections
-        self._dialogs: dict[int, HostDialog] = {}
+        self._channels: dict[int, HostChannel] = {}
         self._found: dict[int, HostAnswer] = {}
         self._lock = threading.Lock()
         self._routes: dict[int, _Route] = {}
-        self._cancelled = False
-        """Whether the collection was interrupted: a connection opened afterwards is killed at once."""
         url = parse_rendezvous_url(plan.init_method or "")
         self._file = str(url.path) if url is not None and url.scheme == "file" else None
         self._host, self._port = "", 0
@@ -178,15 +153,13 @@ class _Collection:
             try:
                 self._on_all(pool, nodes, self._facts)
                 root = nodes[0].node
-                if self._file is not None and root in self._dialogs:
+                if self._file is not None and root in self._channels:
                     self._on_all(pool, nodes[:1], self._write_token)
                 self._on_all(pool, nodes, self._route)
                 self._on_all(pool, nodes, self._reach)
                 self._on_all(pool, nodes, self._close)
             except BaseException:  # also Ctrl-C
-                self._cancelled = True
-                for dialog in list(self._dialogs.values()):
-                    dialog.kill()  # leaving the pool waits for its threads
+                self._ssh.close()  # leaving the pool waits for its threads
                 raise
         return tuple(self._found[node.node] for node in nodes)
 
@@ -205,10 +178,9 @@ class _Collection:
                 answer = HostAnswer(node=node.node, host=node.host, problem=str(error))
                 with self._lock:
                     self._found[node.node] = answer
-                    dialog = self._dialogs.pop(node.node, None)
-                if dialog is not None:
-                    dialog.kill()
-                    dialog.close()
+                    channel = self._channels.pop(node.node, None)
+                if channel is not None:
+                    channel.close(at_once=True)
 
         list(pool.map(guarded, nodes))
 
@@ -217,22 +189,15 @@ class _Collection:
     def _facts(self, node: PlannedNode) -> None:
         on_this_machine = is_local(node.host, self._local)
 
-        def words(command: Sequence[str]) -> list[str]:
-            if on_this_machine:
-                return [sys.executable, *command]
-            # One word to every shell: in single quotes, and without a character that a shell changes there.
-            program = (*command[:2], f"'{command[2]}'", *command[3:])
-            return self._ssh.command_line(node.host, "python3", *program, own=True)
-
-        dialog = HostDialog(node.host, words)
+        channel = self._ssh.channel(node.host, here=on_this_machine)
         with self._lock:
-            self._dialogs[node.node] = dialog
-        if self._cancelled:
-            dialog.kill()
+            self._channels[node.node] = channel
         first = node.node == 0
         save_dir = self._recipe.train.save_dir
-        dialog.ask(
+        facts = channel.call(
             "facts",
+            FACTS,
+            HOST_TIMEOUT_S,
             workdir=node.workdir or str(Path.cwd()),
             setup=node.setup,
             python=node.argv[0],
@@ -248,23 +213,22 @@ class _Collection:
                 "options": dict(self._recipe.task_options),
             },
         )
-        facts = dialog.answer(FACTS, HOST_TIMEOUT_S)
         _require_addresses(facts.addresses, facts.probe_port)
         with self._lock:
             self._found[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
 
     def _write_token(self, node: PlannedNode) -> None:
-        dialog = self._dialogs[node.node]
-        dialog.ask("token", token=self._token)
-        if not dialog.answer(WRITTEN, QUESTION_TIMEOUT_S).get("written"):
+        channel = self._channels[node.node]
+        if not channel.call("token", WRITTEN, QUESTION_TIMEOUT_S, token=self._token):
             self._token = ""
 
     def _route(self, node: PlannedNode) -> None:
         first = self._found.get(0)
         root = first.facts if first is not None else None
-        dialog = self._dialogs[node.node]
+        channel = self._channels[node.node]
         sent_at = time.time()
-        dialog.ask(
+        clock_call = channel.send("clock")
+        route_call = channel.send(
             "route",
             token=self._token,
             root={
@@ -274,9 +238,9 @@ class _Collection:
                 "port": root.probe_port if root is not None else 0,
             },
         )
-        host_time = dialog.answer(CLOCK, QUESTION_TIMEOUT_S).time
+        host_time = channel.answer(clock_call, CLOCK, QUESTION_TIMEOUT_S)
         received_at = time.time()
-        route = dialog.answer(ROUTE, QUESTION_TIMEOUT_S)
+        route = channel.answer(route_call, ROUTE, QUESTION_TIMEOUT_S)
         _require_addresses([text for text in (route.address, route.root) if text], 1)
         with self._lock:
             self._routes[node.node] = route
@@ -295,9 +259,9 @@ class _Collection:
             for number, answer in self._found.items()
             if number != node.node and answer.facts is not None and (address := self._address(number))
         }
-        dialog = self._dialogs[node.node]
-        dialog.ask("reach", endpoints=endpoints, timeout_s=REACH_TIMEOUT_S)
-        failed = dialog.answer(UNREACHABLE, QUESTION_TIMEOUT_S)
+        channel = self._channels[node.node]
+        request = {"endpoints": endpoints, "timeout_s": REACH_TIMEOUT_S}
+        failed = channel.call("reach", UNREACHABLE, QUESTION_TIMEOUT_S, **request)
         unreachable = {
             number: f"{endpoints[number][0]} ({why})" for number, why in failed.items() if number in endpoints
         }
@@ -320,8 +284,8 @@ class _Collection:
         return next((each.root for index, each in self._routes.items() if index and each.root), "")
 
     def _close(self, node: PlannedNode) -> None:
-        dialog = self._dialogs[node.node]
+        channel = self._channels[node.node]
         if self._connections is None or self._found[node.node].is_local:
-            dialog.close()
+            channel.close()
         else:
-            self._connections.add(node.node, dialog)
+            self._connections.add(node.node, channel)

@@ -13,7 +13,7 @@ from trainer.host.resource_limits import ResourceLimits
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a host for one node: the answer of ``gputrain_tui.hosts.node_facts``, untrusted input from the host."""
+    """Facts of a host for one node: the answer of ``facts`` in ``gputrain_tui.hosts.node_facts``; untrusted."""
 
     machine: str
     """Identity: differs between any two machines, and between containers with their own network."""

@@ -14,6 +14,7 @@ from gputrain_tui.recipe.model import (
     CLUSTER_KEYS,
     LAUNCH_OPTIONS,
     MAX_NAME_CHARS,
+    PATTERNS,
     RANK_KEYS,
     Cluster,
     ClusterOptions,
@@ -154,7 +155,12 @@ def _table(source: Source, *key: str) -> dict[str, Any]:
 
 def _check(schema: type[S], values: Mapping[str, Any], source: Source, *table: str | int) -> S:
     try:
-        return check(schema, values, where=lambda name: source.where((*table, name)))
+        return check(
+            schema,
+            values,
+            where=lambda name: source.where((*table, name)),
+            is_text=lambda name: source.is_text((*table, name)),
+        )
     except RequestError as error:
         raise RecipeError(str(error)) from None
 
@@ -187,11 +193,10 @@ def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
     env = _env(source, values.get("env", {}), "cluster", "nodes", index)
     node = Node(**msgspec.structs.asdict(options), env=env)
     if values.get("gpus") is not None:
-        node = msgspec.structs.replace(
-            node, gpus=parse_gpus(values["gpus"], where=source.where(("cluster", "nodes", index, "gpus")))
-        )
-    # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
-    if node.host is not None and not re.fullmatch(r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", node.host):
+        key: Key = ("cluster", "nodes", index, "gpus")
+        gpus = parse_gpus(values["gpus"], where=source.where(key), is_text=source.is_text(key))
+        node = msgspec.structs.replace(node, gpus=gpus)
+    if node.host is not None and not re.fullmatch(PATTERNS["host"], node.host):
         where = source.where(("cluster", "nodes", index, "host"))
         raise RecipeError(
             f"{where} is {quoted(node.host)}, but must be a host name or an address, user@host or ssh://host:port"
@@ -237,13 +242,13 @@ def _check_init_method(options: ClusterOptions, source: Source) -> None:
 def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: str | int) -> None:
     """Raise if ``workdir`` is no absolute path, ``python`` no name of a program or ``setup`` not one line of shell."""
     workdir, python, setup = options.workdir, options.python, options.setup
-    if workdir is not None and not workdir.startswith(("/", "~/")) and workdir != "~":
+    if workdir is not None and not re.fullmatch(PATTERNS["workdir"], workdir):
         where = source.where((*table, "workdir"))
         raise RecipeError(f"{where} is {quoted(workdir)}, but must be an absolute path, or start with ~/")
-    if python is not None and not re.fullmatch(r"[^-\s].*", python):
+    if python is not None and not re.fullmatch(PATTERNS["python"], python):
         where = source.where((*table, "python"))
         raise RecipeError(f"{where} is {quoted(python)}, but must be the path or the name of an interpreter")
-    if setup is not None and (not setup.strip() or len(setup.splitlines()) > 1):
+    if setup is not None and not re.fullmatch(PATTERNS["setup"], setup):
         where = source.where((*table, "setup"))
         raise RecipeError(f"{where} is {quoted(setup)}, but must be one line of shell; join several with &&")
 
@@ -340,7 +345,12 @@ def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
     except RequestError as error:
         raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
     try:
-        given = check_values(options, values, where=lambda name: source.where(("task", name)))
+        given = check_values(
+            options,
+            values,
+            where=lambda name: source.where(("task", name)),
+            is_text=lambda name: source.is_text(("task", name)),
+        )
     except RequestError as error:
         raise RecipeError(str(error)) from None
     return None, _plain(given)

@@ -49,25 +49,27 @@ class Draft:
         """Task, and whether there is a script, in the file."""
         self._described: dict[str, Sequence[Option]] = {}
         """Schemas of users' own tasks, by name."""
-        self._undo: list[tuple[str, dict[str, Any], str]] = []
-        """For each edit its key, and changes and text before it."""
+        self._changes_of: dict[tuple[str, bool], dict[str, Any]] = {}
+        """Unsaved options of other tasks than the present one, by task; they come back with it."""
+        self._undo: list[tuple[str, dict[str, Any], str, dict[tuple[str, bool], dict[str, Any]]]] = []
+        """For each edit its key, and changes, text and changes of other tasks before it."""
 
     @property
     def text(self) -> str:
         """The recipe's text without the keys that are set aside."""
-        return _without_keys(self._text, self._source.format, tuple(self.set_aside))
+        return _without_keys(self._text, self._source.format, tuple(self._foreign_keys))
 
     @property
     def settings(self) -> list[str]:
         """The changes as arguments of ``--set``, without keys that are set aside."""
-        aside = self.set_aside
-        return _settings({key: value for key, value in self.changes.items() if key not in aside})
+        foreign = self._foreign_keys
+        return _settings({key: value for key, value in self.changes.items() if key not in foreign})
 
     @property
     def data(self) -> dict[str, Any]:
         """The recipe's values with the changes, not validated, without keys that are set aside."""
         data = self._all_data
-        for key in self.set_aside:
+        for key in self._foreign_keys:
             table, name = key.split(".", 1)
             del data[table][name]
         return data
@@ -83,10 +85,28 @@ class Draft:
 
     @property
     def set_aside(self) -> list[str]:
-        """Keys that the task or script lacks, if another one was chosen; they come back with the former choice."""
+        """Keys with values of another task or script, which come back with it; not those that were set again."""
+        typed = [key for changes in self._changes_of.values() for key in changes if key not in self.changes]
+        return list(dict.fromkeys([*self._foreign_keys, *typed]))
+
+    @property
+    def _foreign_keys(self) -> list[str]:
+        """Keys of the text and of the changes that belong to another task or script than the present one."""
         data = self._all_data
-        # Without another choice an unknown key is the file's own error.
-        return [] if _kind(data) == self._saved_kind else self._unknown_keys(data)
+        if _kind(data) == self._saved_kind:
+            return []  # an unknown key is the file's own error
+        written = _table(data, "task")
+        options = None if _has_script(data) else self._task_options(_task_of(data))
+        defaults = {one.name: value_text(one.default) for one in options or ()}
+        unknown = self._unknown_keys(data)
+        loop = [key for key in unknown if not key.startswith("task.")]
+        # Another task's value says nothing about this one: it stays only where it is this one's default.
+        return loop + [
+            key
+            for name, value in written.items()
+            if (key := f"task.{name}") in unknown
+            or (key not in self.changes and value_text(value) != defaults.get(name))
+        ]
 
     def _unknown_keys(self, data: Mapping[str, Any]) -> list[str]:
         """Return the keys that the recipe has and its task or script does not take."""
@@ -199,17 +219,23 @@ class Draft:
         """Undo the last edit since the recipe was opened or saved; return its key, None if there is no edit."""
         if not self._undo:
             return None
-        key, self.changes, text = self._undo.pop()
+        key, self.changes, text, self._changes_of = self._undo.pop()
         if text != self._text:
             self._text, self._source = text, parse(text, name=self.name)
         return key
 
     def _edit(self, key: str, change: Callable[[], R]) -> R:
         """Run a function that changes the recipe, and record the edit for ``undo``."""
-        before = dict(self.changes), self._text
+        before = dict(self.changes), self._text, dict(self._changes_of)
+        kind = _kind(self._all_data)
         result = change()
-        if (self.changes, self._text) != before:
+        if (self.changes, self._text) != before[:2]:
             self._undo.append((key, *before))
+        if (now := _kind(self._all_data)) != kind:
+            if typed := {key: value for key, value in self.changes.items() if key.startswith("task.")}:
+                self._changes_of[kind] = typed
+            kept = {key: value for key, value in self.changes.items() if key not in typed}
+            self.changes = kept | self._changes_of.pop(now, {})
         return result
 
     def _set(self, key: str, text: str) -> None:
@@ -314,6 +340,7 @@ class Draft:
         self._source = parse(text, name=name)
         self._saved_kind = _kind(self._source.data)
         self.changes.clear()
+        self._changes_of.clear()
         self._undo.clear()
 
     # Errors

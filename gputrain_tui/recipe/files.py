@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -25,17 +26,21 @@ class RecipeFile:
     group: str
     """``recipes/``, ``this folder`` or ``yours``."""
     name: str
-    """The recipe's ``name``; the file's name without suffix if it has none."""
+    """The recipe's ``name``; the file's name without suffix if it has none, or if another listed recipe has it too."""
 
 
 def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
     """Return the recipes of a folder, of its ``recipes/`` and of the user's configuration folder ``own``."""
     folders = (("recipes/", folder / "recipes"), ("this folder", folder), ("yours", own / "recipes"))
-    return [
-        RecipeFile(path=path, group=group, name=name)
+    named = [
+        (path, group, name)
         for group, place in folders
         for path in _toml_files(place)
         if (name := recipe_name(path)) is not None
+    ]
+    uses = Counter(name for _, _, name in named)
+    return [
+        RecipeFile(path=path, group=group, name=name if uses[name] == 1 else path.stem) for path, group, name in named
     ]
 
 

@@ -32,6 +32,15 @@ RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
 MAX_RANKS_PER_NODE = 1024
 """More than the cores or GPUs of any machine: a larger number is a typing error."""
 
+PATTERNS = {
+    # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
+    "host": r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*",
+    "workdir": r"~?/[\s\S]*|~",
+    "python": r"[^-\s].*",
+    "setup": r"[^\n\r]*\S[^\n\r]*\n?",
+}
+"""Regular expressions of the values of a node's and a cluster's keys."""
+
 Workdir = Annotated[str, Meta(description="working directory of the ranks on a host; default: the same path as here")]
 Python = Annotated[str, Meta(description="Python interpreter with torch on a host; default: the same path as here")]
 Setup = Annotated[str, Meta(description="shell line to run before a node's ranks start, such as module load cuda")]

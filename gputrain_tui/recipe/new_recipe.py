@@ -142,18 +142,36 @@ def from_text(text: str) -> NewRecipe:
     Required options of a task are left to be set: its recipe is incomplete without them.
 
     Raises:
-        RequestError: the text is none of these.
+        RequestError: the text is none of these, or its file does not exist.
     """
     words = split_command(text)
     first = words[0]
-    if first.endswith(".py"):
-        return from_words(["python", *words])
-    if len(words) > 1:
-        return from_words(words)
+    if first.endswith(".py") or len(words) > 1:
+        new = from_words(["python", *words] if first.endswith(".py") else words)
+        if "module" not in new.train:
+            _require_file(new.train["script"])
+        return new
     if first not in BUILT_IN and ":" not in first:
         raise RequestError(f"{quoted(first)} is neither a Python file nor a task{nearest(first, BUILT_IN)}")
+    if (file := first.rpartition(":")[0]).endswith(".py"):
+        _require_file(file)
     name = Path(first.partition(":")[0]).stem
     return NewRecipe(name=name, origin="", nodes=[{"ranks": 1}], train={"task": first, "max_epochs": 1})
+
+
+def _require_file(name: str) -> None:
+    """Require a Python file that exists, relative to the working folder.
+
+    Raises:
+        RequestError: one line with the folder and the nearest file below it.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return
+    files = [*Path().glob("*.py"), *Path().glob("*/*.py"), *path.parent.glob("*.py")]
+    same = next((file for file in files if file.name == path.name), None)
+    guess = f"; did you mean {str(same)!r}?" if same is not None else nearest(name, map(str, files))
+    raise RequestError(f"{quoted(name)} does not exist in {printable(str(Path.cwd()))}{guess}")
 
 
 def file_name(name: str) -> str:

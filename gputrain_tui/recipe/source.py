@@ -73,6 +73,11 @@ class Source:
         """The line of every key in the text, from 1."""
         return key_lines(self.text, self.format)
 
+    def is_text(self, key: Key) -> bool:
+        """Whether a value may be given as text: it comes from ``--set``, or from another program's configuration."""
+        overridden = any(key[: len(path)] == path or path[: len(key)] == key for path in self.overridden)
+        return overridden or bool(self.origins)
+
     def where(self, key: Key) -> str:
         """Return the location of a key for messages: ``FILE:LINE: key`` or ``--set key``."""
         written = self.origins.get(key, key)

@@ -14,6 +14,15 @@ from gputrain_tui.recipe.model import CLUSTER_KEYS, LAUNCH_OPTIONS, Recipe
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import describe
 
+TABLES = ("cluster", "slurm", "train", "task", "report")
+"""Tables of a recipe, in their order."""
+HEAD = "head"
+"""Place of a new table below the keys without a table."""
+PLACE = "place of new tables: "
+"""Beginning of a comment that stands for a place while a recipe is written."""
+Body = list[tuple[items.Key | None, items.Item]]
+"""Entries of a table in order; comments and blank lines have no key."""
+
 
 def dump_toml(recipe: Recipe) -> str:
     """Return TOML that loads to the same recipe, with the comments of its text if the text is TOML."""
@@ -24,9 +33,77 @@ def dump_toml(recipe: Recipe) -> str:
     spelled = _with_written_spelling(wanted, written, recipe)
     if spelled == written:
         return recipe.text
-    document = tomlkit.parse(recipe.text)
+    document = tomlkit.parse(recipe.text if recipe.text.endswith("\n") else f"{recipe.text}\n")
+    for table in TABLES:
+        if table in document and _last_body(document, table) is None and spelled.get(table) != written[table]:
+            del document[table]  # tomlkit adds no table to an inline one or to dotted keys: it gets a header
+    ends = {table: _take_end(body) for table in TABLES if (body := _last_body(document, table)) is not None}
+    new = {table: spelled.pop(table) for table in TABLES if table in spelled and table not in document}
     _update(document, spelled)
-    return tomlkit.dumps(document)
+    return _with_tables(document, new, ends)
+
+
+def _last_body(document: tomlkit.TOMLDocument, table: str) -> Body | None:
+    """Return the body of the last table with a header at or below ``table``; None if there is none."""
+    body: Body | None = None
+    entries = [entry for entry in document.body if entry[0] is not None and entry[0].key == table]
+    while entries:
+        key, item = entries[-1]
+        if key is None or key.is_dotted() or not isinstance(item, items.Table | items.AoT):
+            break
+        body = (item.body[-1] if isinstance(item, items.AoT) else item).value.body
+        entries = [entry for entry in body if entry[0] is not None]
+    return body
+
+
+def _take_end(body: Body) -> str:
+    """Remove and return the end of a table's text, from the first blank line below its keys on.
+
+    New keys go before it, as what stands there is about the next table.
+    """
+    last = max((index for index, (key, _) in enumerate(body) if key is not None), default=-1)
+    blank = [index for index, (_, item) in enumerate(body) if index > last and isinstance(item, items.Whitespace)]
+    cut = blank[0] if blank else len(body)
+    end = "".join(item.as_string() for _, item in body[cut:])
+    del body[cut:]
+    return end
+
+
+def _with_tables(document: tomlkit.TOMLDocument, new: Mapping[str, Any], ends: Mapping[str, str]) -> str:
+    """Return a document's text with its tables' ends, and new tables, each after its predecessor in ``TABLES``."""
+    head = [
+        index
+        for index, (key, item) in enumerate(document.body)
+        if key is not None and (key.is_dotted() or not isinstance(item, items.Table | items.AoT))
+    ]
+    bodies = {table: body for table in TABLES if (body := _last_body(document, table)) is not None}
+    if not bodies:
+        return (
+            tomlkit.dumps(document) + "".join(_table_text(table, new[table]) for table in new) + "".join(ends.values())
+        )
+    anchor = HEAD if head else next(reversed(bodies))
+    tables = dict.fromkeys((HEAD, *TABLES), "")
+    kept = dict(tables)
+    for table in TABLES:
+        anchor = table if table in bodies else anchor
+        tables[anchor] += _table_text(table, new[table]) if table in new else ""
+        kept[anchor] += ends.get(table, "")
+    for table, body in bodies.items():
+        body.append((None, tomlkit.comment(PLACE + table)))
+    if head:
+        document.body.insert(head[-1] + 1, (None, tomlkit.comment(PLACE + HEAD)))
+    text = tomlkit.dumps(document)
+    for place in tables:
+        before, mark, after = text.partition(f"# {PLACE}{place}\n")
+        if mark:
+            gap = "\n" if tables[place] and not kept[place] and after.strip() and not after.startswith("\n") else ""
+            text = before + tables[place] + kept[place] + gap + after
+    return text
+
+
+def _table_text(table: str, values: Any) -> str:
+    """Return the text of a new table, after a blank line."""
+    return "\n" + tomlkit.dumps(_document({table: values})).strip("\n") + "\n"
 
 
 def _explicit_values(recipe: Recipe) -> dict[str, Any]:
@@ -81,7 +158,7 @@ def _with_written_spelling(wanted: Mapping[str, Any], written: Mapping[str, Any]
     result: dict[str, Any] = {}
     if "name" in written or recipe.name != recipe.origin.default_name:
         result["name"] = wanted["name"]
-    for table in ("cluster", "slurm", "train", "task", "report"):
+    for table in TABLES:
         before = written.get(table, {})
         after = dict(wanted.get(table, {}))
         for key, value in before.items():

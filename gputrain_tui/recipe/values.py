@@ -20,9 +20,12 @@ COMPUTED_VARIABLES = {
 }
 """Environment variables that the plan computes → the recipe's key to set instead."""
 
+VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+"""Name of an environment variable."""
+
 UUID_PREFIXES = ("GPU-", "MIG-")
 """Beginnings of the driver's UUIDs: of a whole GPU and of a MIG instance."""
-UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z/_-]*")
+UUID = r"(?:GPU|MIG)-[0-9A-Za-z/_-]*"
 """A UUID or its beginning, including older drivers' form of a MIG instance: ``MIG-GPU-…/1/0``."""
 
 
@@ -36,7 +39,7 @@ def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
         raise RecipeError(f'{where("env")} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
     for name, value in values.items():
         place = where("env", name)
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not re.fullmatch(VARIABLE_NAME, name):
             raise RecipeError(f"{place} is not a valid name of an environment variable: use letters, digits and _")
         if name in COMPUTED_VARIABLES:
             raise RecipeError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
@@ -45,19 +48,19 @@ def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
 
 
-def parse_gpus(value: Any, *, where: str) -> Gpus:
-    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``, also as text from a form.
+def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
+    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``; with ``is_text`` also as text, as in a form.
 
     Raises:
         RecipeError: any other value.
     """
     if isinstance(value, str):
-        text = value.strip()
+        text = value.strip() if is_text else value
         if text in ("all", "free"):
             return "all" if text == "all" else "free"
-        if (count := whole_number(text)) is not None:
+        if is_text and (count := whole_number(text)) is not None:
             value = count
-        elif "," in text or text.startswith("[") or text.startswith(UUID_PREFIXES):
+        elif is_text and ("," in text or text.startswith(("[", *UUID_PREFIXES))):
             value = _parse_devices(text)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         if value > MAX_RANKS_PER_NODE:
@@ -87,7 +90,7 @@ def whole_number(text: str) -> int | None:
 
 def _is_device(item: Any) -> bool:
     if isinstance(item, str):
-        return UUID.fullmatch(item) is not None
+        return re.fullmatch(UUID, item) is not None
     return isinstance(item, int) and not isinstance(item, bool) and item >= 0
 
 

@@ -1,6 +1,8 @@
-"""Duration of a run, by a clock that nobody sets; the wall clock only names moments."""
+"""Duration of a run and times of its steps, by a clock that nobody sets; the wall clock only names moments."""
 
 from __future__ import annotations
+
+from trainer.contract.record import Step
 
 
 def elapsed_s(*, started: float, until: float, measured_s: float | None) -> float:
@@ -12,3 +14,8 @@ def elapsed_s(*, started: float, until: float, measured_s: float | None) -> floa
         measured_s: the same time by a monotonic clock; None where it was not measured, as in older records.
     """
     return max(0.0, until - started if measured_s is None else measured_s)
+
+
+def time_by_boot(event: Step) -> float:
+    """Return the time of a step by a clock that nobody sets, Unix seconds; as recorded where the clock was not set."""
+    return event.time - event.clock_set_ms / 1e3

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from gputrain_tui.state.rank import RankView
 from gputrain_tui.state.step_losses import mean_loss
-from gputrain_tui.state.totals import Totals
+from gputrain_tui.state.totals import Phase, Totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """Rates of all ranks together; None: not measured."""
 
+    stepping_s: float = 0.0
+    """Mean over the ranks of the duration of the steps that the rates are over, seconds."""
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     """None where a rank counts none."""
@@ -26,7 +28,8 @@ class Throughput:
 class RunFigures(Throughput):
     """Figures of a whole run, as every view shows them; None: not measured.
 
-    Rates, durations and shares are over the ranks' last steps while the run goes on, and over all steps after its end.
+    Rates, durations and shares are over the ranks' last steps while the run goes on, and over all steps after its end;
+    a rate is per second of stepping, without validations, checkpoints and a hang after the last step.
     """
 
     step: int = 0
@@ -38,7 +41,7 @@ class RunFigures(Throughput):
     sync_ms: float | None = None
     """Mean wait for the gradient synchronisation per step, over the ranks."""
     compute_share: float | None = None
-    """Share of step time in which the ranks computed: forward, backward and optimizer, 0 to 1."""
+    """Share of step time in which the ranks computed: forward and backward, 0 to 1."""
     sync_share: float | None = None
     """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
 
@@ -48,17 +51,9 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
     reporting = [(view, view.last, view.sums) for view in views if view.last is not None]
     step = min((last.step for _, last, _ in reporting), default=0)
     epoch = min((last.epoch for _, last, _ in reporting), default=0)
-    timed_ms, timed_steps = 0.0, 0
-    phases_ms = compute_ms = synced_ms = exposed_ms = 0.0
-    synced_steps = 0
-    for _, _, sums in reporting:
-        timed_ms += sums.step_ms
-        timed_steps += sums.timed_steps
-        phases_ms += sums.phases_ms
-        compute_ms += sums.forward_ms + sums.backward_ms + sums.optimizer_ms
-        synced_ms += sums.synced_ms
-        synced_steps += sums.synced_steps
-        exposed_ms += sums.exposed_ms
+    all_sums = [sums for _, _, sums in reporting]
+    timed_steps = sum(sums.timed_steps for sums in all_sums)
+    synced_steps = sum(sums.synced_steps for sums in all_sums)
     rates = _throughput([(view, sums) for view, _, sums in reporting])
     return RunFigures(
         samples_per_s=rates.samples_per_s,
@@ -70,11 +65,24 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
             last.loss if last.step == step and last.losses is None and last.loss is not None else view.loss_at(step)
             for view, last, _ in reporting
         ),
-        step_ms=timed_ms / timed_steps if timed_steps else None,
-        sync_ms=exposed_ms / synced_steps if synced_steps else None,
-        compute_share=compute_ms / phases_ms if phases_ms > 0 else None,
-        sync_share=exposed_ms / synced_ms if synced_ms > 0 else None,
+        step_ms=sum(sums.step_ms for sums in all_sums) / timed_steps if timed_steps else None,
+        sync_ms=sum(sums.exposed_ms for sums in all_sums) / synced_steps if synced_steps else None,
+        compute_share=mean_share(all_sums, "forward", "backward"),
+        sync_share=mean_share(all_sums, "sync"),
     )
+
+
+def samples_per_s(all_sums: Iterable[Totals]) -> float | None:
+    """Return the samples of all ranks per second of stepping, from the sums of each; None where none was timed."""
+    rates = [rate for sums in all_sums if (rate := sums.samples_per_s) is not None]
+    return sum(rates) if rates else None
+
+
+def mean_share(all_sums: Iterable[Totals], *phases: Phase) -> float | None:
+    """Return the share of phases in the step time of all ranks, 0 to 1; None where no rank has measured them."""
+    measured = [sums for sums in all_sums if sums.share(phases[0]) is not None]
+    total_ms = sum(sums.whole_ms for sums in measured)
+    return sum(sums.phase_ms(phase) for sums in measured for phase in phases) / total_ms if total_ms > 0 else None
 
 
 def run_throughput(views: Iterable[RankView]) -> Throughput:
@@ -88,7 +96,8 @@ def _throughput(ranks: Sequence[tuple[RankView, Totals]]) -> Throughput:
     tokens = [sums.tokens_per_s for _, sums in stepping]
     used = [(view, sums.since(view.totals_at_start) if sums is view.totals else sums) for view, sums in stepping]
     return Throughput(
-        samples_per_s=sum(sums.samples_per_s or 0.0 for _, sums in stepping) if stepping else None,
+        stepping_s=sum(sums.step_ms for _, sums in stepping) / len(stepping) / 1e3 if stepping else 0.0,
+        samples_per_s=samples_per_s(sums for _, sums in stepping),
         tokens_per_s=sum(rate or 0.0 for rate in tokens) if tokens and None not in tokens else None,
         mfu=_utilization([(view, sums.samples_per_s) for view, sums in used]),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gputrain_tui.state.failure_words import failure_words
+from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Failure, Finding
 
 SEVERITIES = ("critical", "warning", "info")
@@ -15,6 +16,7 @@ CAUSES = {
     "batch": "between batch and forward",
     "loss": "between batch and backward",
     "gradients": "between backward and step",
+    "other": "between two steps",
     "compile": "compiling",
     "garbage_collection": "garbage collection",
     "cpu_steal": "stolen CPU time",
@@ -51,7 +53,8 @@ def finding_summary(finding: Finding) -> str:
     cause = CAUSES.get(finding.cause or "", (finding.cause or "").replace("_", " "))
     if finding.kind != "straggler":
         text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
-        return f"{text}: {cause}" if finding.kind == "stalled" and cause else text
+        at = f" ({finding.line})" if finding.line else ""
+        return f"{text}: {cause}{at}" if finding.kind == "stalled" and cause else text
     excess_ms = finding.evidence.get("excess_ms")
     slow = "slow" if excess_ms is None else f"slow +{excess_ms:.0f} ms"
     return f"{subject}{slow}" + (f": {cause}" if cause else "")
@@ -74,9 +77,12 @@ def failure_summary(failure: Failure) -> str:
     return who + failure_words(failure) + at
 
 
-def by_urgency(finding: Finding) -> tuple[int, float]:
-    """Return a sort key of findings: the most severe first, then the rank that takes longest."""
-    return urgency(finding.severity), -finding.evidence.get("excess_ms", 0.0)
+def by_urgency(finding: Finding) -> tuple[int, bool, float]:
+    """Return a sort key of findings: the most severe first; of equals, a gap of the record, then the slowest rank.
+
+    Every other figure is one of the recorded part only.
+    """
+    return urgency(finding.severity), finding.kind != "record_incomplete", -finding.evidence.get("excess_ms", 0.0)
 
 
 def urgency(severity: str) -> int:
@@ -106,7 +112,7 @@ def _state(finding: Finding) -> str:
     if finding.kind != "non_finite":
         return finding_summary(finding)
     since = f" since step {finding.step:,}" if finding.step is not None else ""
-    on = f" on rank {finding.rank}" if finding.rank is not None else ""
+    on = f" on {ranks_text(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
     return f"NaN{since}{on}"
 
 

@@ -123,8 +123,9 @@ class RankView:
 
     @property
     def phase(self) -> str | None:
-        """The phase of a step that takes unusually long; None while steps come."""
-        return self.doing.part if self.doing is not None and self.state == "training" else None
+        """The phase of a step that takes unusually long; None while steps come, and after the end."""
+        going = self.state == "training" and self.outcome is None and not self.over
+        return self.doing.part if self.doing is not None and going else None
 
     @property
     def recent(self) -> Totals:

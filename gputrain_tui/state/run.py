@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gputrain_tui.state.desync import DesyncState
-from gputrain_tui.state.elapsed import elapsed_s
+from gputrain_tui.state.elapsed import elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan
 from gputrain_tui.state.pace import Pace
@@ -239,23 +239,24 @@ class RunState:
         return found.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms."""
+        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
+
+        If others wait for a straggler in their forward pass already, they are as late as it for the synchronisation,
+        and its lateness is the one that was found.
+        """
         if self._late_version != self.version:
-            self._late, self._late_version = lateness(self.ranks.values()), self.version
+            late, self._late_version = lateness(self.ranks.values()), self.version
+            for (kind, rank), finding in self.findings.items():
+                if kind == "straggler" and rank in late and "followers" in finding.evidence:
+                    late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
+            self._late = late
         return self._late
 
-    def slowest(self) -> tuple[int, float] | None:
-        """Return the rank that the others wait for most, and its mean lateness in ms.
-
-        Where a straggler is found it is that one. If the others wait for it in their forward pass, they are as late as
-        it for the synchronisation, and its lateness is the one that was found.
-        """
-        late = dict(self.lateness())
+    def latest(self) -> tuple[int, float] | None:
+        """Return the rank that the others wait for most, the straggler where one is found, and its lateness in ms."""
+        late = self.lateness()
         if len(late) < 2:
             return None
-        for (kind, rank), finding in self.findings.items():
-            if kind == "straggler" and rank in late and "followers" in finding.evidence:
-                late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
         found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
         rank = max(found or late, key=lambda r: (late[r], -r))
         return rank, late[rank]
@@ -310,7 +311,7 @@ class RunState:
         view.totals = totals = view.totals.plus(event)
         view.totals_window.append(totals)
         if event.rank == 0:
-            self._pace.note(event.time, event.step)
+            self._pace.note(time_by_boot(event), event.step)
 
     def _doing(self, event: Doing) -> None:
         view = self.rank(event.rank)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from operator import sub
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trainer.contract.record import Step
 
+Phase = Literal["data", "forward", "backward", "sync", "optimizer", "other"]
+PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "sync", "optimizer", "other")
+"""Phases of a step in order; ``other`` is the rest of it, outside of all others."""
+MEASURED_SHARE = 0.99
+"""Share of a step that its phases must account for: clocks are read between phases, too."""
+
 
 class Totals(NamedTuple):
-    """Sums over a rank's step events; the difference of two is a window."""
+    """Sums over a rank's step events; the difference of two is a window.
+
+    Phases and their shares are over the steps of which every phase was measured, so that shares add up to 1. In the
+    first steps the gradient synchronisation is not; a rank that never measures one does not synchronise.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -20,24 +30,24 @@ class Totals(NamedTuple):
     """Steps that ``step_ms`` sums over."""
     timed_samples: int = 0
     """Samples of those steps."""
-    phases_ms: float = 0.0
-    """Durations of the steps whose phases were measured: denominator of the shares of the phases."""
-    phased_steps: int = 0
-    """Steps that ``phases_ms`` sums over."""
+    whole_ms: float = 0.0
+    """Sum of all phases of the steps of which every phase was measured: denominator of all shares."""
+    whole_steps: int = 0
+    """Those steps."""
     data_ms: float = 0.0
     """Waiting for data and copying it to the device."""
     forward_ms: float = 0.0
     backward_ms: float = 0.0
     """Without the exposed synchronisation."""
+    sync_ms: float = 0.0
+    """The exposed synchronisation, over the same steps as the other phases."""
     optimizer_ms: float = 0.0
     other_ms: float = 0.0
     """The rest of the steps, outside of all other phases."""
-    whole_ms: float = 0.0
-    """Durations of the steps of which that was measured."""
-    synced_ms: float = 0.0
-    """Durations of the steps whose exposed synchronisation was measured."""
-    synced_steps: int = 0
     exposed_ms: float = 0.0
+    """The exposed synchronisation, over all steps in which it was measured."""
+    synced_steps: int = 0
+    """Those steps."""
     loss: float = 0.0
     """Sum over steps."""
     loss_steps: int = 0
@@ -52,11 +62,21 @@ class Totals(NamedTuple):
         Unpacking all fields at once takes half as long as ``_replace``, which counts at 100,000 events a second.
         """
         (
-            steps, samples, tokens, step_ms, timed_steps, timed_samples, phases_ms, phased_steps, data_ms, forward_ms,
-            backward_ms, optimizer_ms, other_ms, whole_ms, synced_ms, synced_steps, exposed_ms, loss, loss_steps,
-            token_ms, timed_tokens,
+            steps, samples, tokens, step_ms, timed_steps, timed_samples, whole_ms, whole_steps, data_ms, forward_ms,
+            backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, token_ms,
+            timed_tokens,
         ) = self  # fmt: skip
-        n, duration_ms, waited_ms, event_tokens = event.steps, event.step_ms, event.sync_exposed_ms, event.tokens
+        n, duration_ms, mean_wait_ms, event_tokens = event.steps, event.step_ms, event.sync_exposed_ms, event.tokens
+        waited_ms = 0.0
+        if mean_wait_ms is not None:
+            waits = event.sync_exposed_ms_each
+            synced = n if waits is None else len(waits) - waits.count(None)
+            waited_ms = mean_wait_ms * synced
+            if not synced_steps:  # what came before lacks the synchronisation
+                whole_ms = data_ms = forward_ms = backward_ms = optimizer_ms = other_ms = 0.0
+                whole_steps = 0
+            exposed_ms += waited_ms
+            synced_steps += synced
         if duration_ms is not None:
             covered_ms = duration_ms * n
             step_ms += covered_ms
@@ -65,31 +85,37 @@ class Totals(NamedTuple):
             if event_tokens is not None:
                 token_ms += covered_ms
                 timed_tokens += event_tokens
-            if event.forward_ms is not None:
-                phases_ms += covered_ms
-                phased_steps += n
-                data_ms += ((event.data_ms or 0.0) + (event.h2d_ms or 0.0)) * n
-                forward_ms += event.forward_ms * n
-                backward_ms += (event.backward_ms or 0.0) * n
-                optimizer_ms += (event.optimizer_ms or 0.0) * n
+            if event.forward_ms is not None and (mean_wait_ms is not None or not synced_steps):
+                data = ((event.data_ms or 0.0) + (event.h2d_ms or 0.0)) * n
+                forward, backward = event.forward_ms * n, (event.backward_ms or 0.0) * n
+                optimizer = (event.optimizer_ms or 0.0) * n
+                named_ms = data + forward + backward + optimizer + waited_ms
                 if event.other_ms is not None:
-                    other_ms += event.other_ms * n
-                    whole_ms += covered_ms
-            if waited_ms is not None:
-                synced_ms += covered_ms
-                synced_steps += n
-                exposed_ms += waited_ms * n
+                    other = event.other_ms * n
+                else:  # an older record: the rest is known where it cannot hide a synchronisation
+                    other = 0.0 if mean_wait_ms is None else max(covered_ms - named_ms, 0.0)
+                if named_ms + other >= MEASURED_SHARE * covered_ms:
+                    whole_ms += named_ms + other
+                    whole_steps += n
+                    data_ms += data
+                    forward_ms += forward
+                    backward_ms += backward
+                    sync_ms += waited_ms
+                    optimizer_ms += optimizer
+                    other_ms += other
         if event.loss is not None:
             loss += event.loss * n
             loss_steps += n
         return Totals._make((
             steps + n, samples + event.samples, tokens + (event_tokens or 0), step_ms, timed_steps, timed_samples,
-            phases_ms, phased_steps, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms, whole_ms, synced_ms,
-            synced_steps, exposed_ms, loss, loss_steps, token_ms, timed_tokens,
+            whole_ms, whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms,
+            synced_steps, loss, loss_steps, token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
         """Return the sums over the events after ``earlier``."""
+        if self.synced_steps and not earlier.synced_steps:  # the phases before the first synchronisation were dropped
+            earlier = earlier._replace(**NO_PHASES)
         return Totals._make(map(sub, self, earlier))
 
     @property
@@ -117,56 +143,26 @@ class Totals(NamedTuple):
         """Mean wait for the gradient synchronisation per step, ms."""
         return self.exposed_ms / self.synced_steps if self.synced_steps else None
 
-    @property
-    def mean_data_ms(self) -> float | None:
-        """Mean wait for data, and its copy to the device, per step, ms."""
-        return self.data_ms / self.phased_steps if self.phased_steps else None
+    def mean_phase_ms(self, phase: Phase) -> float | None:
+        """Return the mean duration of a phase per step, ms."""
+        return self.phase_ms(phase) / self.whole_steps if self.whole_steps else None
 
-    @property
-    def mean_forward_ms(self) -> float | None:
-        """Mean duration of the forward pass per step, ms."""
-        return self.forward_ms / self.phased_steps if self.phased_steps else None
+    def phase_ms(self, phase: Phase) -> float:
+        """Return the sum of a phase over the steps that were measured whole, ms."""
+        total: float = getattr(self, f"{phase}_ms")
+        return total
 
-    @property
-    def mean_backward_ms(self) -> float | None:
-        """Mean duration of the backward pass per step, without the wait for the synchronisation, ms."""
-        return self.backward_ms / self.phased_steps if self.phased_steps else None
-
-    @property
-    def mean_optimizer_ms(self) -> float | None:
-        """Mean duration of clipping and the optimizer's step, ms."""
-        return self.optimizer_ms / self.phased_steps if self.phased_steps else None
-
-    @property
-    def mean_other_ms(self) -> float | None:
-        """Mean rest of a step, outside of all measured phases, ms."""
-        share = self.other_share
-        return None if share is None else share * self.phases_ms / self.phased_steps
-
-    @property
-    def data_share(self) -> float | None:
-        """Share of step time spent waiting for data and copying it, 0 to 1."""
-        return self.data_ms / self.phases_ms if self.phases_ms > 0 else None
+    def share(self, phase: Phase) -> float | None:
+        """Return a phase's share of step time, 0 to 1; the shares of all phases add up to 1."""
+        if phase == "sync" and not self.synced_steps:
+            return None
+        return self.phase_ms(phase) / self.whole_ms if self.whole_ms > 0 else None
 
     @property
     def compute_share(self) -> float | None:
         """Share of step time in forward and backward, 0 to 1."""
-        return (self.forward_ms + self.backward_ms) / self.phases_ms if self.phases_ms > 0 else None
-
-    @property
-    def optimizer_share(self) -> float | None:
-        """Share of step time in clipping and the optimizer, 0 to 1."""
-        return self.optimizer_ms / self.phases_ms if self.phases_ms > 0 else None
-
-    @property
-    def other_share(self) -> float | None:
-        """Share of step time outside of all measured phases, 0 to 1."""
-        return self.other_ms / self.whole_ms if self.whole_ms > 0 else None
-
-    @property
-    def sync_share(self) -> float | None:
-        """Share of step time waiting for the gradient synchronisation, 0 to 1."""
-        return self.exposed_ms / self.synced_ms if self.synced_ms > 0 else None
+        return (self.forward_ms + self.backward_ms) / self.whole_ms if self.whole_ms > 0 else None
 
 
 ZERO_TOTALS = Totals()
+NO_PHASES: dict[str, Any] = {"whole_ms": 0.0, "whole_steps": 0, **{f"{phase}_ms": 0.0 for phase in PHASES}}

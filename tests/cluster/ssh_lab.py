@@ -41,7 +41,6 @@ class SshLab:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         return kept | {
             "GPUTRAIN_SSH": shlex.join(["ssh", "-F", str(self.folder / "ssh_config")]),
-            "XDG_RUNTIME_DIR": str(self.folder),
             "GPUTRAIN_HOME": str(self.disk / "home"),
             "PYTHONPATH": PYTHONPATH,
         }
@@ -68,7 +67,7 @@ def ssh_lab(
     """Start hosts that reach each other over ssh, and end them with everything that runs there.
 
     Args:
-        folder: short, as sockets lie there.
+        folder: for everything of them.
         interfaces: name of the network interface by name of the host.
         start_up: what the shell of a host runs before each command, by name of the host.
         round_trip_s: how long a packet to a host and its answer take on the way, by name of the host.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from ssh_server import ROOT, SshServer, free_port
 
 from gputrain_tui.hosts.inventory import is_free, take_inventory
-from gputrain_tui.hosts.ssh import Ssh, socket_folder
+from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
 from gputrain_tui.lifecycle.planned import plan_with_inventories
 from gputrain_tui.recipe.build import build
@@ -56,7 +57,7 @@ def with_gpus(server: SshServer, driver: Path, name: str, before: str = "") -> s
 
 
 def connecting(word: str) -> list[psutil.Process]:
-    """Children of this process with a word in their command line: persistent connections are not among them."""
+    """Children of this process with a word in their command line."""
     return [child for child in psutil.Process().children() if any(word in part for part in child.cmdline())]
 
 
@@ -85,12 +86,46 @@ def test_start_up_files_that_print_are_read_over(server: SshServer, ssh: Ssh, dr
     assert len(found.inventory.gpus) == 2
 
 
-def test_the_second_question_goes_over_the_connection_of_the_first(server: SshServer, ssh: Ssh) -> None:
+def test_the_second_question_goes_over_the_connection_of_the_first_unless_that_has_ended(
+    server: SshServer, ssh: Ssh
+) -> None:
     name = server.host("again")
-    assert query_host(name, ssh).inventory is not None
-    accepted = (server.folder / "log").read_text().count("Accepted publickey")
-    assert query_host(name, ssh).inventory is not None
-    assert (server.folder / "log").read_text().count("Accepted publickey") == accepted
+
+    def accepted() -> int:
+        assert query_host(name, ssh).inventory is not None
+        return (server.folder / "log").read_text().count("Accepted publickey")
+
+    first = accepted()
+    assert accepted() == first
+    (connection,) = connecting("again")
+    connection.kill()
+    while connection.status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert accepted() == first + 1
+    ssh.close()
+    assert not connecting("again")
+
+
+def test_a_connection_that_the_user_shares_is_used_where_the_key_alone_is_refused(
+    server: SshServer, environ: dict[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="gt-", dir="/tmp") as folder:  # short: a socket's path has 108 bytes
+        name = server.host("second-factor", key="stranger")
+        config = server.folder / "ssh_config"
+        config.write_text(f"Host {name}\n  ControlPath {folder}/%C\n{config.read_text()}")
+        words = [*shlex.split(server.command), "-o", f"IdentityFile={server.folder}/key", "-M", "-N", name]
+        shared = subprocess.Popen(words)
+        try:
+            while not list(Path(folder).iterdir()):
+                assert shared.poll() is None
+            connections = Ssh(environ)
+            assert query_host(name, connections).problem == ""
+            connections.close()
+            assert shared.poll() is None, "it belongs to the user"
+        finally:
+            shared.kill()
+            shared.wait()
+        assert problem(name, Ssh(environ)).startswith("it refuses the key")
 
 
 def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServer, ssh: Ssh) -> None:
@@ -151,10 +186,10 @@ def test_a_host_that_takes_too_long_is_given_up(ssh: Ssh, silent_port: int) -> N
     ("script", "line"),
     [
         ('PATH=/nowhere; eval "$SSH_ORIGINAL_COMMAND"', "there is no python3"),
-        ("echo gputrain-; echo '{}'", "it sent no valid inventory"),
-        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$3{"', "it sent no valid inventory"),
-        ("echo cannot allocate memory >&2; exit 3", "its inventory failed: cannot allocate memory"),
-        ("exit 3", "its inventory failed with exit code 3"),
+        ("echo gputrain-; echo '{}'", "it sent no valid answer"),
+        ('eval set -- $SSH_ORIGINAL_COMMAND; echo "$5{"', "it sent no valid answer"),
+        ("echo cannot allocate memory >&2; exit 3", "it failed: cannot allocate memory"),
+        ("exit 3", "it failed with exit code 3"),
     ],
 )
 def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ssh, script: str, line: str) -> None:
@@ -162,11 +197,17 @@ def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ss
     assert problem(name, ssh) == line
 
 
-@pytest.mark.parametrize("flood", ["exec yes", "exec yes >&2"])
-def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str) -> None:
+@pytest.mark.parametrize(
+    ("flood", "line"),
+    [
+        ("exec yes", "it printed more than 1 MiB, but no answer"),
+        ("exec yes >&2", "it printed more than 1 MiB on its standard error"),
+    ],
+)
+def test_a_host_that_floods_is_given_up_before_its_time(server: SshServer, ssh: Ssh, flood: str, line: str) -> None:
     begin = time.monotonic()
     found = query_host(server.shell(f"flood-{len(flood)}", flood), ssh, timeout_s=60)
-    assert found.problem == "it printed more than 4 MiB, but no inventory"
+    assert found.problem == line
     assert time.monotonic() - begin < 30
     assert not connecting("flood")
 
@@ -189,20 +230,6 @@ def test_without_ssh_there_is_a_line(environ: dict[str, str]) -> None:
     assert problem("gpu1", connections) == "/nowhere/ssh cannot be run: No such file or directory"
     with pytest.raises(RequestError, match=r"GPUTRAIN_SSH is 'ssh \"': No closing quotation"):
         Ssh({**environ, "GPUTRAIN_SSH": 'ssh "'})
-
-
-def test_sockets_lie_in_a_folder_that_only_this_person_enters(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with tempfile.TemporaryDirectory(prefix="gt-", dir="/tmp") as runtime:
-        folder = socket_folder({"XDG_RUNTIME_DIR": runtime})
-        assert folder == Path(runtime, "gputrain-ssh")
-        assert folder.stat().st_mode & 0o777 == 0o700
-        folder.chmod(0o755)
-        with pytest.raises(RequestError, match="only you can enter"):
-            socket_folder({"XDG_RUNTIME_DIR": runtime})
-        folder.rmdir()
-        folder.write_text("in the way")
-        with pytest.raises(RequestError, match="cannot be created for ssh's control sockets: File exists"):
-            socket_folder({"XDG_RUNTIME_DIR": runtime})
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

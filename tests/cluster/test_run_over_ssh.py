@@ -32,7 +32,7 @@ PLACES = [("h1", 0, 0), ("h1", 0, 1), ("h2", 1, 0), ("h3", 2, 0)]
 @pytest.fixture(scope="module")
 def running_lab() -> Iterator[SshLab]:
     require_ssh()
-    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short: a socket's path has 108 bytes
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     with ssh_lab(folder, INTERFACES, start_up={"h2": "echo what a start-up file prints"}) as lab:
         yield lab
     shutil.rmtree(folder)
@@ -398,7 +398,6 @@ def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tm
         (cluster.lab.folder / f"start_up.{host.name}").write_text(start_up.format(folder=folder) + "\n")
     try:
         environ = {name: value for name, value in cluster.lab.environ.items() if name != "PYTHONPATH"}
-        environ["GPUTRAIN_SSH"] += " -o ControlPath=none"  # no connection outlives its command
         for words in (("gpus", "--hosts", "h1,h3"), ("check", "r.toml"), ("run", "r.toml")):
             done = cluster.typed_on.run(*GPUTRAIN_SCRIPT, *words, cwd=folder, env=environ, check=False)
             assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr

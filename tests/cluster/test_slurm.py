@@ -338,6 +338,27 @@ def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: Sl
     assert job["number"] > 0
 
 
+@pytest.mark.parametrize(
+    ("way", "words", "reason"),
+    [
+        ("login", ["stop", "last"], "stopped by `gputrain stop` at step "),
+        ("salloc", ["stop", "last"], "stopped by `gputrain stop` at step "),
+        ("login", [], "stopped by the command that started it at step "),
+    ],
+)
+def test_the_reason_of_a_stop_names_its_origin(user: SlurmUser, way: str, words: list[str], reason: str) -> None:
+    allocation = ["salloc", "--nodes=2", "--exclusive"] if way == "salloc" else []
+    process = user.cluster.start(*allocation, *user.words("run", "endless.toml"), cwd=user.folder)
+    wait_until(lambda: list((user.folder / "home" / "runs").glob("2*")), "there is a run", [process])
+    user.await_steps()
+    if words:
+        user.run(*words)
+    else:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    assert user.status()["message"].startswith(reason)
+
+
 @pytest.mark.timing
 def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_seconds_with_its_work_saved(
     user: SlurmUser,
@@ -392,6 +413,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     assert again[0]["step"] - again[0]["steps"] == int(kept.stem.removeprefix("step_"))
     stopped = user.run("stop", "last", host=cluster.nodes[2])
     assert re.search(r" is stopped at step \d+, saved \S+; processes left: none$", stopped.stdout.strip())
+    assert user.status()["message"].startswith("stopped by `gputrain stop` at step ")
     cluster.wait(number)
     assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 2

@@ -26,7 +26,7 @@ GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
 @pytest.fixture(scope="module")
 def lab() -> Iterator[SshLab]:
     require_ssh()
-    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))  # short: a socket's path has 108 bytes
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     with ssh_lab(folder, dict.fromkeys(["h0", *NAMES], "eth0")) as running:
         yield running
     shutil.rmtree(folder)

@@ -93,7 +93,7 @@ def test_a_run_names_the_weights_it_tested_and_eval_finds_the_same_without_train
     assert done.returncode == 0, done.stderr
     assert contents(trained.run.dir.path, trained.kept) == before
     best = trained.kept / "best.pt"
-    assert f"gputrain: evaluating test with the best checkpoint of {trained.run.id}, {best}\n" in done.stderr
+    assert f"gputrain: evaluating the best checkpoint of {trained.run.id}, {best}\n" in done.stderr
     assert done.stdout.startswith(line), "one rank finds what two have found"
     assert "steps" not in done.stdout
 
@@ -125,7 +125,8 @@ def test_a_checkpoint_is_evaluated_on_another_split_and_every_event_printed(trai
 def test_a_task_without_the_split_is_refused_before_there_is_a_run(trained: Trained) -> None:
     count = len(list_runs(trained.folder / "home" / "runs"))
     other = TASK.replace("TaskWithTest", "TinyTask")
-    done = trained.call("eval", trained.kept / "best.pt", "--recipe", "r.toml", "--set", f"train.task={other}")
+    words = ("eval", trained.kept / "best.pt", "--recipe", "r.toml", "--set", f"train.task={other}")
+    done = trained.call(*words, "--split", "test")
     assert done.returncode == 2
     line = "gputrain: --eval-split is test, but the task has no such split; it has valid"
     assert done.stderr.splitlines()[-1] == line, done.stderr

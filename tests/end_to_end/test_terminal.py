@@ -183,6 +183,7 @@ def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmu
     assert terminal.exit_code("gputrain attach", 2) == 0
     (run,) = list_runs(home / "runs")
     assert (run.state, run.status.exit_code) == ("stopped", 130)
+    assert (run.status.message or "").startswith("stopped in the console at step ")
 
     terminal.start(f"{GPUTRAIN} runs", 3)
     assert terminal.exit_code("gputrain runs", 3) == 0

@@ -64,6 +64,17 @@ def test_a_changed_buffer_shows_and_statistics_of_a_ranks_own_batches_do_not() -
     assert after.digests[1] != before.digests[1]
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_a_parameter_that_is_no_number_is_in_the_checksum(name: str, value: float) -> None:
+    model = _model()
+    assert not fingerprint(model).non_finite
+    model.get_parameter(name).detach().view(-1)[-1] = value
+    assert fingerprint(model).non_finite
+    check = DesyncCheck(ReplicatedTensors(model), step=3, rank=0, device=CPU)
+    assert check.result()[0].non_finite
+
+
 def _trained(model: nn.Module) -> None:
     with torch.no_grad():
         model[0].weight += 1.0  # type: ignore[index, operator]

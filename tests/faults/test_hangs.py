@@ -18,6 +18,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.state import RunState
+from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.record import AnyEvent, Doing, Finding, NodeSample
 
 SPEED = 10
@@ -222,6 +223,11 @@ def test_a_script_that_hangs_is_named_by_where_it_is_and_by_its_own_line(
     assert found.rank == 1
     assert "rank 1 is between its batch and its forward pass (" in found.message
     assert "script.py:7 in augment)" in found.message
+    assert run_mark([found]) == "rank 1 stalled: between batch and forward (script.py:7 in augment)"
+    run.close()
+    state, _ = read(run.run)
+    assert state.ranks[1].doing is not None
+    assert [(view.phase, view.display_state) for view in state.ranks.values()] == [(None, "stopped")] * 2
 
 
 def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(

@@ -10,6 +10,7 @@ from bench import LIMIT_S, Bench
 
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.state import RunState
+from gputrain_tui.state.finding_text import run_mark
 
 RECIPE = """\
 name = "script"
@@ -130,6 +131,21 @@ for number in range({steps}):
     state, out, _ = run_script(bench, text, ranks=2)
     assert state.desync.equal is False
     assert "DIFFER between ranks" in out
+
+
+def test_parameters_that_are_nan_on_all_ranks_are_not_called_equal(bench: Bench) -> None:
+    text = f"""{DDP}
+for number in range(15):
+    step()
+    if number == 5:
+        with torch.no_grad():
+            model.module.weight.fill_(float("nan"))
+"""
+    state, out, _ = run_script(bench, text, ranks=2)
+    assert state.desync.non_finite == (0, 1)
+    assert "parameters NaN or infinite on all ranks" in out
+    assert "equal on all ranks" not in out
+    assert run_mark(state.findings.values()) == "NaN since step 7 on ranks 0, 1"
 
 
 def test_a_rank_that_loads_other_weights_after_its_last_step_is_no_desync(bench: Bench) -> None:

@@ -24,7 +24,7 @@ from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
-from gputrain_tui.recipe.demo import recipe_path
+from gputrain_tui.recipe.examples import example_path
 from trainer.contract.record import AnyEvent
 
 
@@ -342,7 +342,7 @@ async def test_colours_can_be_done_without(home: Path, monkeypatch: pytest.Monke
 
 
 def test_the_demo_is_a_recipe_that_loads() -> None:
-    assert load(str(recipe_path())).name == "demo"
+    assert load(str(example_path("demo"))).name == "demo"
 
 
 def test_the_console_without_a_terminal_is_one_line() -> None:

@@ -12,6 +12,7 @@ import torch
 from checkpoint_log import newest
 from gloo_group import Processes, Raised
 from tiny_task import TaskWithTest, TinyOptions
+from trained import train as train_alone
 
 from trainer import distributed
 from trainer.checkpoint import load
@@ -251,6 +252,16 @@ def test_an_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
         assert not on_ranks_in_folder.checkpoints.exists(), "nothing is saved"
     assert results == [(result_of_test(first).loss, result_of_test(first).metrics, first["best"])] * 3
     assert {path: path.stat() for path in checkpoints.iterdir()} == before
+
+
+@pytest.mark.parametrize(("flags", "split"), [([], "valid"), (["--eval-split", "test"], None)])
+def test_without_a_test_split_of_a_user_s_task_its_validation_is_evaluated(
+    tmp_path: Path, flags: list[str], split: str | None
+) -> None:
+    assert train_alone(tmp_path / "first", "--max-updates", 2).code == 0
+    done = train_alone(tmp_path / "again", "--eval-only", tmp_path / "first" / "checkpoints", *flags)
+    assert [event["split"] for event in done.events_of("validation")] == ([split] if split else []), done.output
+    assert done.code == (0 if split else 2)
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,27 @@ def test_a_file_that_the_run_would_start_from_is_looked_for(
     assert [(result["key"], result["what"]) for result in found["results"] if result["status"] == "error"] == [
         (f"train.{key}", what)
     ]
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_something_else_in_place_of_the_lock_is_refused_before_the_start(
+    folder: Path, check: Command, kind: str
+) -> None:
+    kept = folder / "kept"
+    kept.mkdir()
+    if kind == "link":
+        (kept / ".lock").symlink_to(folder / "thesis.txt")
+    else:
+        (kept / ".lock").mkdir()
+    (folder / "one.toml").write_text(
+        recipe(train='task = "lm"\nmax_updates = 1\nsave_dir = "kept"', task='data = "stdlib"').text
+    )
+    ended = check("one.toml", "--json")
+    assert ended.returncode == 3
+    found = msgspec.json.decode(ended.stdout)
+    assert [(result["key"], result["what"]) for result in found["results"] if result["status"] == "error"] == [
+        (
+            "train.save_dir",
+            "no checkpoint can be written: kept/.lock is a link, a folder or a device, and no lock of a training",
+        )
+    ]

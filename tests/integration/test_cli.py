@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from gputrain_tui import VERSION, cli
 from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.history.status_file import write_status
+from gputrain_tui.recipe.json_schema import recipe_schema
 from trainer.host.process_identity import identify
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +179,8 @@ def test_a_signal_while_modules_load_stops_the_command_silently(number: signal.S
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_schema_of_a_recipe_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipe-schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == recipe_schema()

@@ -30,11 +30,11 @@ async def test_the_pages_after_the_keys_are_the_topics_with_that_of_the_screen_f
         await settle(pilot)
         await press(pilot, "question_mark")
         titles = [title(app)]
-        for _ in range(len(ORDER)):
+        for _ in range(len(ORDER) - 1):
             await press(pilot, "right")
             titles.append(title(app))
         assert titles[:2] == ["keys of the run screen", "help: numbers"]
-        assert set(titles[1:-1]) == {f"help: {name}" for name in ORDER if name != "developers"}
+        assert set(titles[1:-1]) == {f"help: {name}" for name in ORDER if name not in ("developers", "changelog")}
         assert titles[-1] == titles[0]
         await press(pilot, "left")
         assert title(app) == titles[-2]

@@ -106,3 +106,48 @@ def test_questions_on_a_terminal_become_a_recipe(
 def test_a_recipe_is_named_like_the_file_that_is_asked_for(tmp_path: Path) -> None:
     assert init(tmp_path, "-o", "slow.toml", "--", "torchrun", "train.py").returncode == 0
     assert load(str(tmp_path / "slow.toml")).name == "slow"
+
+
+def test_an_example_is_copied_with_the_script_that_it_runs(tmp_path: Path) -> None:
+    done = init(tmp_path, "--example", "script", "-o", "sub/mine.toml")
+    assert done.returncode == 2  # there is no such folder
+    (tmp_path / "sub").mkdir()
+    done = init(tmp_path, "--example", "script", "-o", "sub/mine.toml")
+    assert (done.returncode, done.stdout) == (0, "sub/mine.toml\nsub/train_script.py\n"), done.stderr
+    assert "`gputrain run sub/mine.toml` runs it" in done.stderr
+    recipe = load(str(tmp_path / "sub/mine.toml"))
+    assert recipe.script is not None
+    assert recipe.script.script == "sub/train_script.py"
+    assert (tmp_path / "sub/train_script.py").is_file()
+    assert "gputrain run sub/mine.toml" in recipe.text
+
+
+def test_no_file_is_written_if_one_of_an_example_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "train_script.py").write_text("mine")
+    done = init(tmp_path, "--example", "script")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gputrain: init: train_script.py already exists: replace it with --force")
+    assert not (tmp_path / "script.toml").exists()
+    assert init(tmp_path, "--example", "script", "--force").returncode == 0
+    assert (tmp_path / "train_script.py").read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--example", "mnits"], "init: 'mnits' is not an example; did you mean 'mnist'?"),
+        (["--example", "demo", "--", "torchrun", "x.py"], "init: --example and a command exclude each other; keep one"),
+    ],
+)
+def test_a_wrong_request_for_an_example_is_one_line(tmp_path: Path, words: list[str], message: str) -> None:
+    done = init(tmp_path, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"gputrain: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_example_is_printed(tmp_path: Path) -> None:
+    done = init(tmp_path, "--example", "demo", "-o", "-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'task = "lm"' in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from fake_driver import fake_driver
 
+from gputrain_tui.hosts.host_channel import HostChannel
 from gputrain_tui.hosts.inventory import (
     MIB,
     Gpu,
@@ -20,7 +22,6 @@ from gputrain_tui.hosts.inventory import (
     is_free,
     take_inventory,
 )
-from gputrain_tui.hosts.inventory_program import inventory_program
 
 ROOT = Path(__file__).parents[2]
 GIB = 1024 * MIB
@@ -37,7 +38,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def inventory_with(driver: Path, **environ: str) -> Inventory:
     done = subprocess.run(
-        [sys.executable, "-m", "gputrain_tui.hosts.inventory"],
+        [sys.executable, "-m", "gputrain_tui", "gpus", "--json"],
         cwd=ROOT,
         env={**os.environ, "LD_LIBRARY_PATH": str(driver), **environ},
         capture_output=True,
@@ -127,15 +128,12 @@ def test_a_driver_without_a_usable_gpu_is_a_normal_answer(driver: Path, mode: st
 
 def test_the_program_answers_where_nothing_is_installed(tmp_path: Path) -> None:
     """What a remote host without gputrain gets: a program on standard input of a bare interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-", "frame:"],
-        input=inventory_program(),
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
-    assert done.stdout.startswith(b"frame:{")
-    inventory = msgspec.json.decode(done.stdout.removeprefix(b"frame:"), type=Inventory)
+
+    def command(words: Sequence[str]) -> list[str]:
+        return ["env", "-C", str(tmp_path), sys.executable, "-S", *words]
+
+    with HostChannel.started("bare", command, quoted=False) as channel:
+        inventory = channel.call("inventory", msgspec.json.Decoder(Inventory), 60.0)
     here = take_inventory()
     assert (inventory.memory.total_bytes, inventory.cpus) == (here.memory.total_bytes, here.cpus)
     assert inventory.note == here.note

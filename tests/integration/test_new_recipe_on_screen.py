@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from rich.cells import cell_len
 from screens_at_rest import in_loop, quiet_app, screen_text, settle, toasts
 from textual.events import Paste
 from textual.widgets import Input
 
 from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.console.widgets.canvas import Canvas
+from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
+from gputrain_tui.recipe.form_fields import Field
+from trainer.contract.schema import Option
 
 USERS_TASK = """
 import msgspec
@@ -43,7 +47,7 @@ def text_of(widget: Canvas) -> str:
 async def test_another_task_sets_keys_aside_says_so_and_undo_brings_them_back() -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await set_field(pilot, screen, "train.task", "mnist")
-        line = "set aside, as mnist has no such option: context, dim, layers, heads, sample_bytes"
+        line = "set aside, as they were set for another task or script: data, context, dim, layers, heads, sample_bytes"
         assert line in text_of(screen.query_one("#detail", Canvas))
         assert any(line in toast for toast in toasts(app))
         assert "context is not known" not in screen_text(app)
@@ -119,6 +123,64 @@ async def test_a_new_recipe_replaces_no_file_and_a_word_that_is_nothing_to_train
         assert not screen.has_class("-editing")
 
 
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("trian.py --lr 0.1", "'trian.py' does not exist in {folder}; did you mean 'train.py'?"),
+        (
+            "torchrun --nproc-per-node 2 sub/train.py",
+            "'sub/train.py' does not exist in {folder}; did you mean 'train.py'?",
+        ),
+        ("other.py:Mlp", "'other.py' does not exist in {folder}; did you mean 'train.py'?"),
+    ],
+)
+@in_loop
+async def test_a_script_that_does_not_exist_gets_no_recipe(folder: Path, typed: str, line: str) -> None:
+    (folder / "train.py").touch()
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await pilot.press("n")
+        screen.query_one("#editor", Input).value = typed
+        await pilot.press("enter")
+        await app.workers.wait_for_complete()
+        await settle(pilot)
+        assert line.format(folder=folder) in toasts(app)
+        assert screen.has_class("-editing")
+        assert list(folder.glob("*.toml")) == []
+
+
+ACCELERATE = """#!/bin/sh
+tries=100
+while [ ! -e answered ] && [ $tries -gt 0 ]; do sleep 0.05; tries=$((tries - 1)); done
+echo '{"env": {"ACCELERATE_USE_FSDP": "true"}, "torchrun": {"nproc_per_node": "2"}}'
+"""
+
+
+@in_loop
+async def test_a_command_that_takes_long_to_read_leaves_the_screen_to_its_user(folder: Path) -> None:
+    (folder / "train.py").touch()
+    (folder / "python").write_text(ACCELERATE)
+    (folder / "python").chmod(0o755)
+    async with open_launch_screen((120, 40)) as (app, pilot, screen):
+        await pilot.press("n")
+        editor = screen.query_one("#editor", Input)
+        editor.value = command = f"{folder}/accelerate launch --use_fsdp train.py"
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "reading …" in screen_text(app)
+        assert list(folder.glob("*.toml")) == []
+        await pilot.press("escape")
+        assert "reading …" not in screen_text(app)
+        await pilot.press("n")
+        editor.value = command
+        await pilot.press("enter")
+        (folder / "answered").touch()
+        await app.workers.wait_for_complete()
+        await settle(pilot)
+        assert [path.name for path in folder.glob("*.toml")] == ["train.toml"]
+        env = tomllib.loads((folder / "train.toml").read_text())["cluster"]["env"]
+        assert env == {"ACCELERATE_USE_FSDP": "true"}
+
+
 @pytest.mark.parametrize("palette", [False, True])
 @in_loop
 async def test_a_new_recipe_is_offered_on_the_first_screen_and_in_the_palette(palette: bool) -> None:
@@ -178,3 +240,22 @@ async def test_a_pasted_block_is_kept_whole_or_refused(end: str) -> None:
         app.post_message(Paste(f"torchrun \\{end}  --nproc-per-node 2 \\{end}  train.py{end}"))
         await settle(pilot)
         assert editor.value.split() == ["torchrun", "--nproc-per-node", "2", "train.py"]
+
+
+def test_a_value_of_wide_characters_leaves_the_help_in_its_column() -> None:
+    option = Option(name="data", kind="str", help="a file")
+    fields = [Field(key="task.data", group="Task", option=option, value=value, written=True, changed=False)
+              for value in ("abc", "日🙂", "日🙂" * 30)]  # fmt: skip
+    rows = ["".join(text for text, _ in draw_field(field, 80, None)) for field in fields]
+    assert len({cell_len(row.partition("a file")[0]) for row in rows}) == 1
+
+
+@in_loop
+async def test_the_field_with_the_cursor_is_marked_without_colours() -> None:
+    async with open_launch_screen() as (_app, pilot, screen):
+        screen.form.focus()
+        for key in ("train.task", "train.optimizer"):
+            screen.form.go_to(key)
+            await settle(pilot)
+            lines = ["".join(part.text for part in screen.form.render_line(y)) for y in range(screen.form.size.height)]
+            assert [line.split()[:2] for line in lines if "▸" in line] == [["▸", key.partition(".")[2]]]

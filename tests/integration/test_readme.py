@@ -16,7 +16,7 @@ from gputrain_tui.recipe.build import build
 RECIPES = [(name, recipe) for name in DOCUMENTS for recipe in blocks(name, "toml")]
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / package / "README.md" for package in ("trainer", "gputrain_tui")),
+    *(ROOT / folder / "README.md" for folder in ("trainer", "gputrain_tui", "tests")),
     *FOLDER.glob("*.md"),
 ]
 SECTIONS = [
@@ -92,7 +92,9 @@ def test_the_page_of_a_package_names_files_that_exist(package: str) -> None:
 @pytest.mark.parametrize("page", DOCUMENTS)
 def test_every_command_that_is_named_exists(page: str) -> None:
     typed = "".join(block for language in ("sh", "shell", "sh slurm") for block in blocks(page, language))
-    named = re.findall(r"`gputrain ([a-z]+)\b", DOCUMENTS[page]) + re.findall(r"^gputrain ([a-z]+)\b", typed, re.M)
+    named = re.findall(r"`gputrain ([a-z][a-z-]*)\b", DOCUMENTS[page]) + re.findall(
+        r"^gputrain ([a-z][a-z-]*)\b", typed, re.M
+    )
     assert set(named) <= set(COMMANDS)
     topics = re.findall(r"`gputrain help ([a-z-]+)`", DOCUMENTS[page])
     assert set(topics) <= set(ORDER)

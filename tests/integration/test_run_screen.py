@@ -28,7 +28,7 @@ from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at
-from trainer.contract.record import Checkpoint, Doing, Step
+from trainer.contract.record import Checkpoint, Doing, Finding, Step
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +196,25 @@ async def test_keys_choose_the_panel_of_a_small_terminal_and_enlarge_it(tmp_path
         await press(pilot, "t")
         await press(pilot, "t")
         assert visible_panels(screen) == {"ranks"}
+
+
+@played
+async def test_a_finding_that_does_not_fit_is_opened_on_the_whole_screen(tmp_path: Path) -> None:
+    run = two_ranks(tmp_path)
+    message = "rank 1 has done no step for more than 10 s; " + "its last collectives are all_reduce 63 of [4160]; " * 9
+    finding = Finding(time=NOW, kind="stalled", rank=1, severity="critical", message=message,
+                      evidence={"silent_s": 10.5}, advice="look at its stack")  # fmt: skip
+    synthetic.write(run.dir.run_events, finding)
+    app = console(run)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "f", "enter")
+        text = "\n".join(rows(app))
+        assert visible_panels(app.screen) == {"findings"}
+        for words in ("has done no step", "silent s 10.50", "look at its stack"):
+            assert words in text
+        await press(pilot, "enter", "escape")
+        assert visible_panels(app.screen) == {"ranks", "loss", "findings"}
 
 
 @played

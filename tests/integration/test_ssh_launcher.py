@@ -24,6 +24,8 @@ from trainer.contract.stop_level import StopLevel
 LIMIT_S = 60.0
 HERE = 'while [ "$1" != -- ]; do shift; done; shift 2; exec sh -c "$*"'
 """Runs the command that ssh gets on this machine."""
+STARTS_NOTHING = """for mark; do :; done
+printf '%s{"call": 1, "kind": "started", "name": "", "offset": 0, "bytes": 2}\\n{}' "$mark"; sleep 600"""
 PRINTS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.getcwd(), flush=True)"
 SHOWS_STACKS = """
 import faulthandler, os, signal, sys
@@ -82,10 +84,11 @@ def ended(process: NodeProcess) -> int:
         (HERE, node("/no/such/python"), "there is no interpreter /no/such/python"),
         (HERE, node(setup="module load nothing"), "setup ended with exit code 127"),
         (HERE, node(setup='echo "$HOME"; exit 3'), str(Path.home())),
-        ("exec yes", node(), "it printed more than 1 MiB, but nothing from the agent"),
+        ("exec yes", node(), "it printed more than 1 MiB, but no answer"),
         ("yes >&2", node(), "it printed more than 1 MiB on its standard error"),
-        ("exec sleep 60 >&2", node(), "it closed its standard output before the agent answered"),
+        ("exec sleep 60 >&2", node(), "it closed its standard output before it answered"),
         ("exit 127", node(), "there is no python3"),
+        (STARTS_NOTHING, node(), "it sent no valid answer"),
         ("echo 'Host key verification failed.' >&2; exit 255", node(), "its host key is not known yet: run"),
     ],
 )

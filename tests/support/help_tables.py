@@ -1,4 +1,4 @@
-"""The tables of the help that are made from the code; ``python tests/support/help_tables.py`` writes them anew.
+"""Tables of the help and the recipe's schema, made from the code: ``python tests/support/help_tables.py`` writes them.
 
 A table stands in ``gputrain_tui/help`` between its heading and the next heading of the second level.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ import msgspec
 from gputrain_tui.console.actions import ACTIONS, EVERYWHERE, of_place
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.help_topics import FOLDER
+from gputrain_tui.recipe.json_schema import recipe_schema
 from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, SlurmOptions, train_options
 from gputrain_tui.recipe.report_options import ReportOptions
 from trainer.contract import errors
@@ -25,6 +27,14 @@ from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import AnyEvent, events
 from trainer.contract.schema import Option, describe
+
+SCHEMA = FOLDER.parent / "recipe" / "recipe.schema.json"
+"""The file that the recipes of the repository name for editors."""
+
+
+def schema_text() -> str:
+    """Return the schema of a recipe as text."""
+    return json.dumps(recipe_schema(), ensure_ascii=False, indent=1) + "\n"
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
@@ -169,7 +179,8 @@ def sections() -> Iterator[tuple[str, str, str]]:
 
 
 def write() -> None:
-    """Write every table into its topic."""
+    """Write every table into its topic, and the schema."""
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
     for topic, heading, content in sections():
         path = FOLDER / f"{topic}.md"
         text = path.read_text(encoding="utf-8")

@@ -45,7 +45,10 @@ def run_dir(
             for step in range(1, steps + 1):
                 loss = 1.0 + 4.0 * math.exp(-step * lr) + 0.01 * rank
                 time = started + step * seconds_per_step
-                event = Step(time=time, rank=rank, step=step, epoch=1, steps=1, samples=8, loss=loss)
+                event = Step(
+                    time=time, rank=rank, step=step, epoch=1, steps=1, samples=8, loss=loss,
+                    step_ms=1e3 * seconds_per_step,
+                )  # fmt: skip
                 file.write(encode_event(event))
             if rank == 0:
                 file.write(encode_event(Validation(time=time, step=steps, epoch=1, split="valid", loss=loss + 0.5)))

@@ -84,6 +84,7 @@ def test_throughput_is_of_all_ranks_also_where_steps_become_slower_and_ranks_rea
                 Step(
                     time=time, rank=rank, step=step, epoch=1, steps=1, samples=samples, loss=1.0,
                     step_ms=1e3 * seconds, sync_exposed_ms=250.0 * seconds,
+                    forward_ms=750.0 * seconds, other_ms=0.0,
                 )
             )  # fmt: skip
     rates = found.points(10, over_time=False, measure="samples_per_s").values

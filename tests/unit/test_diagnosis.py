@@ -10,6 +10,8 @@ import pytest
 from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
 from gputrain_tui.diagnosis.statistics import excess, jitter, midmean, quantile, spread
 from gputrain_tui.state import RunState
+from gputrain_tui.state.finding_text import run_mark
+from gputrain_tui.state.record_watch import RECORD_LAG_S
 from trainer.contract.record import (
     Checksum,
     Doing,
@@ -602,11 +604,42 @@ def test_a_loss_that_is_no_number_is_a_finding(loss: float, before: int) -> None
     found = run.steps(3, loss=loss)
     first = before + 1
     assert summaries(found) == [("non_finite", "raised", 0, "loss")]
-    message = f"the loss of rank 0 and of 1 other rank has been NaN or infinite since step {first}"
+    assert found[0].ranks == [0, 1]
+    assert run_mark(found) == f"NaN since step {first} on ranks 0, 1"
+    message = f"the loss of all 2 ranks has been NaN or infinite since step {first}"
     assert found[0].message.startswith(message)
     assert f"a checkpoint from before step {first}" in found[0].advice
     assert run.steps(2 * HISTORY, loss=loss) == [], "it stands for as long as it lasts"
     assert summaries(run.steps(1)) == [("non_finite", "cleared", 0, "loss")]
+
+
+@pytest.mark.parametrize("going", [True, False], ids=["a rank recorded later", "a rank that hangs"])
+def test_a_loss_that_is_no_number_is_reported_once_every_rank_that_goes_on_has_recorded_the_step(going: bool) -> None:
+    run = SimulatedRun(3)
+    run.steps(10)
+    run.step += 1
+    late, *others = run.one_step(balanced, NAN)
+    run.state.apply_all(others)
+    assert run.diagnose() == []
+    if going:
+        run.state.apply(late)
+        (found,) = run.diagnose()
+        assert (found.ranks, run_mark([found])) == ([0, 1, 2], "NaN since step 11 on ranks 0, 1, 2")
+    else:
+        run.now += RECORD_LAG_S + 1.0
+        (found,) = (each for each in run.diagnose() if each.kind == "non_finite")
+        assert found.ranks == [1, 2]
+
+
+def test_a_rank_alone_with_a_loss_that_is_no_number_is_named_alone() -> None:
+    run = SimulatedRun(2)
+    run.steps(10)
+    run.step += 1
+    first, second = run.one_step(balanced, 2.0)
+    second.loss, second.non_finite = None, ["loss"]
+    run.state.apply_all((first, second))
+    (found,) = run.diagnose()
+    assert (found.rank, found.ranks, run_mark([found])) == (1, [], "NaN since step 11 on rank 1")
 
 
 def test_a_loss_is_judged_where_samples_are_not_counted_and_as_the_record_has_it() -> None:

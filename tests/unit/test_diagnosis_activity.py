@@ -41,6 +41,14 @@ def test_a_script_whose_children_train_is_not_stalled() -> None:
     assert [finding.kind for finding in watched(run, 320, children_percent=0.0)] == ["stalled"]
 
 
+@pytest.mark.parametrize("percent", [17.0, 150.0])
+def test_children_that_train_after_some_steps_are_no_stall_on_a_crowded_machine_either(percent: float) -> None:
+    run = SimulatedRun(1)
+    run.steps(40)
+    assert watched(run, 240, children_percent=percent) == []
+    assert [finding.kind for finding in watched(run, 60, children_percent=0.0)] == ["stalled"]
+
+
 def test_a_log_that_grows_is_activity() -> None:
     run = starting(1, "training")
     assert watched(run, 600, log_bytes=lambda second: second // 20) == []

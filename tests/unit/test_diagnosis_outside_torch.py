@@ -18,11 +18,14 @@ def step(number: int, *, other_ms: float | None, compute_ms: float, rank: int = 
     )  # fmt: skip
 
 
-def diagnosed(state: RunState, *, other_ms: float | None, compute_ms: float, steps: int = 120) -> list[Finding]:
+def diagnosed(
+    state: RunState, *, other_ms: float | None, compute_ms: float, steps: int = 120, every: int = 1
+) -> list[Finding]:
     diagnosis, found = Diagnosis(), []
     for number in range(1, steps + 1):
         for rank in state.ranks:
-            state.apply(step(number, other_ms=other_ms, compute_ms=compute_ms, rank=rank))
+            here = other_ms if number % every == 0 else 0.1
+            state.apply(step(number, other_ms=here, compute_ms=compute_ms, rank=rank))
         found += diagnosis.update(state, float(number))
     state.apply_all(found)
     return found
@@ -44,6 +47,12 @@ def test_a_script_whose_own_code_takes_most_of_a_step_is_told_so(ranks: int) -> 
 def test_other_parts_that_take_longer_are_no_finding_of_it(other_ms: float | None, compute_ms: float) -> None:
     found = diagnosed(RunState(world_size=1, history=HISTORY), other_ms=other_ms, compute_ms=compute_ms)
     assert "outside_torch" not in {finding.kind for finding in found}
+
+
+def test_a_long_pause_after_each_epoch_is_no_share_of_a_step() -> None:
+    """A script's validation, for example: the advice to do it every few steps is followed already."""
+    state = RunState(world_size=1, history=HISTORY)
+    assert diagnosed(state, other_ms=4000.0, compute_ms=16.0, steps=400, every=40) == []
 
 
 def test_the_time_between_a_tasks_steps_is_no_advice_to_its_user() -> None:

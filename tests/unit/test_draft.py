@@ -254,3 +254,11 @@ def test_recipes_are_found_in_the_folder_and_in_ones_own(tmp_path: Path) -> None
         ("this folder", "broken"),
         ("yours", "mine"),
     ]
+
+
+def test_recipes_of_one_name_are_listed_by_their_files(tmp_path: Path) -> None:
+    for stem in ("one", "two", "three"):
+        name = "other" if stem == "three" else "one"
+        (tmp_path / f"{stem}.toml").write_text(f'name = "{name}"\n[train]\ntask = "lm"\n')
+    found = recipe_files(tmp_path, tmp_path / "own")
+    assert {file.path.stem: file.name for file in found} == {"one": "one", "two": "two", "three": "other"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.draft import Draft
 from gputrain_tui.recipe.form_fields import Field
+from gputrain_tui.recipe.new_recipe import from_text
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import value_text
@@ -49,7 +51,7 @@ USERS_OPTIONS = (Option(name="width", kind="int", default=32, help="units"),)
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("task", ["mnist", "masked_lm", "docnn", "mlp.py:Mlp"])
-def test_keys_that_the_new_task_lacks_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
+def test_keys_of_the_former_task_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
     text = json.dumps(tomllib.loads(TEXT)) if as_json else TEXT
     one = draft(text)
     one.add_task("mlp.py:Mlp", USERS_OPTIONS)
@@ -59,11 +61,36 @@ def test_keys_that_the_new_task_lacks_are_set_aside_and_undone_with_the_task(tas
     known = {field.key for field in one.fields() if field.group == "Task"}
     taken = override(parse(one.text, name="one.toml").data, one.settings)[0].get("task", {})
     assert {f"task.{name}" for name in taken} <= known, "preflight refuses what the form does not show"
-    lacking = [key for key in ("task.data", "task.dim") if key not in known]
-    assert one.set_aside == lacking
+    assert set(one.set_aside) == {"task.data", "task.dim"}
     assert one.undo() == "train.task"
     assert (one.text, one.settings, [(field.key, field.text) for field in one.fields()]) == before
     assert one.set_aside == []
+
+
+def test_a_key_that_both_tasks_have_does_not_carry_the_value_of_another_task() -> None:
+    one = draft(TEXT.replace('task = "lm"', 'task = "docnn"').replace('data = "stdlib"', 'train_path = "a.tsv"\n'))
+    one.set("task.dropout", "0.3")
+    one.set("train.task", "lm")
+    assert set(one.set_aside) == {"task.train_path", "task.dropout"}
+    assert not [setting for setting in one.settings if setting.startswith("task.")]
+    assert field(one, "task.dropout").text == value_text(field(one, "task.dropout").option.default) != "0.3"
+    one.set("task.dropout", "0.2")
+    assert one.set_aside == ["task.train_path"], "it was set again"
+    one.set("train.task", "docnn")
+    assert (field(one, "task.dropout").text, one.set_aside) == ("0.3", [])
+    one.set("train.task", "lm")
+    assert field(one, "task.dropout").text == "0.2"
+    keys = [one.undo() for _ in range(5)]
+    assert keys == ["train.task", "train.task", "task.dropout", "train.task", "task.dropout"]
+    assert (one.changes, one.set_aside, one.undo()) == ({}, [], None)
+
+
+def test_a_value_in_the_file_stays_with_its_task_unless_it_is_the_default_of_the_new_one() -> None:
+    written = 'dropout = 0.1\nvalid_fraction = 0.2\npattern = ["*.txt", "*.md", "*.py"]\n'
+    one = draft(TEXT.replace('data = "stdlib"', written))
+    one.set("train.task", "masked_lm")
+    assert one.set_aside == ["task.valid_fraction"]
+    build(one.text, name=one.name, overrides=[*one.settings, "task.data=x"])
 
 
 def test_the_way_to_a_task_leaves_no_trace() -> None:
@@ -125,6 +152,84 @@ def test_without_its_script_a_recipe_may_get_a_task() -> None:
     one.set("task.data", "digits")
     assert build(one.text, name=one.name, overrides=one.settings).train.task == "mnist"
     assert [one.undo(), one.undo(), one.undo(), one.text] == ["task.data", "train.task", "train.script", text]
+
+
+# New keys and tables in the text
+
+COMMENTED = """# head
+name = "x"
+
+# about train
+[train]
+task = "lm"
+lr = 0.1 # high
+# below lr
+
+# about report
+[report]
+tensorboard = true
+"""
+COMPLETED = """# head
+name = "x"
+
+[[cluster.nodes]]
+ranks = 2
+
+# about train
+[train]
+task = "lm"
+lr = 0.1 # high
+# below lr
+max_epochs = 3
+
+[task]
+data = "stdlib"
+
+# about report
+[report]
+tensorboard = true
+"""
+
+
+def _saved(one: Draft, *settings: tuple[str, str]) -> str:
+    for key, value in settings:
+        one.set(key, value)
+    return dump_toml(build(one.text, name=one.name, overrides=one.settings))
+
+
+def test_new_keys_and_tables_stand_in_their_place_and_comments_stay_with_their_table() -> None:
+    changes = (("task.data", "stdlib"), ("cluster.nodes[0].ranks", "2"), ("train.max_epochs", "3"))
+    assert _saved(draft(COMMENTED), *changes) == COMPLETED
+    assert _saved(draft(COMMENTED.rstrip("\n")), *changes) == COMPLETED
+
+
+def test_the_task_of_a_new_recipe_stands_before_the_comments_about_reports() -> None:
+    text = from_text("lm").text(file="lm.toml")
+    saved = _saved(draft(text), ("task.data", "stdlib"), ("train.lr", "0.2"))
+    before, comments = text.split("\n# [report]")
+    assert saved == f'{before}lr = 0.2\n\n[task]\ndata = "stdlib"\n\n# [report]{comments}'
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_a_recipe_keeps_each_comment_whatever_is_changed(path: Path) -> None:
+    text = path.read_text()
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    for found in draft(text).fields():
+        if found.key in ("train.task", "train.script") or found.written or not (values := found.values):
+            continue
+        one = draft(text)
+        one.set(found.key, values[-1] if values[-1] != found.text else values[0])
+        try:
+            recipe = build(one.text, name=one.name, overrides=one.settings)
+        except RequestError:
+            continue
+        saved = dump_toml(recipe)
+        assert [line for line in saved.splitlines() if line.startswith("#")] == comments
+        again = build(saved, name=one.name)
+        assert (again.train, again.cluster, again.slurm) == (recipe.train, recipe.cluster, recipe.slurm)
+        assert (again.task_options, again.report) == (recipe.task_options, recipe.report)
 
 
 # Text as typed

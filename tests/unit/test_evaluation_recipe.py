@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import pytest
 
 from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
+from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import evaluated_split
 
 
 @pytest.mark.parametrize(
@@ -17,13 +21,15 @@ from trainer.contract.errors import RequestError
     ],
 )
 def test_the_split_is_the_test_split_or_the_validation_of_a_task_without_one(
-    tmp_path: Path, task: str, asked: str | None, split: str
+    tmp_path: Path, task: str, asked: Literal["test", "valid"] | None, split: str
 ) -> None:
     file = tmp_path / "r.toml"
     file.write_text(f"[train]\nmax_epochs = 1\n{task}\n")
     overrides: list[str] = []
     recipe = evaluation_recipe(str(file), overrides=overrides, checkpoint=tmp_path / "best.pt", run="", split=asked)
-    assert recipe.train.eval_split == split
+    schema = options_schema(recipe.train.task)
+    assert schema is not None
+    assert evaluated_split(recipe.train, msgspec.convert(dict(recipe.task_options), schema).splits) == split
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,7 @@ def test_the_split_is_the_test_split_or_the_validation_of_a_task_without_one(
     ],
 )
 def test_a_split_that_a_built_in_task_lacks_is_refused_before_a_rank_starts(
-    tmp_path: Path, task: str, asked: str | None, message: str
+    tmp_path: Path, task: str, asked: Literal["test", "valid"] | None, message: str
 ) -> None:
     file = tmp_path / "r.toml"
     file.write_text(f"[train]\nmax_epochs = 1\ntask = {task}\n")

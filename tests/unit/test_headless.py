@@ -9,10 +9,11 @@ from row_texts import row_text
 
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
-from gputrain_tui.headless.number_text import number, ranks_text
+from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import LOG_CELLS, ProgressView, event_line, plain_line, progress_line, wrapped
 from gputrain_tui.headless.styled_text import clip, length, paint
 from gputrain_tui.state import RunState
+from gputrain_tui.tables import ranks_text
 from trainer.contract.record import (
     Checkpoint,
     Checksum,
@@ -77,9 +78,9 @@ def plain(lines: list[list[tuple[str, str]]]) -> str:
 
 
 LINES = {
-    80: " 30%  ep 2/4  120/400  loss 3.1050  1,280/s  slow r1 +10 ms  sync 14%  eta 14 s",
-    120: "━━━━━────────────  30%  epoch 2/4  step 120/400  loss 3.1050  1,280 samples/s"
-    "  slowest r1 +10.0 ms  sync 14.0%  eta 14 s",
+    80: " 30%  ep 2/4  120/400  loss 3.1050  1,280/s  late r1 10 ms  sync 14%  eta 14 s",
+    120: "━━━━━━───────────────  30%  epoch 2/4  step 120/400  loss 3.1050  1,280 samples/s"
+    "  late r1 10.0 ms  sync 14.0%  eta 14 s",
 }
 
 
@@ -109,9 +110,9 @@ def test_without_a_limit_there_is_no_bar_and_no_time_left() -> None:
     assert "eta" not in line
 
 
-def test_one_rank_alone_has_no_slowest_rank_and_no_sync_share() -> None:
+def test_one_rank_alone_is_not_late_and_has_no_sync_share() -> None:
     line = paint(progress_line(trained(1), 120, now=1007.0), colour=False)
-    assert "slow" not in line
+    assert "late" not in line
     assert "sync" not in line
 
 
@@ -134,7 +135,7 @@ def test_a_cause_is_shown_as_soon_as_it_is_known_until_the_next_attempt() -> Non
 
 def test_a_plain_line_has_every_measure() -> None:
     assert plain_line(trained(), now=1007.0) == (
-        "epoch 2/4  step 120/400 (30%)  loss 3.1050  1,280 samples/s  slowest r1 +10.0 ms  sync 14.0%  eta 14 s"
+        "epoch 2/4  step 120/400 (30%)  loss 3.1050  1,280 samples/s  late r1 10.0 ms  sync 14.0%  eta 14 s"
     )
 
 
@@ -144,9 +145,9 @@ rank  host    steps    loss  samples/s  data  compute   sync  optimizer  other
    0  node-a    120  3.1000      640.0  2.0%    50.0%  24.0%       4.0%  20.0%
    1  node-a    120  3.1100      640.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
     120: """\
-rank  host    device  steps    loss  samples/s  step ms  data  compute   sync  optimizer  other
-   0  node-a  cpu       120  3.1000      640.0     50.0  2.0%    50.0%  24.0%       4.0%  20.0%
-   1  node-a  cpu       120  3.1100      640.0     50.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
+rank  host    device  steps    loss  samples/s  step ms  late ms  data  compute   sync  optimizer  other
+   0  node-a  cpu       120  3.1000      640.0     50.0      0.0  2.0%    50.0%  24.0%       4.0%  20.0%
+   1  node-a  cpu       120  3.1100      640.0     50.0     10.0  2.0%    70.0%   4.0%       4.0%  20.0%""",
 }
 
 
@@ -177,6 +178,7 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -
     state.apply(Sample(time=1008.0, step=120, text="def foo(\n\x1b[2Jself"))
     state.apply(RunEnded(time=1009.0, status="finished", exit_code=0))
     assert plain(closing_lines(state, 80)).splitlines()[3:] == [
+        "all ranks  1,280 samples/s  in 6.0 s of steps",
         "valid      epoch 2  step 120  loss 2.5500  accuracy 0.4100",
         "parameters equal on all ranks",
         "checkpoint /r/checkpoints/120.pt",
@@ -217,16 +219,20 @@ def test_before_the_first_step_a_compilation_has_its_name() -> None:
 
 def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agree() -> None:
     state = trained(tokens=3200)
-    assert "  1,280 samples/s  128,000 tokens/s  slowest" in plain_line(state, now=1007.0)
-    assert plain(closing_lines(state, 80)).splitlines()[3] == "all ranks  1,280 samples/s  128,000 tokens/s"
+    assert "  1,280 samples/s  128,000 tokens/s  late" in plain_line(state, now=1007.0)
+    assert plain(closing_lines(state, 80)).splitlines()[3] == (
+        "all ranks  1,280 samples/s  128,000 tokens/s  in 6.0 s of steps"
+    )
     for rank in (0, 1):
         state.apply(
             ModelFlops(
                 time=1001.0, rank=rank, flops_per_sample=1e9, number_format="bf16", peak_flops_per_s=1.6e14
             )
         )  # fmt: skip
-    assert "  128,000 tokens/s  MFU 0.4%  slowest" in plain_line(state, now=1007.0)
-    assert plain(closing_lines(state, 80)).splitlines()[3] == "all ranks  1,280 samples/s  128,000 tokens/s  MFU 0.4%"
+    assert "  128,000 tokens/s  MFU 0.4%  late" in plain_line(state, now=1007.0)
+    assert plain(closing_lines(state, 80)).splitlines()[3] == (
+        "all ranks  1,280 samples/s  128,000 tokens/s  MFU 0.4%  in 6.0 s of steps"
+    )
     assert paint(progress_line(state, 80, now=1007.0), colour=False) == LINES[80]
     head = RunHeading(status="running", name="n", id="i", world_size=2, hosts=1, summary=state.figures)
     header = " ".join(row_text(draw_header(head, 200, 2)[1]).split())
@@ -257,10 +263,26 @@ def test_the_closing_table_has_raised_and_cleared_findings() -> None:
     state.apply(Finding(time=1006.0, kind="straggler", rank=1, step=90, message="rank 1 is late", state="cleared"))
     state.apply(Finding(time=1007.0, kind="input_bound", step=110, message="data takes 40 % of a step"))
     state.apply(Finding(time=1007.0, kind="not_measured", severity="info", message="no bucket times"))
-    assert plain(closing_lines(state, 80)).splitlines()[3:] == [
+    assert plain(closing_lines(state, 80)).splitlines()[4:] == [
         "finding    step 110: data takes 40 % of a step",
         "cleared    rank 1 is late",
     ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "texts", "line"),
+    [
+        ((), "aa", "parameters equal on all ranks"),
+        ((0, 1), "aa", "parameters NaN or infinite on all ranks"),
+        ((1,), "ab", "parameters DIFFER between ranks; NaN or infinite on rank 1"),
+    ],
+)
+def test_parameters_that_are_no_numbers_are_never_called_equal(bad: tuple[int, ...], texts: str, line: str) -> None:
+    state = trained()
+    for rank, text in enumerate(texts):
+        bits = {"parameters": text, "buffers": "", "non_finite": rank in bad}
+        state.apply(Checksum(time=1008.0, rank=rank, step=120, **bits))
+    assert line in plain(closing_lines(state, 80)).splitlines()
 
 
 def test_of_very_many_findings_the_first_are_listed() -> None:

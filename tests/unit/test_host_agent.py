@@ -1,4 +1,4 @@
-"""Files that a session of the host agent sends."""
+"""Files that a session of a node sends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.hosts.host_agent import MAX_DATA_BYTES, Session
-
-MARK = b"\x00mark"
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES
+from gputrain_tui.hosts.host_session import Session
 
 
 @pytest.mark.parametrize(("size", "sent"), [(MAX_DATA_BYTES, True), (MAX_DATA_BYTES + 1, False)])
 def test_a_file_larger_than_a_frame_stays_on_the_host_and_the_session_goes_on(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], size: int, sent: bool
+    tmp_path: Path, size: int, sent: bool
 ) -> None:
     run_dir = tmp_path / "runs" / "run"
     for folder in ("events", "logs", "digest", "nodes"):
@@ -22,10 +21,6 @@ def test_a_file_larger_than_a_frame_stays_on_the_host_and_the_session_goes_on(
         dump.truncate(size)
     (run_dir / "nodes" / "0.json").write_text("{}")
     env = {"GPUTRAIN_HOME": str(tmp_path)}
-    session = Session(
-        MARK, {"run_dir": str(run_dir), "env": env, "node": 0, "ranks": [0], "sizes": {}, "attempt": "first"}
-    )
-    session.send_record()
-    frames = capfdbinary.readouterr().out.split(MARK)[1:]
-    assert [b"collectives_0" in frame[:200] for frame in frames] == ([True, False] if sent else [False])
-    assert b'"nodes/0.json"' in frames[-1]
+    request = {"run_dir": str(run_dir), "env": env, "node": 0, "ranks": [0], "sizes": {}, "attempt": "first"}
+    frames, _ = Session({**request, "leased": False}).growth(1)
+    assert [each.name for each in frames] == [*(["logs/collectives_0"] if sent else []), "nodes/0.json"]

@@ -15,13 +15,14 @@ import pytest
 
 from gputrain_tui.hosts import environment_facts
 from gputrain_tui.hosts.environment_facts import Environment, Torch
+from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle.prepared import with_interfaces
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
-from gputrain_tui.preflight.collect_hosts import HostDialog, HostError, collect_hosts
+from gputrain_tui.preflight.collect_hosts import collect_hosts
 from gputrain_tui.preflight.host_checks import check_hosts
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe.build import build
@@ -353,26 +354,24 @@ def test_an_environment_is_read_without_importing_it(tmp_path: Path, task: str, 
 
 
 def test_a_host_that_never_reads_or_never_ends_is_given_up_in_time() -> None:
-    for script, words in (("read line; sleep 600", "did not answer within 0.2 s"), ("exec yes", "more than 4 MiB")):
-        dialog = HostDialog("h1", lambda command, script=script: ["sh", "-c", script, *command])
-        dialog.ask("facts")
+    for script, words in (("read line; sleep 600", "did not answer within 0.2 s"), ("exec yes", "more than 1 MiB")):
+        channel = HostChannel.started("h1", lambda command, script=script: ["sh", "-c", script, *command])
         with pytest.raises(HostError, match=words):
-            dialog.answer(msgspec.json.Decoder(dict), 0.2 if "sleep" in script else 60)
-        dialog.kill()
-        dialog.close()
+            channel.call("facts", msgspec.json.Decoder(dict), 0.2 if "sleep" in script else 60)
+        channel.close(at_once=True)
 
 
 HOSTILE = """
 import json, sys
 mark = sys.argv[-1]
-def answer(value):
-    print(mark + json.dumps(value), flush=True)
 memory = {"total_bytes": 1, "available_bytes": 1}
 inventory = {"host": "\\x1b]0;x\\x07", "time": 0.0, "cpus": {}, "memory": memory}
+limits = {"processes": None, "files": None, "memory_bytes": None}
 for line in sys.stdin.buffer:
-    if b'"ask": "facts"' in line[-100000:]:
-        limits = {"processes": None, "files": None, "memory_bytes": None}
-        answer({"machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])})
+    if b'"name": "facts"' in line[-1000:]:
+        data = json.dumps({"machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])})
+        header = {"call": 1, "kind": "answer", "name": "", "offset": 0, "bytes": len(data)}
+        print(mark + json.dumps(header), data, sep="\\n", end="", flush=True)
 """
 
 
@@ -382,7 +381,6 @@ def test_hosts_are_queried_again_once_the_save_folder_has_changed(
     (tmp_path / "ssh").write_text(f"#!/bin/sh\necho >> {tmp_path}/started\nexit 1\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("GPUTRAIN_SSH", str(tmp_path / "ssh"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     local = LocalFacts(python=sys.executable)
     starts = []
     for folder in ("/a", "/a", "/b"):
@@ -411,13 +409,12 @@ def test_a_host_that_lies_is_blamed_itself(
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("GPUTRAIN_SSH", str(tmp_path / "ssh"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     wanted = recipe()
     local = LocalFacts(python=sys.executable)
     found = collect_hosts(wanted, plan(wanted, {}, local=local), local, env={})
     assert [(each.host, each.problem) for each in found] == [
-        ("h1", "it sent no valid host facts"),
-        ("h2", "it sent no valid host facts"),
+        ("h1", "it sent no valid answer"),
+        ("h2", "it sent no valid answer"),
     ]
 
 

@@ -5,10 +5,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import pytest
-
-from gputrain_tui.hosts import agent_connection, host_dialog, inventory_program
-from gputrain_tui.lifecycle import push
+from gputrain_tui.hosts.host_channel import MODULES
+from gputrain_tui.hosts.host_program import FUNCTIONS
 
 
 def imports_of(module: str) -> set[str]:
@@ -29,11 +27,10 @@ def _names(node: ast.AST) -> set[str]:
     return {node.module or ""} - {"__future__"} if isinstance(node, ast.ImportFrom) else set()
 
 
-@pytest.mark.parametrize(
-    "modules", [inventory_program.MODULES, agent_connection.MODULES, push.MODULES, host_dialog.MODULES], ids=len
-)
-def test_a_program_for_other_hosts_has_its_imports_in_order(modules: tuple[str, ...]) -> None:
-    for index, module in enumerate(modules):
-        for needed in imports_of(module):
-            first = needed.partition(".")[0]
-            assert first in sys.stdlib_module_names or needed in modules[:index], f"{module} imports {needed}"
+def test_the_program_for_other_hosts_holds_all_that_it_imports_and_nothing_else() -> None:
+    modules = {f"{package}.{name}" for package, names in MODULES.items() for name in names.split()}
+    needed = {"gputrain_tui.hosts.host_program", *(f"gputrain_tui.hosts.{module}" for module in FUNCTIONS.values())}
+    for module in modules:
+        imported = imports_of(module)
+        needed |= {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert needed == modules

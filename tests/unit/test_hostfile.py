@@ -132,8 +132,9 @@ def test_other_nodes_connect_to_the_address_alone(host: str, address: str) -> No
         (127, "bash: line 1: python3: command not found", "there is no python3"),
         (1, "fish: Unknown command: python3\npython3: command not found", "there is no python3"),
         (1, "python3 is 3.9", "its python3 is 3.9, but 3.10 or newer is needed"),
-        (1, "Traceback\nOSError: odd", "its inventory failed: OSError: odd"),
-        (1, "x" * 300, "its inventory failed: " + "x" * 159 + "…"),
+        (255, "Control socket connect(/c): Connection refused\nada@gpu9: Permission denied", "it refuses the key"),
+        (1, "Traceback\nOSError: odd", "it failed: OSError: odd"),
+        (1, "x" * 300, "it failed: " + "x" * 159 + "…"),
     ],
 )
 def test_a_failure_is_one_line_with_advice(code: int, stderr: str, line: str) -> None:

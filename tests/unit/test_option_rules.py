@@ -27,6 +27,7 @@ CONTRADICTIONS: dict[str, Values] = {
     "--reset-dataloader needs --resume, the checkpoint": {"reset_dataloader": True},
     "--reset-meters needs --resume, the checkpoint": {"reset_meters": True},
     "--finetune-partial needs --finetune-from, the file": {"finetune_partial": True},
+    "--checkpoint-run needs --resume or --eval-only, the folder": {"checkpoint_run": "20261124-a"},
     "--nesterov needs a --momentum above 0": {"optimizer": "sgd", "nesterov": True},
     "--lr-scheduler is step, which needs --lr-step-updates, the optimizer steps between two": {"lr_scheduler": "step"},
     "--lr-scheduler is polynomial_decay, which needs --total-num-update or --max-updates, the step": {
@@ -66,7 +67,7 @@ CONTRADICTIONS: dict[str, Values] = {
         "task": "mnist",
         "activation_checkpointing": True,
     },
-    "--eval-split is test, but the task has no such split; it has valid": {"eval_only": "a.pt"},
+    "--eval-split is test, but the task has no such split; it has valid": {"eval_only": "a.pt", "eval_split": "test"},
 }
 
 ENDLESS: dict[str, Values] = {
@@ -117,6 +118,7 @@ ENDING: list[Values] = [
     {"min_lr": 0.0, "lr_scheduler": "cosine", "total_num_update": 9},
     {"min_lr": 1e-4, "lr_scheduler": "polynomial_decay", "total_num_update": 9, "end_learning_rate": 1e-4},
     {"min_lr": 1e-4, "warmup_updates": 100, "resume": "a.pt", "max_updates": 5},
+    {"eval_only": "a.pt"},
     {"eval_only": "a.pt", "eval_split": "valid"},
 ]
 

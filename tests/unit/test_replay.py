@@ -126,6 +126,27 @@ def test_steps_after_a_restart_replace_the_repeated_ones(run: Run) -> None:
     assert max(window.high) == 50.0
 
 
+@pytest.mark.parametrize("shift_s", [-3600.0, 3600.0], ids=["set back", "set forward"])
+def test_the_events_of_a_file_keep_their_order_where_its_clock_was_set(run: Run, shift_s: float) -> None:
+    for rank in range(RANKS):
+        for folder in (run.dir.events, run.dir.digest):
+            for path in folder.glob(f"{rank}.*ndjson"):
+                path.unlink()
+        shifted = events(rank)
+        for event in shifted[800:]:
+            event.time += shift_s
+        write(run.dir, rank, shifted)
+    found = replay(run.dir)
+    assert found is not None
+    for rank in range(RANKS):
+        steps = [event.step for event in found.events if isinstance(event, Step) and event.rank == rank]
+        assert steps == sorted(steps)
+    live = replayed(run)
+    assert [evaluation.step for evaluation in live.state.validations] == [500, 1000, 1500]
+    assert live.state.step == STEPS
+    assert all(view.last is not None and view.last.step == STEPS for view in live.state.ranks.values())
+
+
 def test_damaged_digests_are_passed_over(run: Run) -> None:
     for path in run.dir.digest.iterdir():
         data = path.read_bytes()

@@ -17,7 +17,7 @@ from gputrain_tui.headless.foreground import JsonStream, conclude
 from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
 from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.state import RunState
-from trainer.contract.record import Step
+from trainer.contract.record import Step, encode_event
 
 
 @pytest.fixture
@@ -93,6 +93,23 @@ def test_a_full_disk_is_kept_as_an_error_and_raises_nothing() -> None:
         out.settle(hurried=lambda: False)
         assert out.error is not None
         assert out.error.errno == errno.ENOSPC
+
+
+def test_the_lines_of_a_file_keep_their_order_where_its_clock_was_set_back(run: Run, pipe: tuple[int, int]) -> None:
+    for rank in (0, 1):
+        steps = [
+            Step(time=1e3 + step - 900.0 * (step > 3), rank=rank, step=step, epoch=1, steps=1, samples=1)
+            for step in range(1, 7)
+        ]
+        run.dir.rank_events(rank).write_bytes(b"".join(map(encode_event, steps)))
+    with os.fdopen(os.dup(pipe[1]), "w") as stream:
+        reader = JsonStream(run, SafeStream(stream))
+        found = reader.poll()
+        lines = list(map(json.loads, os.read(pipe[0], 1 << 16).decode().splitlines()))
+        reader.close()
+    assert [event.step for event in found if isinstance(event, Step)] == [line["step"] for line in lines]
+    for rank in (0, 1):
+        assert [line["step"] for line in lines if line["rank"] == rank] == [1, 2, 3, 4, 5, 6]
 
 
 def test_events_are_passed_on_without_a_control_and_mean_the_same(run: Run, pipe: tuple[int, int]) -> None:

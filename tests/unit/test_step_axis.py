@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from gputrain_tui.history import step_axis
+from gputrain_tui.history.comparison import CurveHistory
 from gputrain_tui.history.step_axis import StepAxis
-from trainer.contract.record import Step
+from gputrain_tui.state import RunState
+from trainer.contract.record import Step, decode_events, encode_event
+from trainer.contract.record.downsampled import Downsampler
+from trainer.host.boot import ClockSet
+from trainer.telemetry.step_events import merge
 
 
 def step(number: int, time: float, *, rank: int = 0, steps: int = 1, samples: int = 8, **values: float) -> Step:
@@ -25,6 +32,42 @@ def test_a_step_has_a_time_and_samples_of_all_ranks() -> None:
     assert axis.at("time", 4.5) == pytest.approx(3.6)
     assert axis.at("samples", 4) == pytest.approx(4 * 32)
     assert (axis.has("tokens"), axis.has("samples")) == (False, True)
+
+
+@pytest.mark.parametrize("shift_s", [3600.0, -3600.0], ids=["forward", "back"])
+def test_a_clock_that_is_set_moves_no_step(shift_s: float) -> None:
+    axis, curve, state = StepAxis(), CurveHistory(1), RunState(world_size=1, max_updates=100)
+    for number in range(1, 51):
+        is_set = number > 20
+        pause = 30.0 if number > 30 else 0.0
+        event = step(number, 1e6 + number + pause + shift_s * is_set, clock_set_ms=1e3 * shift_s * is_set)
+        (read,) = decode_events(encode_event(event))
+        assert isinstance(read, Step)
+        for reader in (axis, curve, state):
+            reader.apply(read)
+    assert axis.at("time", 50) == pytest.approx(79.1), "a pause takes its time"
+    assert (curve.seconds_at(20), curve.last_second) == (pytest.approx(19.1), pytest.approx(79.1))
+    assert state.updates_per_s == pytest.approx(49 / 79)
+
+
+def test_the_clock_counts_as_set_where_it_leaves_the_time_since_the_boot() -> None:
+    times = {"now": 1e9, "boot": 50.0}
+    clock = ClockSet(lambda: times["now"], lambda: times["boot"])
+    times = {"now": 1e9 + 10.3, "boot": 60.0}
+    assert clock.ms() == 0.0, "a small correction"
+    times = {"now": 1e9 - 3600.0, "boot": 70.0}
+    assert clock.ms() == -3_620_000.0
+
+
+def test_an_event_and_a_block_of_several_steps_have_the_shift_of_the_last_one(tmp_path: Path) -> None:
+    steps = [step(number, 1e6 + number, clock_set_ms=5e3 * (number > 10)) for number in range(1, 17)]
+    assert merge(steps).clock_set_ms == 5e3
+    downsampler = Downsampler(tmp_path, "0", 0)
+    for each in steps:
+        downsampler.add(each, 100)
+    downsampler.finish()
+    (line,) = downsampler.take()[tmp_path / "0.16.ndjson"].splitlines()
+    assert json.loads(line)["clock_set_ms"] == 5e3
 
 
 def test_events_of_several_steps_are_interpolated() -> None:

@@ -15,6 +15,7 @@ from host_waits import HostWaits
 from manual_clock import ManualClock
 from torch import nn
 
+from gputrain_tui.state.totals import ZERO_TOTALS
 from trainer.contract.record import (
     Doing,
     EventWriter,
@@ -27,7 +28,7 @@ from trainer.contract.record import (
 from trainer.host.core_waits import core_waits
 from trainer.telemetry.clocks import CudaClock, HostClock
 from trainer.telemetry.comm_hook import factor
-from trainer.telemetry.ddp_log import sync_times
+from trainer.telemetry.ddp_log import SyncTimes, sync_times
 from trainer.telemetry.step_events import StepReading, Synchronisation, merge, step_event
 from trainer.telemetry.step_meter import StepMeter
 from trainer.telemetry.step_recorder import StepRecorder
@@ -205,6 +206,25 @@ def test_slow_steps_have_an_event_each_and_a_clock_set_back_holds_nothing_up(tmp
     recorder.process()
     writer.close()
     assert [event.steps for event in _events(tmp_path)] == [1, 1, 1, 1, 1]
+
+
+def test_steps_before_the_first_measured_synchronisation_share_no_event_with_later_ones(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson")
+    recorder = StepRecorder(HostClock(), writer, rank=0, synchronised=True)
+    for step in range(1, 9):
+        log = SyncTimes(sync_ms=0.3, exposed_ms=0.2, bucket_bytes=None, settled=step > 3)
+        recorder.add(_reading(step, time=1000 + step * 0.001, log=log, phases=["forward", "backward"],
+                              marks=[(ms / 1e3, 0.0) for ms in (0, 1, 2, 3)]))  # fmt: skip
+    recorder.process()
+    recorder.flush()
+    writer.close()
+    events = _events(tmp_path)
+    assert [event.steps for event in events] == [1, 2, 5]
+    assert [event.sync_exposed_ms for event in events] == [None, None, 0.2]
+    totals = ZERO_TOTALS
+    for event in events:
+        totals = totals.plus(event)
+    assert (totals.whole_steps, totals.share("sync")) == (5, pytest.approx(0.2 / 3))
 
 
 def _wait_for_events(folder: Path, count: int) -> None:

@@ -12,7 +12,7 @@ from signal import SIGHUP, SIGINT, SIGRTMIN, SIGTERM, SIGUSR1, SIGUSR2
 import pytest
 
 from trainer.contract.stop_level import StopLevel
-from trainer.host.stop_request import StopRequest, StopRequested, signal_of
+from trainer.host.stop_request import STOP_REASONS, StopRequest, StopRequested, signal_of
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,13 @@ def test_a_second_ctrl_c_and_the_internal_signal_raise_the_stop_level(
             assert not select.select([request], [], [], 0)[0]
         assert request.level == level
         assert request.reason == (f"stopped by {signal.Signals(numbers[0]).name}" if numbers else None)
+
+
+def test_signals_of_our_own_commands_name_the_origin_of_the_stop() -> None:
+    for number, reason in STOP_REASONS.items():
+        with StopRequest() as request:
+            signal.raise_signal(number)
+            assert (request.level, request.reason) == (StopLevel.SAVE, reason)
 
 
 def test_a_risen_stop_level_is_reported_once() -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.errors import RequestError
+from trainer.contract.record.checkpoints import LOCK
 from trainer.contract.record.regular_file import open_regular
 
-LOCK = ".lock"
-"""Name of the locked file. It is never deleted: two processes could then lock two inodes of that name."""
 RELEASE_S = 5.0
 """Time-out for a process of the same run to release the lock: a restarted run may overlap with its previous process."""
 POLL_S = 0.05

@@ -7,7 +7,7 @@ command line, ``train.lr_scheduler`` in a recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def require_consistent(
     """
     task = task_options if isinstance(task_options, BuiltInOptions) else None
     kind = _of_evaluation(options, task, named) if options.eval_only else _of_training(options, named)
-    _refuse((*kind, *_of_batches(options, task, named)), where)
+    _refuse((*kind, *_of_checkpoint(options, named), *_of_batches(options, task, named)), where)
 
 
 def require_end(options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of) -> None:
@@ -98,12 +98,24 @@ def start_option(options: Training) -> str:
     return next((name for name in ("eval_only", "resume", "finetune_from") if getattr(options, name)), "")
 
 
+def evaluated_split(options: Training, splits: Collection[str]) -> str:
+    """Return the split that ``eval_only`` evaluates, of those that the task has."""
+    return options.eval_split or ("valid" if "valid" in splits and "test" not in splits else "test")
+
+
 def _of_evaluation(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
     if options.resume:
         yield _Conflict("eval_only", f"does not train, and {named('resume')} does: leave one of them out")
-    if task is not None and options.eval_split not in task.splits:
-        known = ", ".join(split for split in task.splits if split != "train") or "none besides train"
-        yield _Conflict("eval_split", f"is {options.eval_split}, but the task has no such split; it has {known}")
+    if task is not None and (split := evaluated_split(options, task.splits)) not in task.splits:
+        known = ", ".join(name for name in task.splits if name != "train") or "none besides train"
+        yield _Conflict("eval_split", f"is {split}, but the task has no such split; it has {known}")
+
+
+def _of_checkpoint(options: Training, named: Named) -> Iterator[_Conflict]:
+    if options.checkpoint_run and not (options.resume or options.eval_only):
+        yield _Conflict(
+            "checkpoint_run", f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints"
+        )
 
 
 def _of_training(options: Training, named: Named) -> Iterator[_Conflict]:

@@ -119,7 +119,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
             str,
             Meta(
                 min_length=1,
-                pattern=r"^-{1,2}\w[\w-]*$",
+                pattern=r"^-{1,2}\w[\w-]*$(?!\n)",
                 description="flag with which the script gets its local rank, such as --local-rank of "
                 "torch.distributed.launch; default: by LOCAL_RANK alone",
             ),
@@ -414,10 +414,16 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
-    eval_split: Annotated[
-        Literal["test", "valid"],
-        Meta(description="the split that --eval-only evaluates", extra={"group": "Validation"}),
-    ] = "test"
+    eval_split: (
+        Annotated[
+            Literal["test", "valid"],
+            Meta(
+                description="the split that --eval-only evaluates; default: test, or valid of a task without one",
+                extra={"group": "Validation"},
+            ),
+        ]
+        | None
+    ) = None
 
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1, description="seed", extra={"group": "Numerics"})] = 1
     precision: Annotated[

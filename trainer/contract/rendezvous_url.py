@@ -14,8 +14,8 @@ SCHEMES: tuple[Scheme, ...] = ("tcp", "file", "env")
 LAST_PORT = 65_535
 """Greatest port of TCP."""
 
-_TCP = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?")
-_FILE = re.compile(r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?")
+TCP_URL = r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?"
+FILE_URL = r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,10 @@ def parse_rendezvous_url(url: str) -> RendezvousUrl | None:
     scheme = scheme_of(url)
     if scheme == "env":
         return RendezvousUrl(scheme="env")
-    if match := _FILE.fullmatch(url):
+    if match := re.fullmatch(FILE_URL, url):
         path = unquote(match[1])
         return None if "\0" in path else RendezvousUrl(scheme="file", path=Path(path))
-    match = _TCP.fullmatch(url)
+    match = re.fullmatch(TCP_URL, url)
     if match is None or (match[1] and not _is_ipv6(match[1])):
         return None
     host = match[1].lower() + (match[2] or "") if match[1] else match[3].lower()

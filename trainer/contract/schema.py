@@ -192,18 +192,26 @@ def _kind(node: Any) -> Any:
     return kinds.get(type(node), "str")
 
 
-def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], str]) -> S:
+def check(
+    schema: type[S],
+    values: Mapping[str, Any],
+    *,
+    where: Callable[[str], str],
+    is_text: Callable[[str], bool] = lambda name: True,
+) -> S:
     """Build an options object from untyped values.
 
     Args:
         schema: the Struct or dataclass to build.
         values: name to value, as a recipe holds them; a scalar is taken as a list of one.
         where: returns the source of an option for messages (``--batch-size``, ``recipe.toml: train.batch_size``).
+        is_text: returns whether the value of an option may be given as text, as on a command line; otherwise a text is
+            only taken where the option is one.
 
     Raises:
         RequestError: an unknown name, a wrong type, or a value out of range.
     """
-    complete = check_values(describe(schema), values, where=where)
+    complete = check_values(describe(schema), values, where=where, is_text=is_text)
     types = _hints(schema)  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class
     for option in describe(schema):
         if option.name in complete:
@@ -215,7 +223,11 @@ def check(schema: type[S], values: Mapping[str, Any], *, where: Callable[[str], 
 
 
 def check_values(
-    options: Iterable[Option], values: Mapping[str, Any], *, where: Callable[[str], str]
+    options: Iterable[Option],
+    values: Mapping[str, Any],
+    *,
+    where: Callable[[str], str],
+    is_text: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Any]:
     """Return untyped values as the options have them; arguments and errors as of ``check``."""
     known = {option.name: option for option in options}
@@ -224,6 +236,9 @@ def check_values(
         if name not in known:
             raise RequestError(f"{where(name)} is not known{nearest(name, known)}")
         complete[name] = check_value(known[name], value, where=where(name))
+        if not is_text(name) and _is_quoted(known[name], value):
+            allowed = known[name].allowed
+            raise RequestError(f"{where(name)} is {quoted(value)}, but must be {allowed}: write it without quotes")
     for option in known.values():
         if option.required and option.name not in complete:
             raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
@@ -264,6 +279,12 @@ def _refused(option: Option, value: Any, where: str) -> RequestError:
     if option.kind == "str" and not (option.choices or option.or_kind) and isinstance(value, bool | int | float):
         guess = f': write "{text_of(value).lower()}" with its quotes'
     return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
+
+
+def _is_quoted(option: Option, value: Any) -> bool:
+    """Whether a value of a file has quotes where the option is a number or a truth value."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return (option.item_kind or option.kind) != "str" and any(isinstance(item, str) for item in items)
 
 
 def _coerce(option: Option, value: Any, where: str) -> Any:

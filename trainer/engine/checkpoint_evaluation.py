@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer import distributed
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.contract.option_rules import require_consistent
+from trainer.contract.option_rules import evaluated_split, require_consistent
 from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
@@ -45,11 +45,11 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     """
     assert options.eval_only is not None
     require_consistent(options, task.options)
-    split = options.eval_split
     distributed.from_master(lambda: start.checkpoint() and None)
     seed_all(options.seed)  # as in training, so that a random split is the same one
     splits = task.datasets()
     reports.remark(ctx, "data_read", task.data_note())
+    split = evaluated_split(options, splits)
     if split not in splits:
         known = ", ".join(name for name in splits if name != "train") or "none besides train"
         raise RequestError(f"--eval-split is {split}, but the task has no such split; it has {known}")

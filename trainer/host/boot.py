@@ -1,7 +1,9 @@
-"""Boot id and boot time of this machine."""
+"""Boot id and boot time of this machine, and what its clock was set by since a moment."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,3 +44,27 @@ def uptime_s() -> float | None:
     """Return the seconds since the boot; None if they are unknown."""
     words = read_text(PROC / "uptime").split()
     return float(words[0]) if words else None
+
+
+BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Clock that nobody sets; on Linux it runs on while the machine sleeps, as the clock does."""
+MIN_CLOCK_SET_S = 1.0
+"""Change of the clock that counts as set: slower corrections, as of a time service, change no duration noticeably."""
+
+
+class ClockSet:
+    """By how much the clock of this machine was set since this object was made."""
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.time,
+        since_boot: Callable[[], float] = lambda: time.clock_gettime(BOOT_CLOCK),
+    ) -> None:
+        self._now = now
+        self._since_boot = since_boot
+        self._offset_s = now() - since_boot()
+
+    def ms(self) -> float:
+        """Return by how much the clock was set, whole ms, forward if positive; 0 below a second."""
+        set_s = self._now() - self._since_boot() - self._offset_s
+        return float(round(set_s * 1e3)) if abs(set_s) >= MIN_CLOCK_SET_S else 0.0

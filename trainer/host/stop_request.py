@@ -30,9 +30,15 @@ SAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 NOW_SIGNAL = signal.SIGRTMIN
 """Signal that requests a supervisor or a node agent to exit without saving, and ends a rank that would save on SIGTERM.
 A person or a scheduler sends it for nothing else."""
-STOP_COMMAND_SIGNAL = signal.SIGRTMIN + 1
-"""Signal by which ``gputrain stop`` requests a supervisor to save and exit, so that the reason names that command."""
-STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL, STOP_COMMAND_SIGNAL)
+STOP_COMMAND_SIGNAL, CONSOLE_SIGNAL, STARTER_SIGNAL = (signal.SIGRTMIN + number for number in (1, 2, 3))
+"""Signals that request a supervisor to save and exit, and name the origin of the request."""
+STOP_REASONS = {
+    STOP_COMMAND_SIGNAL: "stopped by `gputrain stop`",
+    CONSOLE_SIGNAL: "stopped in the console",
+    STARTER_SIGNAL: "stopped by the command that started it",
+}
+"""Reason of the stop by the signal that names the origin of the request."""
+STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL, *STOP_REASONS)
 """Signals that the starter of a supervisor blocks: they stay pending until the supervisor has its handlers."""
 
 
@@ -184,8 +190,7 @@ class StopRequest:
         again = self._interrupted and number == signal.SIGINT
         self._interrupted |= number == signal.SIGINT
         level = StopLevel.KILL if again else StopLevel.NOW if number == NOW_SIGNAL else StopLevel.SAVE
-        by = "`gputrain stop`" if number == STOP_COMMAND_SIGNAL else signal.Signals(number).name
-        self.ask(level, f"stopped by {by}")
+        self.ask(level, STOP_REASONS.get(number) or f"stopped by {signal.Signals(number).name}")
         self._unsent.append(number)
         self._forward()
 
@@ -201,5 +206,5 @@ class StopRequest:
         while os.read(0, 4096):
             returned = True
         if not self._released:
-            self.reason = self.reason or ("stopped by the command that started it" if returned else LEASE_LOST)
+            self.reason = self.reason or (STOP_REASONS[STARTER_SIGNAL] if returned else LEASE_LOST)
             signal.pthread_kill(threading.main_thread().ident or 0, NOW_SIGNAL)

@@ -47,6 +47,8 @@ class StepReading(NamedTuple):
     """Synchronisations measured by the comm hook: one, or one per backward pass."""
     warm: bool
     """Whether DDP's warm-up is over."""
+    clock_set_ms: float = 0.0
+    """By how much the clock was set since the rank's start."""
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield all marks, which must be ready before the step's times can be read."""
@@ -132,6 +134,7 @@ def step_event(
         lr=reading.lr,
         loss=loss,
         non_finite=_non_finite(loss=loss, grad_norm=grad_norm),
+        clock_set_ms=reading.clock_set_ms,
         grad_norm=grad_norm,
         local_grad_norm=None if local is None else local / (grad_scale or 1.0),
         gc_ms=rounded(reading.gc_ms),
@@ -199,6 +202,7 @@ def merge(steps: Sequence[Step]) -> Step:
         step=last.step,
         epoch=last.epoch,
         lr=last.lr,
+        clock_set_ms=last.clock_set_ms,
         steps=len(steps),
         samples=sum([step.samples for step in steps]),
         tokens=None if None in (tokens := [step.tokens for step in steps]) else sum(filter(None, tokens)),

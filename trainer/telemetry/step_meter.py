@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.distributed import flight_recorder
+from trainer.host.boot import ClockSet
 from trainer.host.core_waits import core_waits
 from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
@@ -105,6 +106,7 @@ class StepMeter:
         if not self._enabled:
             return
 
+        self._clock_set = ClockSet()
         self._mark = self._clock.mark
         self._recorder = StepRecorder(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
         # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
@@ -235,6 +237,7 @@ class StepMeter:
                 log,
                 syncs,
                 self._count >= WARM_UP,
+                self._clock_set.ms(),
             )
         )
         self._marks, self._phases = [end], []

@@ -57,6 +57,8 @@ class StepRecorder:
         """Queue the readings of a step; called between two steps."""
         self._unmerged: list[Step] = []
         """Complete steps that may share an event with later ones."""
+        self._has_sync = False
+        """Whether a synchronisation was measured: in the first steps it is not."""
         self._last_written_s = -math.inf
         """End of the last step that is written, in Unix seconds."""
         self._lock = threading.Lock()
@@ -119,6 +121,10 @@ class StepRecorder:
         for buckets in reading.syncs:
             clock.release(buckets.marks())
         self.longest_s = max(LONGEST_DECAY * self.longest_s, (event.step_ms or 0.0) * 1e-3)
+        if event.sync_exposed_ms is not None and not self._has_sync:
+            # An event of steps with and without a measured synchronisation has phases that do not add up to its steps.
+            self._has_sync = True
+            self._flush()
         self._unmerged.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
         if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:

@@ -244,8 +244,13 @@ class StepTracker:
             return
         step, at, copy = self._checksums
         self._checksums = None
-        parameters, buffers = self._replica.fingerprint(copy.numbers()).texts
-        self._writer.write(Checksum(time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers))
+        own = self._replica.fingerprint(copy.numbers())
+        parameters, buffers = own.texts
+        self._writer.write(
+            Checksum(
+                time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers, non_finite=own.non_finite
+            )
+        )
 
 
 def _is_checked(step: int, every: int) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
-from textual._slug import TrackedSlugs
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
@@ -16,6 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Markdown, Static
 
 from gputrain_tui.console.actions import groups, of_place
+from gputrain_tui.console.textual_internals import heading_anchor
 from gputrain_tui.help_topics import ORDER, read_topic
 from gputrain_tui.plain_markdown import tables_as_code
 
@@ -99,7 +99,7 @@ class HelpScreen(ModalScreen[None]):
         super().__init__()
         self._place = place
         first = topic or TOPICS.get(place, "recipe")
-        self._pages = ("", first, *(name for name in ORDER if name not in (first, "developers")))
+        self._pages = ("", first, *(name for name in ORDER if name not in (first, "developers", "changelog")))
         """The pages: the keys, then the topics."""
         self._page = 0
         self._heading = heading
@@ -147,7 +147,7 @@ class HelpScreen(ModalScreen[None]):
         self.query_one("#help").scroll_home(animate=False)
         await self._show_topic()
         if self._page == 1 and self._heading:
-            self.call_after_refresh(topic.goto_anchor, TrackedSlugs().slug(self._heading))
+            self.call_after_refresh(topic.goto_anchor, heading_anchor(self._heading))
 
     async def _show_topic(self) -> None:
         name, width = self._pages[self._page], self._text_cells() - TOPIC_INDENT_CELLS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
@@ -10,11 +12,11 @@ import msgspec
 from textual import on, work
 from textual.binding import BindingType
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Input, Static
 
 from gputrain_tui import paths
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.recipe_page import RecipePage, set_aside_text
+from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage, set_aside_text
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
@@ -92,7 +94,10 @@ class LaunchScreen(RecipePage):
             self._leave_editor()
             self._changed()
         elif purpose == "new":
-            return self._write_new(typed)
+            if typed.strip():
+                self._write_new(typed)
+                return False  # the line closes when the text has been read
+            self._leave_editor()
         elif purpose == "save":
             self._leave_editor()
             if typed.strip():
@@ -112,25 +117,40 @@ class LaunchScreen(RecipePage):
         if draft.set_aside not in (before, []):
             self.console.report(set_aside_text(draft))
 
-    def _write_new(self, typed: str) -> bool:
-        """Write a new recipe and open it; return False, with the line open, if the text names nothing to train."""
-        if not typed.strip():
-            self._leave_editor()
-            return True
+    @work(exclusive=True, group="new")
+    async def _write_new(self, typed: str) -> None:
+        """Write a new recipe and open it; the line stays open if the text names nothing to train.
+
+        In a thread: an accelerate command is read by accelerate itself, which takes seconds to import.
+        """
+        label, editor = self.query_one("#label", Static), self.query_one("#editor", Input)
+        label.update("reading …")
+        problem = ""
         try:
-            new = from_text(typed)
-            path = free_path(self.session.folder / file_name(new.name))
-            path.write_text(new.text(file=path.name), encoding="utf-8")
+            new = await asyncio.to_thread(from_text, typed)
         except RequestError as error:
-            self.console.report(str(error), alarm=True)
-            return False
+            problem = str(error)
+        if self._prompt_for != "new":
+            return  # the line was closed meanwhile
+        label.update(NEW_LABEL)
+        if editor.value != typed:
+            self.console.report("not written: the line was changed while it was read; Enter reads it again")
+            return
+        if problem:
+            self.console.report(problem, alarm=True)
+            return
+        path = free_path(self.session.folder / file_name(new.name))
+        try:
+            path.write_text(new.text(file=path.name), encoding="utf-8")
         except OSError as error:
             self.console.report(f"not written: {path}: {error.strerror}", alarm=True)
-            return False
+        else:
+            self._show_new(path, new.notes)
+
+    def _show_new(self, path: Path, notes: Sequence[str]) -> None:
         self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
         self.open_recipe(path)
-        self.console.report("\n".join([f"wrote {self._display_name(path)}", *new.notes]))
-        return True
+        self.console.report("\n".join([f"wrote {self._display_name(path)}", *notes]))
 
     def action_commit(self, step: int) -> None:
         """Complete a path; with nothing to complete, apply the typed text and go to the next field."""

@@ -40,6 +40,8 @@ LEAST_FORM_LINES = 6
 LEAST_PLAN_LINES = 4
 """Fewest lines of the plan then: title, column names, first node, number of hidden lines."""
 
+NEW_LABEL = "new recipe for"
+"""Label of the input line of a new recipe."""
 UNTRIED_FIELDS = ("task", "host")
 """Fields not validated while being typed: a task is imported in a process, a host is contacted by ssh."""
 
@@ -47,7 +49,7 @@ UNTRIED_FIELDS = ("task", "host")
 def set_aside_text(draft: Draft) -> str:
     """Return the line for the keys that another choice of the task has set aside."""
     names = ", ".join(key.partition(".")[2] for key in draft.set_aside)
-    return f"set aside, as {draft.task or 'a task'} has no such option: {names} (undo brings them back)"
+    return f"set aside, as they were set for another task or script: {names} (undo brings them back)"
 
 
 class RecipePage(Page):
@@ -126,7 +128,7 @@ class RecipePage(Page):
 
     def action_new_recipe(self) -> None:
         """Open the input line on what a new recipe is for."""
-        self._open_prompt("new", "new recipe for", "", "train.py, a task, or: torchrun … train.py")
+        self._open_prompt("new", NEW_LABEL, "", "train.py, a task, or: torchrun … train.py")
 
     def _take_gpus(self, gpus: Mapping[str, tuple[int, ...]]) -> None:
         draft = self.draft

@@ -285,6 +285,10 @@ class RunScreen(ChartScreen):
     def _pointed(self, message: Findings.RankChosen) -> None:
         self.select(message.rank)
 
+    @on(Findings.Overflowed)
+    def _overflowed(self, message: Findings.Overflowed) -> None:
+        self._choose(panel="findings", zoomed=True)
+
     @on(RankGrid.Opened)
     def _opened(self, message: RankGrid.Opened) -> None:
         self.open_rank(message.rank)

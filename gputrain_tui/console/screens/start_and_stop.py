@@ -61,9 +61,9 @@ async def _start_demo(console: AppProtocol) -> None:
 def _prepared_demo() -> Prepared:
     from gputrain_tui.lifecycle import recipe_to_run
     from gputrain_tui.lifecycle.prepared import prepare
-    from gputrain_tui.recipe import demo
+    from gputrain_tui.recipe.examples import example_path
 
-    return prepare(recipe_to_run.load(str(demo.recipe_path()), overrides=(), resume=None, stdin=None))
+    return prepare(recipe_to_run.load(str(example_path("demo")), overrides=(), resume=None, stdin=None))
 
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
@@ -120,10 +120,11 @@ def confirm_stop(console: AppProtocol, run: Run) -> None:
 
 async def _stop(console: AppProtocol, run: Run) -> None:
     from gputrain_tui.lifecycle.stop_run import stop_by_name
+    from trainer.host.stop_request import CONSOLE_SIGNAL
 
     console.report(f"stopping {run.id}")
     try:
-        report, remaining = await asyncio.to_thread(stop_by_name, run.id)
+        report, remaining = await asyncio.to_thread(stop_by_name, run.id, CONSOLE_SIGNAL)
     except RequestError as error:
         console.report(str(error), alarm=True)
     else:

@@ -36,7 +36,7 @@ class WelcomeScreen(Page):
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")
             yield Static("There is no run on this machine yet.", id="state")
             yield Static(_steps(), id="steps")
-            demo = "run recipes/demo.toml" if Path("recipes/demo.toml").is_file() else "init"
+            demo = "run recipes/demo.toml" if Path("recipes/demo.toml").is_file() else "init --example demo"
             yield Static(f"Or from a shell:  gputrain {demo}", id="shell")
 
 

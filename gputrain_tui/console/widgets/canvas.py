@@ -17,9 +17,10 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gputrain_tui.console.ramp import PHASE_COLOURS, TEXT_ON_CURSOR, Ramp, pair, ramp_for
+from gputrain_tui.console.ramp import TEXT_ON_CURSOR, Ramp, pair, ramp_for
 from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
 from gputrain_tui.console.widgets.drawing import Row, row_cells, scroll_thumb
+from gputrain_tui.state.totals import PHASES
 
 ON_CURSOR = {"dim": "bright", "quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
 """Brighter roles for text on the cursor's background, where dim text could not be read."""
@@ -268,7 +269,7 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
             shown = (
                 [ramp.heat[int(level)] for level in levels]
                 if kind == "heat"
-                else [ramp.phases[PHASE_COLOURS.index(phase)] for phase in levels]
+                else [ramp.phases[PHASES.index(phase)] for phase in levels]
             )
             return self.rich_style + pair(*shown)
         if role == "base":

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
@@ -14,7 +14,7 @@ from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, format_value, title_row
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, format_value, row_cells, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
@@ -30,8 +30,6 @@ NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
 DETAIL_INDENT_CELLS = 3
 """Cells before a line below the first one of an entry."""
-UncutEntries = Literal["all", "standing", "none"]
-"""Entries whose messages are shown in full."""
 NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
 
@@ -160,57 +158,74 @@ def draw_findings(
 def _shown(
     found: Sequence[FindingEntry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
 ) -> list[tuple[int, Row]]:
-    """Return the lines below the title, as many as fit, each with the index of its entry."""
+    """Return the lines below the title, as many as fit, each with the index of its entry.
 
-    def body(whole: UncutEntries, *, details: bool) -> list[tuple[int, Row]]:
-        lines: list[tuple[int, Row]] = []
-        for index, entry in enumerate(found):
-            detailed = index == cursor and details
-            wrapped = whole == "all" or (whole == "standing" and not entry.cleared) or detailed
-            lines += [(index, row) for row in _line(entry, width, marked=index == cursor and focused, whole=wrapped)]
-            if detailed:
-                lines += [(index, row) for row in _details(entry, width) or ([NO_MORE] if opened else [])]
-        return lines
+    The message under the cursor comes first, as long as the others keep a line each (with the focus they need not),
+    then the other messages in order, then the details. An opened entry's details come before its message.
+    """
+    details = _details(found[cursor], width) or ([NO_MORE] if opened else [])
+    standing = sum(not entry.cleared for index, entry in enumerate(found) if index != cursor)
+    overview = len(found) - 1 if len(found) <= height else standing
+    kept = len(details) if opened else 0 if focused else overview
+    needs = [len(_line(entry, width)) for entry in found]
+    lines = [1] * len(found)
+    lines[cursor] = max(min(needs[cursor], height - kept), 1)
+    free = height - sum(lines) - (len(details) if opened else 0)
+    for index, need in enumerate(needs):
+        if index != cursor and need - 1 <= free:
+            free -= need - 1
+            lines[index] = need
+    rows: list[tuple[int, Row]] = []
+    for index, entry in enumerate(found):
+        at_cursor = index == cursor
+        rows += [(index, row) for row in _line(entry, width, marked=at_cursor and focused, most=lines[index])]
+        if at_cursor and (opened or len(details) <= free):
+            rows += [(index, row) for row in details]
+    first = next(i for i, (index, _) in enumerate(rows) if index == cursor)
+    last = max(i for i, (index, _) in enumerate(rows) if index == cursor)
+    top = min(max(0, last - height + 1), first)
+    return rows[top : top + height]
 
-    # Show as much as fits without a key: messages of cleared findings are cut first, then all messages.
-    wholes: Sequence[UncutEntries] = ("all", "standing", "none")
-    for whole, details in [(whole, details) for whole in wholes for details in ((True,) if opened else (True, False))]:
-        lines = body(whole, details=details)
-        if len(lines) <= height:
-            return lines
-    first = next(i for i, (index, _) in enumerate(lines) if index == cursor)
-    last = max(i for i, (index, _) in enumerate(lines) if index == cursor)
-    top = min(max(0, last - height + 1), first) if last >= height else 0
-    return lines[top : top + height]
 
-
-def _line(entry: FindingEntry, width: int, *, marked: bool, whole: bool) -> list[Row]:
-    """Return an entry in one line, its message cut if it must be; ``whole``: in as many lines as it needs."""
+def _line(entry: FindingEntry, width: int, *, marked: bool = False, most: int | None = None) -> list[Row]:
+    """Return an entry with its whole message; if that takes more than ``most`` lines, with its summary and a part."""
     mark, role = MARKS.get(entry.severity, MARKS["warning"])
     at = time.strftime("%H:%M:%S", time.localtime(entry.time))
     who = f"rank {entry.rank}" if entry.rank is not None else "run"
     who = f"{entry.ranks:,} ranks" if entry.ranks > 1 else who
     text_role = "dim" if entry.cleared else "bright"
-    row: Row = [
+    cleared: Row = [("  cleared", "dim")] if entry.cleared else []
+    marks: Row = [
         ("▸" if marked else " ", "accent"),
         (f"{'✓' if entry.cleared else mark} ", "dim" if entry.cleared else role),
-        (f"{at}  ", "dim"),
     ]
-    cleared: Row = [("  cleared", "dim")] if entry.cleared else []
-    if whole and width < NARROW_CELLS:
-        row += [(who, text_role), *cleared]
-        return [row, *_indented(entry.message, text_role, width, DETAIL_INDENT_CELLS)]
-    if entry.short and not whole and width < NARROW_CELLS:
-        return [[*row[:2], (entry.short, text_role), *cleared]]
+    when: Row = [(f"{at}  ", "dim")]
+    if width < NARROW_CELLS:
+        head: Row = [*marks, *when, (who, text_role), *cleared]
+        message = _indented(entry.message, text_role, width, DETAIL_INDENT_CELLS)
+        if most is None or len(message) < most:
+            return [head, *message]
+        return _cut([[*marks, (entry.short, text_role), *cleared] if entry.short else head, *message], most)
     room = width - MESSAGE_INDENT_CELLS - 2 - (9 if entry.cleared else 0)
-    first, *rest = _wrapped(entry.message, room)
-    if rest and not whole:
-        first = entry.short if 0 < len(entry.short) <= room else f"{first} …"
-    row += [(who.ljust(9), text_role), (" ", "base"), (first, text_role)]
-    rows = [row, *([(" " * MESSAGE_INDENT_CELLS, "base"), (line, text_role)] for line in rest if whole)]
+    texts = _wrapped(entry.message, room)
+    is_cut = most is not None and len(texts) > most
+    if is_cut:
+        texts.insert(0, entry.short if 0 < len(entry.short) <= room else f"{texts.pop(0)} …")
+    head = [*marks, *when, (who.ljust(9), text_role), (" ", "base"), (texts[0], text_role)]
+    rows = [head, *([(" " * MESSAGE_INDENT_CELLS, "base"), (line, text_role)] for line in texts[1:])]
+    if most is not None and is_cut:
+        rows = _cut(rows, most)
     rows[-1] += cleared
-    if entry.where and sum(len(text) for text, _ in row) + len(entry.where) + 3 <= width:
-        row.append((f"  {printable(entry.where)}", "dim"))
+    if entry.where and row_cells(head) + len(entry.where) + 3 <= width:
+        head.append((f"  {printable(entry.where)}", "dim"))
+    return rows
+
+
+def _cut(rows: list[Row], most: int) -> list[Row]:
+    """Return the first ``most`` rows; the last of several ends with an ellipsis."""
+    rows = rows[:most]
+    if most > 1:
+        rows[-1] = [*rows[-1][:-1], (f"{rows[-1][-1][0]} …", rows[-1][-1][1])]
     return rows
 
 
@@ -291,6 +306,9 @@ class Findings(Panel, can_focus=True):
 
         rank: int
 
+    class Overflowed(Message):
+        """An opened finding is longer than the panel."""
+
     _key: tuple[str, int | None, float] | None = None
     """Key of the entry under the cursor, which stays on it when newer ones come."""
     _opened = False
@@ -343,6 +361,9 @@ class Findings(Panel, can_focus=True):
         self.redraw()
         if self._opened and entry.rank is not None:
             self.post_message(self.RankChosen(entry.rank))
+        width, height = self.size
+        if self._opened and len(_line(entry, width)) + len(_details(entry, width)) >= height:
+            self.post_message(self.Overflowed())
 
     def on_click(self, event: events.Click) -> None:
         """Put the cursor on the clicked finding; a click on the cursor's one opens or closes it."""

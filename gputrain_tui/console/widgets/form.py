@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row, wrap_text
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, pad, title_row, wrap_text
 from gputrain_tui.recipe.form_fields import ENV, Field, FieldMessage
 from gputrain_tui.recipe.values import value_text
 from gputrain_tui.tables import printable
@@ -69,26 +69,23 @@ def remark_role(remark: FieldMessage) -> str:
     return "base" if remark.status == "note" else remark.status
 
 
-def draw_field(field: Field, width: int, remark: FieldMessage | None) -> Row:
-    """Return the line of one field: name, value, and its message or else its help."""
+def draw_field(field: Field, width: int, remark: FieldMessage | None, *, pointed: bool = False) -> Row:
+    """Return the line of one field: name, value, and its message or else its help; ``pointed``: with the cursor."""
     names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
     values = min(max(width // 4, 14), 40)
-    text = printable(field.text) or EMPTY
-    if len(text) > values - 2:
-        text = text[: values - 3] + "…"
+    text = crop(printable(field.text) or EMPTY, values - 2)
     role = "bright" if field.written else "dim"
     mark = ("•", "accent") if field.changed else (" ", "base")
     if remark is not None and remark.status in MARKS:
         role, mark = remark.status, MARKS[remark.status]
-    remark_text, room = printable(remark.text) if remark else field.option.help, width - names - values - 2
-    if len(remark_text) > room:
-        remark_text = remark_text[: max(room - 1, 0)] + "…"
+    remark_text = crop(printable(remark.text) if remark else field.option.help, width - names - values - 3)
     return fit_row(
         [
+            ("▸" if pointed else " ", "accent"),
             mark,
             (" ", "base"),
             (field.name[: names - 1].ljust(names), "bright" if field.written or remark else "dim"),
-            (text.ljust(values), role),
+            (pad(text, values), role),
             (remark_text, remark_role(remark) if remark else "dim"),
         ],
         width,
@@ -157,8 +154,9 @@ class Form(Listing):
         """Return the row of a field or a heading."""
         line = self._lines[index]
         if isinstance(line, FieldHeading):
-            return fit_row([("  ", "base"), (line.text, "accent")], width)
-        return draw_field(line, width, self._remarks.get(line.key))
+            return fit_row([("   ", "base"), (line.text, "accent")], width)
+        pointed = self.has_focus and index == self.cursor  # the background alone is told by colour
+        return draw_field(line, width, self._remarks.get(line.key), pointed=pointed)
 
     def empty(self, width: int, height: int) -> list[Row]:
         """Return the text of a form without fields."""

@@ -49,7 +49,7 @@ class Heat:
     last_step: int
     step_ms: float = nan
     """Median step time, ms, by which the levels are scaled."""
-    slowest: tuple[int, float] | None = None
+    latest: tuple[int, float] | None = None
     """The rank that the others wait for most, and its lateness in ms."""
     selected: int | None = None
     failed: Collection[int] = ()
@@ -143,8 +143,8 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
         why = "lateness needs two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
         return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, [why])]
     limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(max(finite), 1.0))
-    if heat.slowest is not None:
-        rank, late = heat.slowest
+    if heat.latest is not None:
+        rank, late = heat.latest
         left += [(" ", "base"), (format_value(late), "bright"), (f" ms  rank {rank}", "dim")]
     legend = _legend(limits, symbols)
     if row_cells(left) + row_cells(legend) + 4 > width:
@@ -244,7 +244,7 @@ class LatenessMap(Panel):
             first_step=first,
             last_step=end,
             step_ms=usual_step_ms(series, self.last),
-            slowest=state.slowest(),
+            latest=state.latest(),
             selected=self.selected_rank,
             failed={rank for rank, view in state.ranks.items() if view.display_state == "failed"}
             if state.failures

@@ -20,7 +20,8 @@ from trainer.contract.errors import RequestError
 class LineInput(Input):
     """Input line; Textual's own keeps the first line of a pasted block and drops the rest without a word."""
 
-    def _on_paste(self, event: Paste) -> None:
+    def on_paste(self, event: Paste) -> None:
+        """Insert a pasted line in place of the selection; refuse several."""
         event.prevent_default()
         event.stop()
         # A shell continues a line that ends in a backslash; terminals send a carriage return for a line's end.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, format_value, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.console.widgets.rank_columns import PHASES
+from gputrain_tui.console.widgets.rank_table import GOING
 from gputrain_tui.headless.number_text import loss_text, percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import duration, printable, size
@@ -17,8 +18,11 @@ VALUE_CELLS = 10
 """Cells of a name and of a value."""
 
 
-def facts(state: RunState, rank: int, now: float, *, standing_still: bool = False) -> list[Fact]:
-    """Return names and values of a rank, the most important first; ``standing_still``: without its throughput."""
+def facts(state: RunState, rank: int, now: float, *, standing_still: bool = False, ended: str = "") -> list[Fact]:
+    """Return names and values of a rank, the most important first; ``standing_still``: without its throughput.
+
+    ``ended`` is the state of a rank without a recorded end of a run that is over.
+    """
     view = state.ranks.get(rank)
     if view is None:
         return [("state", "no report yet", "dim")]
@@ -26,7 +30,7 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     late = state.lateness().get(rank)
     age_s = None if view.time is None else max(0.0, now - view.time)
     found: list[Fact] = [
-        ("state", _state(view), _state_role(state, view)),
+        ("state", ended if ended and view.display_state in GOING else _state(view), _state_role(state, view)),
         ("last report", f"{duration(age_s)} ago" if age_s is not None and state.ended is None else EMPTY, "bright"),
         ("step", f"{view.step:,}" if last else EMPTY, "bright"),
         ("loss", loss_text(view.loss), "title"),
@@ -35,14 +39,14 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
         ("gradient norm", format_value(last.grad_norm if last else None), "bright"),
         ("own grad norm", format_value(last.local_grad_norm if last else None), "bright"),
         ("step ms", format_value(sums.mean_step_ms), "bright"),
-        ("data ms", format_value(sums.mean_data_ms), "bright"),
-        ("forward ms", format_value(sums.mean_forward_ms), "bright"),
-        ("backward ms", format_value(sums.mean_backward_ms), "bright"),
+        ("data ms", format_value(sums.mean_phase_ms("data")), "bright"),
+        ("forward ms", format_value(sums.mean_phase_ms("forward")), "bright"),
+        ("backward ms", format_value(sums.mean_phase_ms("backward")), "bright"),
         ("sync wait ms", format_value(sums.mean_exposed_ms), "bright"),
-        ("optimizer ms", format_value(sums.mean_optimizer_ms), "bright"),
-        ("other ms", format_value(sums.mean_other_ms), "bright"),
+        ("optimizer ms", format_value(sums.mean_phase_ms("optimizer")), "bright"),
+        ("other ms", format_value(sums.mean_phase_ms("other")), "bright"),
         ("late ms", format_value(late), "bright"),
-        ("sync share", percent(sums.sync_share), "bright"),
+        ("sync share", percent(sums.share("sync")), "bright"),
         ("memory", size(view.memory_bytes) or EMPTY, "bright"),
         ("peak memory", size(view.memory_peak_bytes) or EMPTY, "bright"),
     ]
@@ -127,5 +131,11 @@ class RankFacts(ClockPanel):
         message = failure or (view.message or "" if view is not None else "")
         where = placement(view) if view is not None else ""
         still = self.live.standstill
-        found = facts(self.live.state, rank, self.live.now(), standing_still=still is not None and still.is_long)
+        found = facts(
+            self.live.state,
+            rank,
+            self.live.now(),
+            standing_still=still is not None and still.is_long,
+            ended=self.live.end_text,
+        )
         return draw_facts(rank, found, width, height, where=where, span=self.live.state.span, message=message)

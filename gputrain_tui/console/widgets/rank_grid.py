@@ -317,7 +317,7 @@ class RankGrid(Panel, can_focus=True):
                 hosts=self._hosts,
                 failing=self.live.state.root_cause is not None,
                 standing_still=self._standing_still,
-                ended="" if not self.live.over else "unknown" if self.live.status == "lost" else "ended",
+                ended=self.live.end_text,
             ),
             width,
             height,

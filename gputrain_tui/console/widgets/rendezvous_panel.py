@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_row, merge, pad, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
-from gputrain_tui.headless.number_text import ranks_text
 from gputrain_tui.state import RunState
-from gputrain_tui.tables import duration, printable
+from gputrain_tui.tables import duration, printable, ranks_text
 
 SIGNS = {
     "absent": ("·", "dim", "not started"),

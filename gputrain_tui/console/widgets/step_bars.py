@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from gputrain_tui.console.ramp import PHASE_COLOURS
 from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS
 from gputrain_tui.console.widgets.drawing import (
     EIGHTHS,
@@ -22,6 +21,7 @@ from gputrain_tui.console.widgets.drawing import (
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.state import RankView
 from gputrain_tui.state.finding_text import by_urgency
+from gputrain_tui.state.totals import PHASES
 
 MOST_FLAGGED = 3
 """Most ranks with a finding that get a bar of their own beside bars of groups."""
@@ -32,7 +32,7 @@ LEGENDS = (
     ("data", "fwd", "bwd", "sync", "opt", "other"),
     ("d", "f", "b", "s", "o", "…"),
 )
-"""Names of ``PHASE_COLOURS``, from the longest; ``other`` is the rest of a step, outside of all measured phases."""
+"""Names of ``PHASES``, from the longest; ``other`` is the rest of a step, outside of all measured phases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Bar:
 
     label: str
     phases: tuple[float, ...]
-    """Milliseconds of each phase, in the order of ``PHASE_COLOURS``."""
+    """Milliseconds of each phase, in the order of ``PHASES``."""
     selected: bool = False
     flagged: bool = False
     """Whether the rank has a standing finding."""
@@ -53,16 +53,12 @@ class Bar:
 
 
 def phases_of(view: RankView) -> tuple[float, ...] | None:
-    """Return the milliseconds of each phase of a rank's steps; None if they were not measured."""
+    """Return the milliseconds of each phase of a rank's mean step, by the phases' shares; None if not measured."""
     sums = view.sums
-    if sums.mean_forward_ms is None or sums.mean_step_ms is None:
+    step_ms = sums.mean_step_ms
+    if step_ms is None or sums.share("data") is None:
         return None
-    named = (
-        sums.mean_data_ms, sums.mean_forward_ms, sums.mean_backward_ms, sums.mean_exposed_ms, sums.mean_optimizer_ms,
-    )  # fmt: skip
-    phases = tuple(phase or 0.0 for phase in named)
-    other = sums.mean_other_ms
-    return (*phases, max(sums.mean_step_ms - sum(phases), 0.0) if other is None else other)
+    return tuple(step_ms * (sums.share(phase) or 0.0) for phase in PHASES)
 
 
 def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Collection[int] = ()) -> list[Bar]:
@@ -138,7 +134,7 @@ def _legend(names: Sequence[str], symbols: bool) -> Row:
     row: Row = []
     for index, name in enumerate(names):
         mark = SHAPES[index] if symbols else "■"
-        row += [(f"{' ' if index else ''}{mark}", f"phase:{PHASE_COLOURS[index]}"), (f" {name}", "dim")]
+        row += [(f"{' ' if index else ''}{mark}", f"phase:{PHASES[index]}"), (f" {name}", "dim")]
     return row
 
 
@@ -157,7 +153,7 @@ def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> R
         if index == len(ends):
             pieces.append((" ", "base"))
             continue
-        name = PHASE_COLOURS[index]
+        name = PHASES[index]
         filled = min(ends[index] - begin, 8)
         if symbols:
             pieces.append((SHAPES[index], f"phase:{name}"))
@@ -165,7 +161,7 @@ def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> R
             pieces.append(("█", f"phase:{name}"))
         else:
             following = next((i for i in range(index + 1, len(ends)) if ends[i] > ends[index]), None)
-            role = f"phase:{name}" if following is None else f"phase:{name}:{PHASE_COLOURS[following]}"
+            role = f"phase:{name}" if following is None else f"phase:{name}:{PHASES[following]}"
             pieces.append((EIGHTHS[filled], role))
     return merge(pieces)
 

@@ -165,20 +165,26 @@ def launcher(name: str, opened: Mapping[int, OpenConnection] | None = None) -> L
     return cast(Launcher, kind(opened) if opened else kind())
 
 
-def stop_job(run: Run, *, timeout_s: float) -> Run | None:
-    """Stop a run through the scheduler that holds its job; return the ended run, None if it has no such job.
+def stop_job(run: Run, origin: int, *, timeout_s: float) -> Run | None:
+    """Stop a run through the scheduler that holds its job; return the ended run, None if it is not to be asked.
+
+    Args:
+        run: the run.
+        origin: signal that names the origin of the request to the supervisor, one of ``STOP_REASONS``.
+        timeout_s: time limit.
 
     Raises:
         RequestError: the scheduler does not answer, or the run does not end.
     """
     from gputrain_tui.history.status_file import ENDED
+    from gputrain_tui.lifecycle.leftovers import supervisors_of
 
     job = read_job(run.dir)
-    if job is None or (run.state in ENDED and not job.batch):
+    if job is None or not (job.batch or (run.state not in ENDED and not supervisors_of(run.dir.path))):
         return None
     from gputrain_tui.lifecycle.launchers import slurm_submission
 
-    return slurm_submission.stop(run, job, timeout_s=timeout_s)
+    return slurm_submission.stop(run, job, origin, timeout_s=timeout_s)
 
 
 def refresh(run: Run) -> Run:

@@ -21,7 +21,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
 from trainer.contract.record import Failure, RunDir
 from trainer.contract.record.regular_file import size_of
-from trainer.host.stop_request import LEASE_LOST
+from trainer.host.stop_request import LEASE_LOST, STOP_REASONS
 
 LINES = 40
 """Last lines of a log that are searched for messages of Slurm."""
@@ -45,7 +45,7 @@ CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "
 """Kinds of failures that may be consequences of Slurm's actions; other kinds are causes themselves."""
 KILLED_WORKER = "killed by signal"
 """Part of the error of torch's DataLoader if one of its worker processes was killed."""
-USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "on another host", "`gputrain stop`")
+USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "on another host", *STOP_REASONS.values())
 """Ends of the reasons of stops that were requested by a person, not by Slurm."""
 
 

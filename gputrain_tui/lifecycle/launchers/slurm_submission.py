@@ -35,7 +35,7 @@ from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Queued, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
-from trainer.host.stop_request import StopRequest
+from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
 
 POLL_S = 0.2
 """Time between two reads of a run's status."""
@@ -163,9 +163,11 @@ def _last_line(run_dir: RunDir) -> str:
 class JobStop:
     """Stop request to a job, whose signal is repeated until the job ends."""
 
-    def __init__(self, run_dir: RunDir, job: SlurmJob) -> None:
+    def __init__(self, run_dir: RunDir, job: SlurmJob, origin: int) -> None:
+        """Make a request; ``origin``: signal that names it to the supervisor, one of ``STOP_REASONS``."""
         self._dir = run_dir
         self._job = job
+        self._origin = origin
         self._due = 0.0
         """Time of the next signal, monotonic seconds."""
 
@@ -182,19 +184,19 @@ class JobStop:
         if level > StopLevel.SAVE or (waiting and (found := slurm.job(self._job.number)) and found.state == "PENDING"):
             slurm.cancel(self._job.number)
         elif self._job.batch:
-            slurm.signal_script(self._job.number, "USR1")
+            slurm.signal_script(self._job.number, str(self._origin))
         else:
             slurm.signal_steps(self._job.number, self._dir.path.name, "USR1")
         self._due = time.monotonic() + SIGNAL_INTERVAL_S
 
 
-def stop(run: Run, job: SlurmJob, *, timeout_s: float) -> Run:
+def stop(run: Run, job: SlurmJob, origin: int, *, timeout_s: float) -> Run:
     """Stop a run through Slurm, from any host of the cluster; return the ended run.
 
     Raises:
         RequestError: Slurm does not answer, or the run does not end.
     """
-    request, level = JobStop(run.dir, job), StopLevel.SAVE
+    request, level = JobStop(run.dir, job, origin), StopLevel.SAVE
     deadline = time.monotonic() + timeout_s
     query_at = time.monotonic() + MIN_QUERY_INTERVAL_S
     if run.state in ENDED:
@@ -228,7 +230,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
     """Follow a submitted run to its end, or without a lease until its job starts; return its exit code."""
     job = read_job(run_dir)
     assert job is not None
-    request = JobStop(run_dir, job)
+    request = JobStop(run_dir, job, STARTER_SIGNAL)
     query_at, interval_s = 0.0, MIN_QUERY_INTERVAL_S
     shown: tuple[str, float | None] | None = None
     with StopRequest(lease=leased) as stop_request:

@@ -1,6 +1,6 @@
 """Starts nodes on other hosts over ssh, and copies their record into the run directory of this machine.
 
-Each node has one connection, served by a thread, to a session of ``gputrain_tui.hosts.host_agent``. A broken connection
+Each node has one channel, served by a thread, to a session of ``gputrain_tui.hosts.host_session``. A broken connection
 is opened again; host agent and node continue meanwhile. Nodes on this machine are started by the local launcher.
 """
 
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gputrain_tui.hosts.agent_connection import Connection, RefusedError
-from gputrain_tui.hosts.host_agent import HOME, TOKEN, is_of_node, replaced_files
+from gputrain_tui.hosts.host_agent import HOME, TOKEN
+from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedError, decoded
 from gputrain_tui.hosts.host_names import is_local
+from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import OpenConnection
 from gputrain_tui.hosts.ssh import Ssh
@@ -55,6 +56,8 @@ NOT_FORWARDED = (
     HOME,
 )
 """Variables with these prefixes that concern this machine only."""
+HELLO_S = 30.0
+"""Time limit from the start of ssh until the node is started, start-up files of the host included."""
 BEAT_S = 1.0
 """Time between two heartbeats to a host agent, which ends a node without heartbeats and new events."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
@@ -65,7 +68,15 @@ KILL_TIMEOUT_S = 5.0
 """Time to wait for the end of a killed node on a host that does not answer."""
 
 
-IDENTITY = msgspec.json.Decoder(ProcessIdentity)
+class _Started(msgspec.Struct):
+    shared: bool
+    """Whether the host sees the run directory of this machine."""
+    run_dir: str
+    """Run directory on the host."""
+    agent: ProcessIdentity
+
+
+STARTED, EXIT_CODE, FOUND = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int), msgspec.json.Decoder(bool)
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
@@ -217,21 +228,23 @@ class SshProcess:
                 self._planned, self._run_dir, self._attempt, start=self._start, leased=self._leased
             )
             opened, self._opened = self._opened, None
-            connection = Connection(self.host, self._ssh, request, opened)
+            channel = None
             try:
-                code = self._talk(connection)
-            except RefusedError as refused:
+                if opened is not None:
+                    channel = HostChannel.inherited(self.host, opened.mark, opened.descriptors)
+                else:
+                    channel = self._ssh.channel(self.host)
+                return self._talk(channel, request)
+            except HostRefusedError as refused:
                 self.host_error = str(refused)
                 return ExitCode.FAILED
-            except ConnectionError as error:
-                code, why = None, str(error)
-            else:
-                why = "the connection ended"
+            except HostError as error:
+                why = str(error)
             finally:
-                connection.close()
-            if code is not None:
-                return code
-            failures = failures + 1 if not connection.answered else 1
+                if channel is not None:
+                    channel.close(at_once=True)
+            reached = channel is not None and channel.answered and self.identity is not None
+            failures = 1 if reached else failures + 1
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
                 self.host_error = why
                 return ExitCode.FAILED
@@ -242,65 +255,64 @@ class SshProcess:
         """Sleep, at most until the thread gives up; the next connection sends a stop request that comes meanwhile."""
         time.sleep(min(seconds, max(self._give_up_at - time.monotonic(), 0.0)))
 
-    def _talk(self, connection: Connection) -> int | None:
-        """Serve one connection; return the node's exit code, None if the connection ended first.
+    def _talk(self, channel: HostChannel, request: Mapping[str, Any]) -> int:
+        """Serve one connection; return the node's exit code.
 
         Raises:
-            RefusedError: the node cannot be started there.
-            ConnectionError: the connection broke.
+            HostRefusedError: the node cannot be started there.
+            HostError: the connection broke or ended first.
         """
-        sent_level = StopLevel.NONE
-        beat_at = 0.0
+        call, is_started, sent_level = channel.send("node", **request), False, StopLevel.NONE
+        beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
         self._unwritten.clear()
         while True:
             now = time.monotonic()
             if now >= self._give_up_at:
-                raise ConnectionError(
-                    "it does not answer; its agent stops the node when its ranks record no more steps"
-                )
-            if connection.answered and self._level > sent_level:
+                raise HostError("it does not answer; its agent stops the node when its ranks record no more steps")
+            if not is_started and now > hello_deadline:
+                raise HostError(f"it did not answer within {HELLO_S:g} s")
+            if is_started and self._level > sent_level:
                 sent_level = self._level
-                connection.send(word="stop", level=int(sent_level))
-            if connection.answered and now >= beat_at:
+                channel.send("stop", level=int(sent_level))
+            if is_started and now >= beat_at:
                 beat_at = now + BEAT_S
-                connection.send(word="beat")
-            for frame, data in connection.frames(self._stop_event, BEAT_S / 2):
+                channel.send("beat")
+            for arrived in channel.frames(BEAT_S / 2, self._stop_event):
                 self._heard_at = time.monotonic()
-                match frame["word"]:
-                    case "hello":
-                        self._accept_hello(frame)
-                    case "refused":
-                        raise RefusedError(str(frame["why"]))
+                if arrived.call != call:
+                    continue
+                match arrived.kind:
+                    case "started":
+                        self._accept_start(decoded(arrived, STARTED))
+                        is_started = True
                     case "file":
-                        self._append(str(frame["name"]), int(frame["offset"]), data)
+                        self._append(arrived.name, arrived.offset, arrived.data)
                     case "whole":
-                        self._replace(str(frame["name"]), data)
-                    case "exit":
-                        return int(frame["code"])
+                        self._replace(arrived.name, arrived.data)
+                    case _:
+                        return decoded(arrived, EXIT_CODE)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._stop_event)
-            if connection.ended:
-                return None
 
-    def _accept_hello(self, frame: Mapping[str, Any]) -> None:
-        self.identity = IDENTITY.decode(msgspec.json.encode(frame["agent"]))
-        if not frame["shared"]:
-            write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=str(frame["run_dir"])))
+    def _accept_start(self, started: _Started) -> None:
+        self.identity = started.agent
+        if not started.shared:
+            write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=started.run_dir))
         os.eventfd_write(self._changed, 1)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
         """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
 
         Raises:
-            ConnectionError: the file is not one of the node, or the part would leave a gap.
+            HostError: the file is not one of the node, or the part would leave a gap.
         """
         if not is_of_node(name, self.node, self._planned.ranks):
-            raise ConnectionError(f"it sent {name!r}, which is not a file of node {self.node}")
+            raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow
         if name in self._unwritten:
             return
         if offset > size_of(path):
-            raise ConnectionError(f"it sent {name} from byte {offset}, but only {size_of(path)} bytes are here")
+            raise HostError(f"it sent {name} from byte {offset}, but only {size_of(path)} bytes are here")
         try:
             if name.startswith("digest/"):
                 self._run_dir.digest.mkdir(mode=0o700, exist_ok=True)
@@ -318,7 +330,7 @@ class SshProcess:
     def _replace(self, name: str, data: bytes) -> None:
         """Replace a file of the node that is sent as a whole."""
         if name not in replaced_files(self.node, self._planned.ranks):
-            raise ConnectionError(f"it sent {name!r}, which is not a file of node {self.node}")
+            raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         with suppress(OSError):
             write_atomically(self._run_dir.path / name, data)
 
@@ -354,23 +366,12 @@ def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
     """Have a rank on another host print its stacks into its log; return whether the process exists.
 
     Raises:
-        ConnectionError: the host does not answer.
-        RefusedError: the host has no agent of this run.
+        HostError: the host does not answer, or has no agent of this run.
     """
     attempt = attempt_folders(run_dir, node.node)[-1].name
-    connection = Connection(node.host, Ssh(), session_request(node, run_dir, attempt))
-    try:
-        while not connection.ended:
-            for frame, _ in connection.frames(None, BEAT_S):
-                if frame["word"] == "hello":
-                    connection.send(word="stacks", pid=pid)
-                elif frame["word"] == "stacks":
-                    return bool(frame["found"])
-                elif frame["word"] == "refused":
-                    raise RefusedError(str(frame["why"]))
-    finally:
-        connection.close()
-    return False
+    with Ssh().channel(node.host) as channel:
+        channel.send("node", **session_request(node, run_dir, attempt))
+        return channel.call("stacks", FOUND, HELLO_S, pid=pid)
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:

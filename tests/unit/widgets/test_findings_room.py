@@ -122,3 +122,41 @@ def test_evidence_is_in_units_that_people_read() -> None:
     state.apply(Finding(time=2.0, kind="memory_creep", rank=0, message="it grows", evidence=evidence))
     (entry,) = finding_entries(state)
     assert "evidence: free 3 GiB, growth per hour 1.5 GiB, threads to set 2, step ms 64.61" in finding_text(entry)
+
+
+STALLED = FindingEntry(
+    key=("stalled", 1, 3.0),
+    time=3.0,
+    severity="critical",
+    cleared=False,
+    rank=1,
+    where="gpu1 cuda:1",
+    message=(
+        "rank 1 on gpu1 has done no step for more than 10 s, after step 60, and the others wait for it; rank 1 is "
+        "between its batch and its forward pass (train_with_a_long_name.py:7 in augment), and its process sleeps in "
+        "kernel function hrtimer_nanosleep; its last collectives are all_reduce 63 of [4160], all_reduce 64 of [4160]"
+    ),
+    short="rank 1 stalled: between batch and forward",
+    evidence=(("silent_s", 10.05), ("last_step", 60.0)),
+    advice="K on the rank's page prints its Python stack",
+)
+
+
+@pytest.mark.parametrize(("width", "height"), [(78, 8), (78, 7), (38, 12), (38, 9)])
+@pytest.mark.parametrize("focused", [True, False])
+def test_a_message_that_is_too_long_for_its_place_keeps_the_line_of_the_users_code(
+    width: int, height: int, focused: bool
+) -> None:
+    rows = draw_findings([STALLED, LATE], width, height, focused=focused)
+    text = " ".join(" ".join("".join(text for text, _ in row) for row in rows).split())
+    assert "rank 1 " in text
+    assert "(train_with_a_long_name.py:7" in text
+    assert "rank 3" in text or focused
+
+
+@pytest.mark.parametrize(("width", "height"), [(78, 6), (38, 8)])
+def test_an_opened_finding_that_is_too_long_shows_its_evidence(width: int, height: int) -> None:
+    rows = draw_findings([STALLED, LATE], width, height, opened=True, focused=True)
+    text = " ".join(" ".join("".join(text for text, _ in row) for row in rows).split())
+    for words in ("rank 1 stalled", "silent s 10.05", "prints its Python stack"):
+        assert words in text

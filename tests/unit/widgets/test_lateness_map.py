@@ -7,7 +7,7 @@ import pytest
 from row_texts import row_text
 from run_in_memory import run_in_memory
 
-from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PHASE_COLOURS, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
+from gputrain_tui.console.ramp import DARK, HEAT_LEVELS, LIGHT, PLAIN, SIXTEEN, SIXTEEN_LIGHT, Ramp
 from gputrain_tui.console.widgets.drawing import group_size
 from gputrain_tui.console.widgets.lateness_map import (
     Heat,
@@ -18,6 +18,7 @@ from gputrain_tui.console.widgets.lateness_map import (
     usual_step_ms,
 )
 from gputrain_tui.history.series import Series
+from gputrain_tui.state.totals import PHASES
 from trainer.contract.record import Step
 
 RUN = run_in_memory()
@@ -32,7 +33,7 @@ def heat(width: int, height: int) -> Heat:
         first_step=1,
         last_step=200,
         step_ms=100.0,
-        slowest=RUN.state.slowest(),
+        latest=RUN.state.latest(),
         selected=5,
     )
 
@@ -142,7 +143,7 @@ def test_one_rank_alone_is_never_late() -> None:
 )
 def test_every_ramp_has_all_levels_and_parts(ramp: Ramp) -> None:
     assert len(ramp.heat) == HEAT_LEVELS
-    assert len(ramp.phases) == len(PHASE_COLOURS)
+    assert len(ramp.phases) == len(PHASES)
 
 
 def test_no_map_leaves_its_cells() -> None:

@@ -47,6 +47,11 @@ def test_critical_findings_come_first() -> None:
     ].startswith("✗ rank 1")
 
 
+def test_a_gap_of_the_record_comes_before_figures_of_its_recorded_part() -> None:
+    gap = Finding(time=3.0, kind="record_incomplete")
+    assert condition_rows(late(0, 500.0), gap)[0] == "▲ the record is incomplete  +1 more"
+
+
 def test_cleared_findings_are_not_shown() -> None:
     over = Finding(time=3.0, kind="straggler", rank=1, state="cleared")
     assert condition_rows(late(1, 20.0), over) == ["✓ no findings"]

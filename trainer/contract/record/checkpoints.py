@@ -14,6 +14,8 @@ from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 
 BEST = "best.pt"
+LOCK = ".lock"
+"""Name of the file that a training locks. It is never deleted: two processes could then lock two inodes of one name."""
 NAMES = ("step_*.pt", "epoch_*.pt", BEST, "best.of-*.pt")
 """Names of checkpoints; the folder holds other files as well, such as its lock.
 

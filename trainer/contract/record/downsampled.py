@@ -123,7 +123,8 @@ class _OpenBlock:
         figures |= {f"{name}_high": value for name, value in self.highs.items()}
         return DownsampledBlock(
             time=last.time, rank=last.rank, step=last.step, epoch=last.epoch, steps=self.steps, samples=self.samples,
-            tokens=self.tokens, lr=last.lr, sync_bytes=last.sync_bytes, sync_buckets=last.sync_buckets,
+            tokens=self.tokens, lr=last.lr, clock_set_ms=last.clock_set_ms, sync_bytes=last.sync_bytes,
+            sync_buckets=last.sync_buckets,
             begin=self.begin, end=end, **figures,
         )  # fmt: skip
 

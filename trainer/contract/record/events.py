@@ -152,6 +152,9 @@ class Step(Event, kw_only=True, tag="step"):
     """Global norm of the gradient after the reduction, before clipping."""
     local_grad_norm: FiniteFloat | None = None
     """Norm of this rank's own gradient, before the reduction."""
+    clock_set_ms: FiniteFloat = 0.0
+    """By how much this host's clock was set since the rank's start, forward if positive: ``time`` without it is by the
+    time since the boot. Absent where it was not set by a second."""
     step_ms: FiniteFloat | None = None
     """From the end of the previous step to the end of this one."""
     data_ms: FiniteFloat | None = None
@@ -269,6 +272,8 @@ class Checksum(Event, kw_only=True, tag="checksum"):
     step: Count
     parameters: str
     buffers: str
+    non_finite: bool = False
+    """Whether a parameter is NaN or infinite."""
 
 
 class Sample(Event, kw_only=True, tag="sample"):
@@ -352,7 +357,11 @@ class Finding(Event, kw_only=True, tag="finding"):
     host: str | None = None
     device: str | None = None
     step: Count | None = None
+    ranks: list[Rank] = []
+    """All ranks that it is about, ascending, where these are several; ``rank`` is one of them."""
     cause: str | None = None
+    line: str = ""
+    """Innermost line of the user's code in which a stalled rank is, such as ``train.py:12 in augment``."""
     message: str = ""
     evidence: dict[str, FiniteFloat] = {}
     advice: str = ""

@@ -1,0 +1,209 @@
+"""Functions of a host for a node of a run: start or rejoin it, send its record, stop it.
+
+A *session* is one connection that serves a node. The node's agent (``host_agent``) outlives it, and any later session,
+of this supervisor or of another one, continues where the last one broke off. Standard library only, since this file is
+sent to the host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gputrain_tui.hosts.host_agent import (
+    EXIT,
+    HOME,
+    TOKEN,
+    await_agent,
+    is_alive,
+    read_object,
+    send_signals,
+    start_agent,
+    write_heartbeat,
+)
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, Frame, frame
+from trainer.contract.home_folder import expand_home
+from trainer.contract.stop_level import StopLevel
+from trainer.host.proc_environ import RUN
+from trainer.host.processes import environ_value
+from trainer.host.stop_request import STACK_SIGNAL, signal_of
+
+if TYPE_CHECKING:
+    from gputrain_tui.hosts.host_program import CallServer
+
+POLL_S = 0.5
+"""Interval at which a session sends the growth of the record; each costs the launching side time per rank."""
+PART_BYTES = 1 << 18
+"""Most bytes of a file in one frame."""
+ROUND_BYTES = 1 << 20
+"""Most bytes of the record that are sent before calls are answered again."""
+RECORD_FILE = re.compile(r"(?:events|logs|digest)/[A-Za-z0-9._-]{1,255}")
+
+
+def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
+    """Whether one of a node's processes writes a file of the run directory, given as ``folder/file``."""
+    if not RECORD_FILE.fullmatch(name):
+        return False
+    folder, _, file = name.partition("/")
+    if not file.endswith(".log" if folder == "logs" else ".ndjson"):
+        return False
+    if file.startswith("machine-"):
+        return True
+    writer = file.partition(".")[0]
+    return writer == f"node-{node}" or (writer.isdecimal() and int(writer) in ranks)
+
+
+def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
+    """Return the files of a node's processes that are replaced as a whole: their last collectives and the outcome."""
+    collectives = [f"logs/collectives_{rank}{suffix}" for rank in ranks for suffix in ("", ".json")]
+    return [*collectives, f"nodes/{node}.json"]
+
+
+def node(server: CallServer, request: Mapping[str, Any]) -> int:
+    """Start a node unless that was done before, send its record as it grows, and return its exit code.
+
+    Raises:
+        RefusedCallError: there is no agent, or it could not start the node.
+        OSError: the run directory cannot be made or written.
+    """
+    call, session = server.call, Session(request)
+    server.held.close()
+    if request["start"]:
+        start_agent(session.folder, session.run_dir, request)
+    agent = session.agent = await_agent(session.folder)
+    signal.alarm(0)
+    server.of_node = {"beat": session.beat, "stop": session.stop, "stacks": session.stacks}
+    started = {"shared": session.shared, "run_dir": str(session.run_dir), "agent": agent}
+    server.send(frame(call, "started", started))
+    while True:
+        code = session.exit_code()  # read before the record, so that all of an ended node's record is sent
+        frames, size = session.growth(call)
+        server.send(*frames)
+        if code is not None and not frames:
+            return code
+        server.serve(POLL_S if code is None and size < ROUND_BYTES else 0)
+
+
+class Session:
+    """A node, and how much of its record this connection has sent."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        """Find the run directory: the launching side's path if its token is visible there, else one in this home."""
+        self.agent: dict[str, Any] = {}
+        """Identity of the agent's process and, as ``node``, of the node's; empty until it is known."""
+        self._leased: bool = request["leased"]
+        path = Path(request["run_dir"])
+        self.shared = (path / "agents" / request["attempt"] / TOKEN).exists()
+        self.run_dir = path if self.shared else _home(request) / "runs" / path.name
+        self.folder = self.run_dir / "agents" / request["attempt"]
+        self._node: int = request["node"]
+        self._ranks: list[int] = request["ranks"]
+        self._sizes: dict[str, int] = dict(request["sizes"])
+        self._replaced: dict[str, tuple[int, int]] = {}
+        """Modification time in ns and size of each replaced file when it was last sent."""
+        self._stop_level = StopLevel.NONE
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def beat(self, _: Mapping[str, Any]) -> None:
+        """Record that the launching side is connected."""
+        with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
+            write_heartbeat(self.folder, leased=self._leased)
+
+    def stop(self, request: Mapping[str, Any]) -> None:
+        """Send the node a stop request of a higher level than before, or end its agent and with it the node."""
+        level = StopLevel(request["level"])
+        if level > self._stop_level:
+            self._stop_level = level
+            if level >= StopLevel.KILL:
+                send_signals(self.agent, signal.SIGTERM)
+            else:
+                send_signals(self.agent["node"], signal_of(level), signal.SIGCONT)
+
+    def stacks(self, request: Mapping[str, Any]) -> bool:
+        """Have a process of the run print its Python stacks; return whether it exists."""
+        # Pids are reused: the mark in its environment proves that the process is this run's.
+        found = environ_value(request["pid"], RUN) == os.fsencode(self.run_dir)
+        if found:
+            os.kill(request["pid"], STACK_SIGNAL)
+        return found
+
+    # --- the node -----------------------------------------------------------------------------------------------
+
+    def exit_code(self) -> int | None:
+        """Return the node's exit code; None while it runs."""
+        alive = is_alive(self.agent) or is_alive(self.agent["node"])
+        ended = read_object(self.folder / EXIT)  # read last: a process that has ended wrote it before
+        if ended is not None:
+            return int(ended["code"])
+        return None if alive else -signal.SIGKILL
+
+    # --- the record ---------------------------------------------------------------------------------------------
+
+    def growth(self, call: int) -> tuple[list[Frame], int]:
+        """Return new parts of the node's files, and their bytes; nothing if the launching side shares them."""
+        if self.shared:
+            return [], 0
+        total = 0
+        frames = []
+        # Digests are listed first and sent last: the launching side has no digest of events that it does not have yet.
+        found = [(name, size) for folder in ("digest", "events", "logs") for name, size in self._files(folder)]
+        for name, size in reversed(found):
+            begin = self._sizes.get(name, 0)
+            if name not in self._sizes and not size:
+                frames.append(frame(call, "file", name=name))
+            while begin < size and total < ROUND_BYTES:
+                data = _part(self.run_dir / name, begin, min(size - begin, PART_BYTES))
+                if not data:
+                    break
+                frames.append(frame(call, "file", data, name=name, offset=begin))
+                begin += len(data)
+                total += len(data)
+            self._sizes[name] = begin
+        if not total:
+            names = [name for name in replaced_files(self._node, self._ranks) if self._is_replaced(name)]
+            frames += [frame(call, "whole", _part(self.run_dir / name, 0, MAX_DATA_BYTES), name=name) for name in names]
+        return frames, total
+
+    def _is_replaced(self, name: str) -> bool:
+        try:
+            stat = (self.run_dir / name).stat()
+        except OSError:
+            return False
+        state = stat.st_mtime_ns, stat.st_size
+        if state == self._replaced.get(name) or stat.st_size > MAX_DATA_BYTES:
+            return False
+        self._replaced[name] = state
+        return True
+
+    def _files(self, folder: str) -> Iterator[tuple[str, int]]:
+        try:
+            with os.scandir(self.run_dir / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}"
+                    if is_of_node(name, self._node, self._ranks):
+                        yield name, entry.stat().st_size
+        except OSError:
+            return
+
+
+def _home(request: Mapping[str, Any]) -> Path:
+    """Return gputrain's folder on this host, set by the recipe, this host's environment or the launching side's."""
+    chosen = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
+    if chosen:
+        return expand_home(chosen).absolute()
+    return expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "gputrain"
+
+
+def _part(path: Path, begin: int, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            return file.read(count)
+    except OSError:
+        return b""
