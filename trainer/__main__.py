@@ -28,6 +28,7 @@ from trainer.contract.errors import (
 )
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, check, describe, read_flags
+from trainer.contract.training_spec import TrainingSpec
 
 S = TypeVar("S")
 
@@ -76,33 +77,49 @@ def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Ma
         raise RequestError("the working directory is gone: change to one that exists") from None
     with _refuse_os_errors():
         options, remaining = _read(Distributed, words)
-        script = _script(remaining, script_words)
-        training = _check_training(remaining) if script is None else None
-        workers = 0 if training is None else training.num_workers
+        ranks_run = _script(remaining, script_words) or _check_training(remaining)
 
     # Imported after the flags are checked, so that help and refusals come at once.
+    from trainer.host import resource_limits
+    from trainer.host.proc_environ import RUN
+
+    training = None if isinstance(ranks_run, Script) else ranks_run.training
+    resource_limits.require(
+        _max_local_ranks(options, environ),
+        rank_bytes=resource_limits.SCRIPT_BYTES if training is None else resource_limits.RANK_BYTES,
+    )
+    if training is not None and training.num_workers:
+        resource_limits.require_shared_memory()
+    # Ranks of a run that the console or a command started fork from the server; those typed by hand need not.
+    forked = bool(environ.get(RUN)) and options.start_method == "forkserver"
+    if training is None or options.run_dir is None or not forked:
+        return _launch(options, ranks_run, environ)
+
+    from trainer.agent.scratch import loading_torch
+    from trainer.contract.home_folder import expand_home
+    from trainer.contract.record import RunDir
+
+    with loading_torch(RunDir(expand_home(options.run_dir).absolute()), options.node):
+        return _launch(options, ranks_run, environ)
+
+
+def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Mapping[str, str]) -> int:
+    """Decide which ranks start here, and run them; return the exit code."""
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.contract.option_rules import require_batch_sizes
     from trainer.environments.dispatch import decide
-    from trainer.host import resource_limits
     from trainer.host.visible_devices import visible_devices
 
-    resource_limits.require(
-        _max_local_ranks(options, environ),
-        rank_bytes=resource_limits.RANK_BYTES if script is None else resource_limits.SCRIPT_BYTES,
-    )
-    if workers:
-        resource_limits.require_shared_memory()
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
-    if script is not None:
+    if isinstance(ranks_run, Script):
         refuse_file_rendezvous(decision.init_method)
-    if training is not None and decision.exchange is None:  # otherwise the world size is known to the ranks only
-        require_batch_sizes(training.batch_size, decision.world_size)
+    elif decision.exchange is None:  # otherwise the world size is known to the ranks only
+        require_batch_sizes(ranks_run.training.batch_size, decision.world_size)
     if decision.spawn:
         narrate(decision.why, program="trainer")
-    return launch(decision, options, remaining, devices=devices, environ=environ, script=script)
+    return launch(decision, options, ranks_run, devices=devices, environ=environ)
 
 
 @contextmanager
@@ -160,8 +177,8 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
     return check(Script, values | {"script": str(path), "args": list(script_words or ())}, where=_flag_names(flags))
 
 
-def _check_training(words: Sequence[str]) -> Training:
-    """Return the options, checked before any process starts; the ranks, which import a user's own task, check its.
+def _check_training(words: Sequence[str]) -> TrainingSpec:
+    """Return the training, checked before any process starts; the ranks, which import a user's own task, check its.
 
     Raises:
         RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.
@@ -175,15 +192,15 @@ def _check_training(words: Sequence[str]) -> Training:
         if remaining and not remaining[0].startswith("--"):
             raise RequestError(f"unexpected argument {quoted(remaining[0])}")
         _require_rules(training, None)
-        return training
+        return TrainingSpec(training=training, task_flags=tuple(remaining))
     values, unknown = read_flags(remaining, describe(schema))
-    unknown, _ = remove_seed_flags(unknown)  # rank 0 reports flags without effect, once for all nodes
+    unknown, notes = remove_seed_flags(unknown)
     if unknown:
         raise _unknown(unknown[0], training.task, describe(schema))
     task_options = check(schema, values, where=_flag_names(describe(schema)))
     _require_rules(training, task_options)
     check_data(task_options)
-    return training
+    return TrainingSpec(training=training, task_options=task_options, notes=tuple(notes))
 
 
 def _require_rules(training: Training, task_options: Any) -> None:

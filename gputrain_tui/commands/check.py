@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.commands.recipe_flags import add_recipe
-from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.prepared import prepare
 from gputrain_tui.output import narrate, print_json, print_styled
 from gputrain_tui.preflight import CheckResult, NotReadyError, summary
 from gputrain_tui.recipe.build import load
@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
     """Print the results of all checks; return exit code 3 if one is an error."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
     try:
-        results, ready = start.prepare(recipe).results, True
+        results, ready = prepare(recipe).results, True
     except NotReadyError as refused:
         results, ready = refused.results, False
     if args.json:

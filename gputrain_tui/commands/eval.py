@@ -8,8 +8,8 @@ from argparse import ArgumentParser, Namespace
 from gputrain_tui.commands import run as run_command
 from gputrain_tui.commands.checkpoint_flags import add_checkpoint
 from gputrain_tui.commands.recipe_flags import add_settings
-from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
+from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import narrate
 from trainer.contract.errors import RequestError
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
         )
     if source is None:
         assert chosen.run is not None
-        source = start.recipe_of(chosen.run)
+        source = recipe_of(chosen.run)
     recipe = evaluation_recipe(
         source,
         overrides=args.overrides,

@@ -13,8 +13,9 @@ from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.lifecycle.inventories import plan_with_inventories
-from gputrain_tui.lifecycle.start import endless_reason, recipe_text
+from gputrain_tui.lifecycle.planned import plan_with_inventories
+from gputrain_tui.lifecycle.prepared import endless_reason
+from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import narrate, print_json
 from gputrain_tui.plan.planner import Plan, with_run_dir
 from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
@@ -47,9 +48,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
-    plan, local = plan_with_inventories(recipe, warn=narrate)
-    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, local)]
-    for note in (*recipe.notes, *problems):
+    planned = plan_with_inventories(recipe)
+    plan = planned.plan
+    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
+    for note in (*planned.warnings, *recipe.notes, *problems):
         narrate(note)
     if args.run_dir is not None:
         plan = with_run_dir(plan, args.run_dir)

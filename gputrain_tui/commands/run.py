@@ -11,6 +11,8 @@ from contextlib import closing
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.prepared import Prepared, prepare
+from gputrain_tui.lifecycle.recipe_to_run import load
 from gputrain_tui.output import narrate
 from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.recipe.model import Recipe
@@ -39,7 +41,7 @@ def add_output(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run the recipe; return the run's exit code."""
-    recipe = start.load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
     return run_recipe(recipe, json=args.json, detach=args.detach)
 
 
@@ -53,7 +55,7 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
     """
     try:
         with OpenConnections() as connections:
-            prepared = start.prepare(recipe, connections=connections)
+            prepared = prepare(recipe, connections=connections)
             for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
                 narrate(note)
             if detach:
@@ -65,7 +67,7 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
         return ExitCode.REFUSED
 
 
-def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json: bool) -> int:
+def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool) -> int:
     with StopRequest() as stop_request:
         # The supervisor is started first; the imports below run while it starts.
         started, supervisor = start.launch(prepared, leased=True, connections=connections)
@@ -130,11 +132,6 @@ def _foreground(prepared: start.Prepared, connections: OpenConnections, *, json:
         return code
 
 
-def _detached(prepared: start.Prepared, connections: OpenConnections) -> int:
-    if start.is_submitted(prepared):
-        print(start.submit(prepared).id)
-        return ExitCode.FINISHED
-    started, supervisor = start.launch(prepared, leased=False, connections=connections)
-    start.await_supervisor(started, supervisor, previous=started.status.supervisor)
-    print(started.id)
+def _detached(prepared: Prepared, connections: OpenConnections) -> int:
+    print(start.launch_detached(prepared, connections=connections).id)
     return ExitCode.FINISHED

@@ -14,9 +14,9 @@ from itertools import islice
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, loss_cell, run_filter, sorted_runs
 from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_runs
-from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
+from gputrain_tui.lifecycle import launchers
 from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
@@ -108,12 +108,7 @@ def _entries() -> Iterator[Entry]:
         if isinstance(found, UnreadableRun):
             unreadable.append(summarize_unreadable(found))
             continue
-        run = found
-        if run.state not in ENDED and read_job(run.dir) is not None:
-            from gputrain_tui.lifecycle.slurm_jobs import refresh
-
-            run = refresh(run)
-        yield summarize(run, now=now)
+        yield summarize(found if found.state in ENDED else launchers.refresh(found), now=now)
     yield from unreadable
 
 

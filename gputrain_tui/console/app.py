@@ -41,7 +41,6 @@ from gputrain_tui.console.textual_internals import paste_driver, write_to_termin
 from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
-from gputrain_tui.lifecycle.warm_pool import WarmPool
 from trainer.contract.errors import ExitCode, RequestError
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ class GputrainApp(OrderedKeys):
         runs: Callable[[], list[Run]] = list_runs,
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
-        warm: WarmPool | None = None,
         hosts: tuple[HostEntry, ...] = (),
         hostfile: str = "",
     ) -> None:
@@ -96,7 +94,6 @@ class GputrainApp(OrderedKeys):
             runs: lists the runs, newest first.
             follow: opens a run's record.
             clocked: whether a timer calls ``beat``; a test calls it itself.
-            warm: pool of processes that have torch loaded.
             hosts: hosts of the hostfile; with any, the console begins with the cluster screen.
             hostfile: path of the hostfile; empty: none.
         """
@@ -106,8 +103,6 @@ class GputrainApp(OrderedKeys):
         """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
         """State of the next launch, shared by the screens."""
-        self.warm = warm
-        """Pool of processes that have torch loaded; None: no warm pool."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
@@ -434,13 +429,9 @@ def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, .
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    warm = WarmPool()
-    app = GputrainApp(run, fps=FPS if fps is None else fps, warm=warm, hosts=hosts, hostfile=hostfile)
-    try:
-        with stderr_guard.guarded():
-            app.run()
-    finally:
-        warm.close()
+    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts, hostfile=hostfile)
+    with stderr_guard.guarded():
+        app.run()
     if app.live is not None and not app.live.over:
         print(
             f"{app.live.id} has not ended: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.planned import plan_recipe
+from gputrain_tui.lifecycle.prepared import Prepared, check_planned
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.form_fields import Field, FieldMessage, find_field, message_key
 from gputrain_tui.recipe.model import Recipe
-from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.task_description import describe_task
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError
+from trainer.contract.schema import Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class ValidatedRecipe:
     recipe: Recipe | None = None
     """The recipe; None if it is invalid."""
     plan: Plan | None = None
-    prepared: start.Prepared | None = None
+    prepared: Prepared | None = None
     """The run to launch; None if a check fails."""
     problem: str = ""
     """Error of the recipe itself, one line; empty: none."""
@@ -40,7 +41,7 @@ class ValidatedRecipe:
     """Results of the preflight; empty if the recipe is invalid."""
     task: str = ""
     """The task that was passed."""
-    schema: type[Any] | None = None
+    task_options: Sequence[Option] | None = None
     """Options of a user's own task; None for a built-in one."""
 
 
@@ -63,15 +64,15 @@ def validate_recipe(
     found = ValidatedRecipe(settings=tuple(settings), task=task)
     try:
         if task and task not in BUILT_IN:
-            found = replace(found, schema=task_schema(task))
+            found = replace(found, task_options=describe_task(task))
     except RequestError as error:
         return replace(found, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
     try:
         recipe = build(text, name=name, overrides=found.settings)
         found = replace(found, recipe=recipe)
-        planned = start.plan_recipe(recipe)
+        planned = plan_recipe(recipe)
         found = replace(found, plan=planned.plan)
-        prepared = start.check_planned(recipe, planned, max_age_s=hosts_max_age_s)
+        prepared = check_planned(recipe, planned, max_age_s=hosts_max_age_s)
     except NotReadyError as refused:
         return replace(found, plan=refused.plan, results=refused.results)
     except RequestError as error:

@@ -14,7 +14,7 @@ import msgspec
 from gputrain_tui.history.series import Series, interpolate, smooth
 from gputrain_tui.history.step_axis import value_at
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
-from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import value_text
 from gputrain_tui.state.elapsed import time_by_boot
 from gputrain_tui.state.figures import mean_share, samples_per_s
@@ -22,7 +22,6 @@ from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation
-from trainer.contract.schema import describe
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -86,7 +85,7 @@ def _task_values(recipe: Recipe) -> dict[str, Any]:
     """Return a task's options; defaults are included for built-in tasks only, as a user's module is not imported."""
     if recipe.train.task not in BUILT_IN:
         return dict(recipe.task_options)
-    options = describe(task_schema(recipe.train.task))
+    options = describe_task(recipe.train.task)
     return {option.name: recipe.task_options.get(option.name, option.default) for option in options}
 
 

@@ -1,1 +1,1 @@
-"""One run from start to end: supervisor, launchers, attempts, restart, stop, warm pool."""
+"""One run from start to end: supervisor, launchers, attempts, restart, stop."""

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.launchers import NodeProcess
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from trainer.contract.errors import RecordError
 from trainer.contract.record import Failure, RunDir, write_atomically
 from trainer.contract.record.events import Count, Rank

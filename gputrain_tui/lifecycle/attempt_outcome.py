@@ -133,7 +133,17 @@ def recorded_cause(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[in
     return root_cause((int(failure.time * 1e9), failure) for failure in found)
 
 
-def exit_code(run_dir: RunDir, node: int, code: int) -> int:
+def node_end(
+    run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int], code: int, *, host: str = ""
+) -> NodeEnd:
+    """Return the end of a node by its record and the exit code of its node agent."""
+    missing = unfinished(run_dir, node, ranks, since)
+    if missing and code == ExitCode.FINISHED and disk_is_full(run_dir):
+        missing = []  # neither the ranks nor their node agent could write their end
+    return NodeEnd(host=host, exit_code=_exit_code(run_dir, node, code) if missing else code, unfinished=missing)
+
+
+def _exit_code(run_dir: RunDir, node: int, code: int) -> int:
     """Return a node's exit code, replaced by ``-SIGINT`` if SIGINT came while Python itself was starting.
 
     Python then exits with 1, as after a failure; the last line of the log, ``KeyboardInterrupt``, shows the cause.

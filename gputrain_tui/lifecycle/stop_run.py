@@ -13,12 +13,12 @@ from pathlib import Path
 from gputrain_tui import paths
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find, open_run
-from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.history.status_file import ENDED
-from gputrain_tui.lifecycle import attempt_outcome, start
+from gputrain_tui.lifecycle import attempt_outcome, launchers
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.lifecycle.stop_file import await_end, supervisor_beats, write_stop_file
+from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
@@ -85,12 +85,9 @@ def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]
             f"stop: the commands of {found.id} were typed by hand; "
             "end them with Ctrl-C in their terminals, or with scancel"
         )
-    job = read_job(found.dir)
-    if job is not None and (job.batch or (found.state not in ENDED and not supervisors_of(path))):
-        from gputrain_tui.lifecycle import slurm_jobs
-
-        now = slurm_jobs.stop(found, job, origin, timeout_s=_stop_timeout_s(found.dir))
-        return _report(now, [], was_over=found.state in ENDED), []
+    job_ended = launchers.stop_job(found, origin, timeout_s=_stop_timeout_s(found.dir))
+    if job_ended is not None:
+        return _report(job_ended, [], was_over=found.state in ENDED), []
     _await_supervisor(found)
     taken_over = found.state == "lost"
     supervisor = found.status.supervisor
@@ -107,7 +104,7 @@ def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]
                 f"stop: {found.id} runs on {supervisor.host}, and so do some of its ranks; stop it there"
             )
         print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
-        found, taken_over = start.adopt(found), True
+        found, taken_over = adopt(found), True
     now, problem = found, ""
     for _ in range(MAX_SUPERVISORS):
         in_order = _end_supervisors(path, _stop_timeout_s(found.dir), origin)
@@ -118,7 +115,7 @@ def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]
             break
         taken_over = True
         try:
-            now = start.adopt(now)
+            now = adopt(now)
         except RequestError as error:  # or another command's supervisor has adopted it, and is stopped next
             problem = str(error)
     left = kill_processes(path)

@@ -18,7 +18,7 @@ from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
 from trainer.contract.record.events import Rank, WorldSize
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
-from trainer.contract.schema import to_flags
+from trainer.contract.schema import flag_words, to_flags
 from trainer.host.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -178,12 +178,7 @@ def _training_flags(recipe: Recipe) -> list[str]:
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:
     """Return the flags of all task options that the recipe gives."""
-    # Fields without defaults: to_flags writes each of them, in the form that read_flags reads.
-    kinds: dict[type, Any] = {list: list[str], tuple: list[str], type(None): str | None}
-    schema: Any = msgspec.defstruct(
-        "TaskOptions", [(name, kinds.get(type(value), type(value))) for name, value in options.items()], kw_only=True
-    )
-    return to_flags(schema(**options))
+    return [word for name, value in options.items() for word in flag_words(name, value)]
 
 
 def _distributed_flags(

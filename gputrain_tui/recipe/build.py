@@ -32,7 +32,7 @@ from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
-from trainer.contract.schema import check, describe
+from trainer.contract.schema import check, check_values, describe
 from trainer.contract.seed_flags import NO_EFFECT, REFUSED
 
 COMPUTED_FLAGS = {
@@ -90,9 +90,9 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     _refuse_unusable(source, data, ())
     train, launch, script = _train(source)
     slurm = _slurm(source)
-    task_options = _task_options(source, train.task)
+    typed_options, task_options = _task_options(source, train.task)
     if script is None:
-        _require_consistent(source, train, task_options)
+        _require_consistent(source, train, typed_options)
     return Recipe(
         name=_name(source),
         cluster=_with_slurm_nodes(_cluster(source), slurm, source),
@@ -100,7 +100,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
         train=train,
         launch=launch,
         script=script,
-        task_options=_plain(source, task_options),
+        task_options=task_options,
         report=_check(ReportOptions, _table(source, "report"), source, "report"),
         source=source.name,
         text=source.text,
@@ -325,28 +325,40 @@ def _seed_hint(key: str) -> str:
     return f": {REFUSED[flag]}" if flag in REFUSED else ""
 
 
-def _task_options(source: Source, task: str) -> Any:
-    """Return the options of the task, by its schema; None without a task."""
+def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
+    """Return the options of a built-in task, None for another; and those that the recipe gives, as plain values."""
     values = _table(source, "task")
     if not task:
         if values:
             raise RecipeError(
                 f"{source.where(('task',))} is for a task, but train.script runs a script; use train.args"
             )
-        return None
-    from gputrain_tui.recipe.task_schema import task_schema
+        return None, {}
+    from gputrain_tui.recipe.task_description import describe_task
+    from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 
+    if task in BUILT_IN:
+        typed: Any = _check(options_schema(task) or Any, values, source, "task")
+        return typed, _plain({name: getattr(typed, name) for name in values})
     try:
-        schema = task_schema(task)
+        options = describe_task(task)
     except RequestError as error:
         raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
-    return _check(schema, values, source, "task")
+    try:
+        given = check_values(
+            options,
+            values,
+            where=lambda name: source.where(("task", name)),
+            is_text=lambda name: source.is_text(("task", name)),
+        )
+    except RequestError as error:
+        raise RecipeError(str(error)) from None
+    return None, _plain(given)
 
 
-def _plain(source: Source, task_options: Any) -> dict[str, Any]:
-    """Return the options of the task that the recipe gives, as plain values."""
-    typed = {name: getattr(task_options, name) for name in _table(source, "task")}
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(typed))
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them, with lists for tuples."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
     return plain
 
 

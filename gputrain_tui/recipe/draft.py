@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -16,12 +15,12 @@ from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, SlurmOptions
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import override, parse
-from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_env, parse_gpus, parse_node_value, value_text
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed, Script, Training
-from trainer.contract.schema import Option, check, describe
+from trainer.contract.schema import Option, check_value, describe
 
 ONE_RANK = {"ranks": 1}
 """The node that a recipe without nodes gets when a second one is added."""
@@ -48,7 +47,7 @@ class Draft:
         self._source = parse(text, name=name)
         self._saved_kind = _kind(self._source.data)
         """Task, and whether there is a script, in the file."""
-        self._schemas: dict[str, type[Any]] = {}
+        self._described: dict[str, Sequence[Option]] = {}
         """Schemas of users' own tasks, by name."""
         self._changes_of: dict[tuple[str, bool], dict[str, Any]] = {}
         """Unsaved options of other tasks than the present one, by task; they come back with it."""
@@ -97,8 +96,8 @@ class Draft:
         if _kind(data) == self._saved_kind:
             return []  # an unknown key is the file's own error
         written = _table(data, "task")
-        schema = None if _has_script(data) else self._task_schema(_task_of(data))
-        defaults = {} if schema is None else {one.name: value_text(one.default) for one in describe(schema)}
+        options = None if _has_script(data) else self._task_options(_task_of(data))
+        defaults = {one.name: value_text(one.default) for one in options or ()}
         unknown = self._unknown_keys(data)
         loop = [key for key in unknown if not key.startswith("task.")]
         # Another task's value says nothing about this one: it stays only where it is this one's default.
@@ -117,15 +116,15 @@ class Draft:
             return [*found, *(f"task.{name}" for name in _table(data, "task"))]
         script = {option.name for option in describe(Script)}
         found = [f"train.{name}" for name in _table(data, "train") if name in script]
-        schema: Any = self._task_schema(_task_of(data))
-        if schema is None:
+        described = self._task_options(_task_of(data))
+        if described is None:
             return found
-        options = {option.name for option in describe(schema)}
+        options = {option.name for option in described}
         return [*found, *(f"task.{name}" for name in _table(data, "task") if name not in options)]
 
-    def add_task_schema(self, task: str, schema: type[Any]) -> None:
+    def add_task(self, task: str, options: Sequence[Option]) -> None:
         """Add the options of a user's own task."""
-        self._schemas[task] = schema
+        self._described[task] = options
 
     # Fields
 
@@ -170,9 +169,8 @@ class Draft:
             found = [self._field(data, f"train.{option.name}", "Script", option) for option in describe(Script)]
         else:
             found = [self._field(data, "train.task", "Task", task)]
-            schema: Any = self._task_schema(self.task)
-            if schema is not None:
-                found += [self._field(data, f"task.{option.name}", "Task", option) for option in describe(schema)]
+            for option in self._task_options(self.task) or ():
+                found.append(self._field(data, f"task.{option.name}", "Task", option))
         for key in self._unknown_keys(data):
             table, name = key.split(".", 1)
             if table == "task":
@@ -180,8 +178,8 @@ class Draft:
                 found.append(self._field(data, key, "Task", option))
         return found
 
-    def _task_schema(self, task: str) -> type[Any] | None:
-        return task_schema(task) if task in BUILT_IN else self._schemas.get(task)
+    def _task_options(self, task: str) -> Sequence[Option] | None:
+        return describe_task(task) if task in BUILT_IN else self._described.get(task)
 
     def _node_fields(self, data: Any) -> list[Field]:
         options = {option.name: option for option in (*describe(NodeOptions), ENV)}
@@ -361,37 +359,10 @@ class Draft:
             elif field.name == "gpus" and node is not None:
                 parse_gpus(parse_node_value("gpus", text), where=field.name)
             else:
-                check(self._schema(field), {field.option.name: text}, where=lambda name: name)
+                check_value(field.option, text, where=field.option.name)
         except RequestError as error:
-            message = str(error)
-            # The schema may require other fields, which are not passed here.
-            return "" if " is missing" in message and not message.startswith(f"{field.name} ") else message
+            return str(error)
         return ""
-
-    def _schema(self, field: Field) -> type[Any]:
-        table = field.key.partition(".")[0]
-        if NODE_KEY.fullmatch(field.key):
-            return NodeOptions
-        if table == "cluster":
-            return ClusterOptions
-        if table == "slurm":
-            return SlurmOptions
-        if table == "report":
-            return ReportOptions
-        if table == "task":
-            return self._task_schema(self.task) or Script
-        if field.name in LAUNCH_OPTIONS:
-            return Distributed
-        if field.group == "Script":
-            return Script
-        return Training if table == "train" else _NameOption
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NameOption:
-    """Schema of the only option at the top level of a recipe."""
-
-    name: str = ""
 
 
 def _settings(changes: Mapping[str, Any]) -> list[str]:

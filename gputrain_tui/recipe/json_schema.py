@@ -7,7 +7,7 @@ loader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from gputrain_tui.recipe.model import (
     train_options,
 )
 from gputrain_tui.recipe.report_options import ReportOptions
-from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import COMPUTED_VARIABLES, UUID, VARIABLE_NAME
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.options import Distributed, Script, Training
@@ -44,7 +44,7 @@ def recipe_schema(task: str = "") -> dict[str, Any]:
     Raises:
         RequestError: the task does not exist or cannot be imported.
     """
-    schemas = {name: task_schema(name) for name in (*BUILT_IN, *([task] if task else ()))}
+    tasks = {name: describe_task(name) for name in (*BUILT_IN, *([task] if task else ()))}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "recipe of gputrain",
@@ -66,7 +66,7 @@ def recipe_schema(task: str = "") -> dict[str, Any]:
         "required": ["train"],
         "allOf": [
             {"if": _train_has(_any_of(Script.__struct_fields__)), "then": {"properties": {"task": NO_KEYS}}},
-            *(_of_task(name, _table(schema)) for name, schema in schemas.items()),
+            *(_of_task(name, _table_of(options, _rules(options))) for name, options in tasks.items()),
         ],
     }
 
@@ -140,7 +140,11 @@ def _table(schema: type[Any]) -> dict[str, Any]:
     """Return the schema of a table with the options of a class."""
     _, components = msgspec.json.schema_components([schema], ref_template="{name}")
     made = components[schema.__name__]["properties"]
-    options = describe(schema)
+    return _table_of(describe(schema), made)
+
+
+def _table_of(options: Sequence[Option], made: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of a table with options; ``made`` as of ``_value``, by option."""
     required = [option.name for option in options if option.required]
     return {
         "type": "object",
@@ -148,6 +152,25 @@ def _table(schema: type[Any]) -> dict[str, Any]:
         "additionalProperties": False,
         **({"required": required} if required else {}),
     }
+
+
+def _rules(options: Iterable[Option]) -> dict[str, dict[str, Any]]:
+    return {option.name: _rule(option) for option in options}
+
+
+def _rule(option: Option) -> dict[str, Any]:
+    """Return the schema of an option's type and range."""
+    types = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
+    kind = option.item_kind or "str" if option.kind == "list" else option.kind
+    one: dict[str, Any] = {"enum": list(option.choices)} if option.choices else {"type": types[kind]}
+    if option.minimum is not None:
+        one["exclusiveMinimum" if option.exclusive_minimum else "minimum"] = option.minimum
+    if option.maximum is not None:
+        one["exclusiveMaximum" if option.exclusive_maximum else "maximum"] = option.maximum
+    if option.kind != "list":
+        return one
+    lengths = {"minItems": option.min_items or None, "maxItems": option.max_items}
+    return {"type": "array", "items": one, **{name: value for name, value in lengths.items() if value is not None}}
 
 
 def _value(option: Option, made: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ssh_server import ROOT, SshServer, free_port
 from gputrain_tui.hosts.inventory import is_free, take_inventory
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
-from gputrain_tui.lifecycle.inventories import plan_with_inventories
+from gputrain_tui.lifecycle.planned import plan_with_inventories
 from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
 
@@ -281,8 +281,10 @@ def test_there_is_no_password_prompt_even_on_a_terminal(server: SshServer, envir
 
 def planned(host: str, wants: str, ssh: Ssh, warn: Callable[[str], None] = lambda line: None) -> list[list[int | str]]:
     recipe = build(RECIPE.format(host=host, wants=wants), name="r.toml")
-    plan, _ = plan_with_inventories(recipe, query=lambda hosts: query_hosts(hosts, ssh=ssh), warn=warn)
-    return [node.devices for node in plan.nodes]
+    planned = plan_with_inventories(recipe, query=lambda hosts: query_hosts(hosts, ssh=ssh))
+    for warning in planned.warnings:
+        warn(warning)
+    return [node.devices for node in planned.plan.nodes]
 
 
 @pytest.mark.parametrize(

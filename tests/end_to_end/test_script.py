@@ -472,7 +472,7 @@ def assignment(device_id: int | None = None, local_world_size: int = 2) -> RankA
         backend="gloo",
         parent_pid=None,
         distributed=Distributed(),
-        words=("s.py",),
+        script_argv=("s.py",),
         run_dir="/runs/x",
         run_id="x",
         report=lambda _: None,

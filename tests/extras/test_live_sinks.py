@@ -19,7 +19,7 @@ from waiting import LIMIT_S, until
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
-from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from trainer.contract.record import Step, Validation, encode_event
 
 STEPS = 40

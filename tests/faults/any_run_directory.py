@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gputrain_tui.history.run_folders import create, open_run
 from gputrain_tui.history.status_file import Status
-from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.delete import delete_run
 from gputrain_tui.lifecycle.stop_run import stop, stop_by_name
+from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
@@ -37,7 +37,6 @@ ENVIRONMENTS: list[dict[str, str]] = [
     {"GPUTRAIN_RUN": str(OTHER_RUN)},
     {"GPUTRAIN_SUPERVISOR": ""},
     {"GPUTRAIN_SUPERVISOR": str(OTHER_RUN)},
-    {"GPUTRAIN_WARM": str(FOREIGN)},
 ]
 
 
@@ -53,7 +52,7 @@ VICTIMS = [1, os.getpid(), os.getppid(), *(process.pid for process in BYSTANDERS
 
 identities = st.sampled_from(VICTIMS).map(identify)
 marks = st.one_of(
-    st.sampled_from(["", "=", "\0", "GPUTRAIN_RUN=", "GPUTRAIN_WARM=", "LANG=C", "GPUTRAIN_RUN"]),
+    st.sampled_from(["", "=", "\0", "GPUTRAIN_RUN=", "LANG=C", "GPUTRAIN_RUN"]),
     st.sampled_from([f"{name}={value}" for each in ENVIRONMENTS for name, value in each.items()]),
     st.text(max_size=20),
 ).map(lambda text: text.encode(errors="surrogatepass"))
@@ -147,7 +146,7 @@ def nothing_in_a_run_directory_leads_to_others(
             elif action == "delete":
                 delete_run(run)
             else:
-                stop(start.adopt(run))
+                stop(adopt(run))
         assert_untouched(f"{action} of {files}")
 
 

@@ -15,11 +15,12 @@ import msgspec
 import psutil
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
+from pid_namespace import run_in_namespace
 
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import read_status, write_status
 from gputrain_tui.lifecycle import leftovers
-from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from trainer.contract.record import RunEnded, decode_events
 
 RANDOM = Path(__file__).with_name("random_kills.py")
@@ -117,3 +118,12 @@ def test_kills_at_random_moments_never_leave_the_status_running(tmp_path: Path, 
         assert one["status"] == ended[one["returncode"]], one
         assert one["exit_code"] == one["returncode"], one
         assert one["left"] == [], one
+
+
+def test_a_start_that_is_killed_or_refused_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    done = run_in_namespace(Path(__file__).with_name("killed_at_start.py"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    moments = ["supervisor", "node agent", "fork server", "torch", "ranks"]
+    killed = [f"{moment}, command: []" for moment in moments]
+    killed += ["fork server, node agent: []", "torch, node agent: []"]
+    assert done.stdout.splitlines() == [*killed, "refused, 2: [] []"], done.stderr

@@ -15,7 +15,7 @@ from waiting import LIMIT_S, until
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
-from gputrain_tui.lifecycle.start import start_supervisor
+from gputrain_tui.lifecycle.supervisor_process import start_supervisor
 from trainer.contract.record import Finding
 
 RECIPE = """

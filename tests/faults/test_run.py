@@ -17,7 +17,8 @@ from commands import command
 
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run
-from gputrain_tui.lifecycle import leftovers, start
+from gputrain_tui.lifecycle import leftovers, recipe_to_run, start
+from gputrain_tui.lifecycle.prepared import prepare
 from trainer.contract.record import Failure, decode_events, recorded_checkpoints
 
 
@@ -223,8 +224,8 @@ def test_ctrl_c_while_the_supervisor_loads_its_modules_stops_the_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
-    recipe = start.load(str(bench.recipe(FOR_EVER)), overrides=[], resume=None, stdin=None)
-    run, supervisor = start.launch(start.prepare(recipe), leased=False)
+    recipe = recipe_to_run.load(str(bench.recipe(FOR_EVER)), overrides=[], resume=None, stdin=None)
+    run, supervisor = start.launch(prepare(recipe), leased=False)
     supervisor.send_signal(signal.SIGINT)  # its interpreter has not even begun
     assert supervisor.wait(LIMIT_S) == 130
     assert bench.runs()[0].state == "stopped"

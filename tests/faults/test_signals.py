@@ -99,7 +99,7 @@ def test_a_node_that_is_interrupted_while_python_starts_was_not_wrong(
     run_dir.node_log(0).write_text(words)
     if reported:
         run_dir.node_result(0).write_bytes(msgspec.json.encode(NodeOutcome(node=0, host="here", exit_code=code)))
-    assert attempt_outcome.exit_code(run_dir, 0, code) == expected
+    assert attempt_outcome.node_end(run_dir, 0, [0], {}, code).exit_code == expected
 
 
 def test_a_terminal_that_is_closed_stops_the_run_in_order_however_often_it_hangs_up(bench: Bench) -> None:

@@ -17,7 +17,7 @@ from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle import leftovers
-from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from trainer.contract.record import Event, Failure, RunEnded, RunStarted

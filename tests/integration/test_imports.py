@@ -139,6 +139,7 @@ def test_help_imports_no_command_and_no_parser(words: list[str]) -> None:
 @pytest.mark.parametrize("module", ["gputrain_tui.commands.run", "gputrain_tui.lifecycle.supervisor"])
 def test_the_start_of_a_run_waits_for_no_cryptography(module: str) -> None:
     # hashlib and secrets load OpenSSL, for milliseconds that the first step would wait for.
-    code = f"import {module}, gputrain_tui.recipe.task_schema, sys; print({{'_hashlib', 'secrets'}} & {{*sys.modules}})"
+    imported = f"import {module}, gputrain_tui.recipe.task_description, sys"
+    code = f"{imported}; print({{'_hashlib', 'secrets'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"

@@ -17,7 +17,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle import leftovers, on_end
 from gputrain_tui.lifecycle.settle import settle
-from gputrain_tui.lifecycle.start import adopt, start_supervisor
+from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from trainer.contract.record import RunDir
 
 ECHO = 'echo "$GPUTRAIN_RUN_ID|$GPUTRAIN_RUN_NAME|$GPUTRAIN_RUN_STATUS|$GPUTRAIN_RUN_EXIT_CODE|$GPUTRAIN_RUN_DIR"'

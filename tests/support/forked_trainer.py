@@ -12,9 +12,13 @@ from pathlib import Path
 
 from waiting import LIMIT_S
 
+from trainer.contract.builtin_tasks import BUILT_IN
+
+TASKS = [target.partition(":")[0] for target in BUILT_IN.values()]
 # The server ends with the test run: it notices the end of this process.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["trainer.engine.preload", "trainer.checkpoint", "trainer.__main__"])
+ENGINE = ["trainer.engine.worker", "trainer.checkpoint", "trainer.__main__"]
+context.set_forkserver_preload(["trainer.agent.preload_torch", *ENGINE, *TASKS])
 
 
 class ForkedTrainer:

@@ -34,11 +34,10 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
             backend="gloo",
             parent_pid=None,
             distributed=Distributed(stop_grace=3600.0),
-            words=("--task", "none"),
             run_dir=run_dir,
             run_id="test",
             report=_unreported,
-            is_script=kind == "script",
+            script_argv=("script.py",) if kind == "script" else (),
         )
         for rank in range(world)
     ]

@@ -15,7 +15,6 @@ from gputrain_tui.recipe.draft import Draft
 from gputrain_tui.recipe.form_fields import Field
 from gputrain_tui.recipe.new_recipe import from_text
 from gputrain_tui.recipe.source import override, parse
-from gputrain_tui.recipe.task_schema import build_schema
 from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import value_text
 from trainer.contract.errors import RequestError
@@ -55,7 +54,7 @@ USERS_OPTIONS = (Option(name="width", kind="int", default=32, help="units"),)
 def test_keys_of_the_former_task_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
     text = json.dumps(tomllib.loads(TEXT)) if as_json else TEXT
     one = draft(text)
-    one.add_task_schema("mlp.py:Mlp", build_schema(USERS_OPTIONS))
+    one.add_task("mlp.py:Mlp", USERS_OPTIONS)
     one.set("task.dim", "64")
     before = one.text, one.settings, [(field.key, field.text) for field in one.fields()]
     one.set("train.task", task)

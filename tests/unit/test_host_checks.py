@@ -19,7 +19,7 @@ from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
-from gputrain_tui.lifecycle.start import with_interfaces
+from gputrain_tui.lifecycle.prepared import with_interfaces
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
 from gputrain_tui.preflight.collect_hosts import collect_hosts

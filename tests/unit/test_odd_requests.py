@@ -10,7 +10,7 @@ import pytest
 
 from gputrain_tui import cli
 from gputrain_tui.hosts.hostfile import read_hostfile
-from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.prepared import prepare
 from gputrain_tui.preflight import NotReadyError
 from gputrain_tui.recipe.build import build, load
 from gputrain_tui.recipe.files import recipe_name
@@ -100,7 +100,7 @@ def test_a_name_that_no_file_system_takes_is_a_check_that_fails(key: str, settin
     text = GOOD.format(data=long if key == "task.data" else "stdlib")
     recipe = build(text, name="odd.toml", overrides=[each.format(long=long) for each in setting])
     with pytest.raises(NotReadyError) as refused:
-        start.prepare(recipe)
+        prepare(recipe)
     assert key in refused.value.errors[0].key
     assert "File name too long" in refused.value.errors[0].what
 
@@ -108,7 +108,7 @@ def test_a_name_that_no_file_system_takes_is_a_check_that_fails(key: str, settin
 def test_a_script_with_a_name_that_no_file_system_takes_is_a_check_that_fails() -> None:
     text = f'[[cluster.nodes]]\ncpu_ranks = 2\n[train]\nscript = "{"x" * 5000}"\n'
     with pytest.raises(NotReadyError, match="File name too long"):
-        start.prepare(build(text, name="odd.toml"))
+        prepare(build(text, name="odd.toml"))
 
 
 def test_quoted_text_has_no_control_characters_and_no_line_breaks(

@@ -10,7 +10,7 @@ import pytest
 from recipe_texts import recipe_of, refusal
 from task_data import write_data
 
-from gputrain_tui.lifecycle.start import endless_reason
+from gputrain_tui.lifecycle.prepared import endless_reason
 from trainer.__main__ import main
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode, RequestError

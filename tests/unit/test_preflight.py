@@ -15,7 +15,7 @@ from gputrain_tui.hosts.environment_facts import Torch
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
-from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.prepared import prepare
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.preflight import (
     CheckResult,
@@ -406,7 +406,7 @@ def test_collecting_the_facts_is_fast() -> None:
 
 def test_gpus_that_are_missing_are_the_machines_fault() -> None:
     with pytest.raises(NotReadyError, match=r"cluster\.nodes\[0\]\.gpus: asks for 64 GPUs") as refused:
-        start.prepare(recipe("gpus = 64"))
+        prepare(recipe("gpus = 64"))
     (result,) = refused.value.results
     assert (result.key, result.check) == ("cluster.nodes[0].gpus", "GPUs")
 
@@ -415,7 +415,7 @@ def test_a_run_on_slurm_without_sbatch_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
     wanted = recipe('host = "far"\ncpu_ranks = 1', cluster='launcher = "slurm"')
     with pytest.raises(NotReadyError) as refused:
-        start.prepare(wanted)
+        prepare(wanted)
     (result,) = (found for found in refused.value.results if found.check == "Slurm")
     assert (result.status, result.key) == ("error", "cluster.launcher")
     assert result.where.endswith(": cluster.launcher")

@@ -16,11 +16,9 @@ from gputrain_tui.recipe.model import Cluster, ClusterOptions, Node, NodeOptions
 from gputrain_tui.recipe.pytext import DEFAULTS
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import RecipeError, key_lines, override
-from gputrain_tui.recipe.task_schema import build_schema
 from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import parse_gpus
 from trainer.contract.schema import describe
-from trainer.contract.task_options import DocNNOptions, LmOptions, MaskedLmOptions, MnistOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -599,14 +597,6 @@ def test_every_option_of_train_has_help_for_the_form() -> None:
     assert [option.name for option in train_options() if not option.help] == []
     for schema in (ClusterOptions, NodeOptions):
         assert [option.name for option in describe(schema) if not option.help] == []
-
-
-@pytest.mark.parametrize("schema", [LmOptions, DocNNOptions, MnistOptions, MaskedLmOptions])
-def test_a_described_schema_becomes_the_same_schema_again(schema: type[Any]) -> None:
-    options = describe(schema)
-    encoded = msgspec.json.encode(options)
-    again = build_schema(msgspec.json.decode(encoded, type=list[type(options[0])]))
-    assert msgspec.json.decode(msgspec.json.encode(describe(again))) == msgspec.json.decode(encoded)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)

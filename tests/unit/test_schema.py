@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,7 +10,8 @@ from msgspec import Meta
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed, Training
-from trainer.contract.schema import Option, check, describe, read_flags, to_flags
+from trainer.contract.schema import Option, check, check_values, describe, read_flags, to_flags
+from trainer.contract.task_options import DocNNOptions, LmOptions, MaskedLmOptions
 
 
 class EveryKindOfOption(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -295,3 +297,26 @@ def test_flags_are_those_that_differ_from_the_defaults() -> None:
     assert to_flags(Training(lr=(0.5,), shuffle=False, batch_size=(8, 4))) == [
         "--batch-size", "8,4", "--no-shuffle", "--lr", "0.5",
     ]  # fmt: skip
+
+
+VALUES = [0, 1, -1, 7, 1.5, -0.5, "x", "1", "none", "true", True, [], [0], [2, 3, 4], ["a"], [1.5], None, 1 << 70]
+
+
+@pytest.mark.parametrize(
+    "schema", [Training, Distributed, EveryKindOfOption, DataclassOptions, LmOptions, DocNNOptions, MaskedLmOptions]
+)
+def test_options_that_were_sent_as_json_take_the_values_that_their_class_takes(schema: type[Any]) -> None:
+    options = msgspec.json.decode(msgspec.json.encode(describe(schema)), type=list[Option])
+    required = {option.name: "x" for option in options if option.required}
+    for option in options:
+        for value in VALUES:
+            results = []
+            for read in (partial(check_values, options), partial(check, schema)):
+                try:
+                    found = read({**required, option.name: value}, where=flag)
+                    results.append(found[option.name] if isinstance(found, dict) else getattr(found, option.name))
+                except RequestError as error:
+                    # Rules between options are of the class alone.
+                    results.append(str(error) if str(error).startswith(flag(option.name)) else None)
+            sent, own = (tuple(result) if isinstance(result, list) else result for result in results)
+            assert sent == own or None in results, (option.name, value)

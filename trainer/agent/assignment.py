@@ -18,6 +18,7 @@ from trainer.contract.options import Distributed
 from trainer.contract.outcome import RankReport
 from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record import Failure, RankState
+from trainer.contract.training_spec import TrainingSpec
 
 ReportSink = Callable[[RankReport], None]
 """Receiver of a rank's reports."""
@@ -67,20 +68,25 @@ class RankAssignment:
     parent_pid: int | None
     """Pid of the node agent, with which the rank dies; None if the rank runs in the agent's process."""
     distributed: Distributed
-    words: tuple[str, ...]
-    """Flags of training and task options; for a script its path and arguments."""
     run_dir: str | None
     run_id: str
     """Equal on all nodes of a run and different between runs; empty without a run directory and GPUTRAIN_RUN_ID."""
     report: ReportSink
+    spec: TrainingSpec | None = None
+    """What the rank trains; None for a script."""
+    script_argv: tuple[str, ...] = ()
+    """Script and arguments of a rank that runs one, with ``-m`` before a module."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the rank is to save and exit."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables to set in the rank's environment; None removes one."""
     terminal: int | None = None
     """Descriptor that gets the narration besides the log; only of rank 0, if the command was typed by hand."""
-    is_script: bool = False
-    """Whether the rank runs a script; exit code 0 without a report then means success."""
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the rank runs a script; exit code 0 without a report then means success."""
+        return bool(self.script_argv)
 
     def spawned(self, pid: int | None) -> RankState:
         """Return the event of the state ``spawned``."""

@@ -10,7 +10,9 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainer.agent import worker_entry
+import msgspec
+
+from trainer.agent import forkserver, worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
@@ -22,6 +24,7 @@ from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
+from trainer.contract.training_spec import TrainingSpec
 from trainer.environments import slurm
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
@@ -44,21 +47,19 @@ SCRIPT_PRELOADED = ("trainer.agent.preload_first", "trainer.agent.script", "trai
 def launch(
     decision: Decision,
     options: Distributed,
-    words: Sequence[str],
+    ranks_run: TrainingSpec | Script,
     *,
     devices: Sequence[Device],
     environ: Mapping[str, str],
-    script: Script | None = None,
 ) -> int:
     """Run the ranks of a decision and return the exit code; if this process is the rank, end the process instead.
 
     Args:
         decision: the ranks to start on this node.
         options: the flags of ``Distributed``.
-        words: the remaining flags: training and task options.
+        ranks_run: training, or script, of the ranks.
         devices: the visible GPUs.
         environ: the environment.
-        script: script that the ranks run instead of a task.
 
     Raises:
         RequestError: the rendezvous, a GPU or the run directory cannot be used.
@@ -78,27 +79,30 @@ def launch(
         run_dir = _run_dir(options)
         # In the rank's own process orphans that it adopts could not be told from children that the task waits for.
         agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
-        if script is None:
-            words = _with_resume(words, run_dir, run_id, environ)
         assignments = assign(
-            decision, options, words, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
+            decision, options, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
         )
-        if script is not None:
+        if isinstance(ranks_run, Script):
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
             address = master_address(init_method, environ, free_port=free_port() if init_method is None else 0)
             outcome = run_node(
-                [_for_script(assignment, script, address, environ) for assignment in assignments],
+                [_for_script(assignment, ranks_run, address, environ) for assignment in assignments],
                 start_method=options.start_method,
                 environ=environ,
-                target=MEASURED_SCRIPT_TARGET if script.instrument and run_dir is not None else SCRIPT_TARGET,
+                target=MEASURED_SCRIPT_TARGET if ranks_run.instrument and run_dir is not None else SCRIPT_TARGET,
                 preloaded=SCRIPT_PRELOADED,
             )
-        elif decision.spawn or agent_of_its_own:
-            outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
         else:
-            code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
-    if script is None and not decision.spawn and not agent_of_its_own:
+            spec = _with_resume(ranks_run, run_dir, run_id, environ)
+            assignments = [dataclasses.replace(assignment, spec=spec) for assignment in assignments]
+            if decision.spawn or agent_of_its_own:
+                outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
+            else:
+                forkserver.stop()  # the rank loads torch in this process
+                outcome = None
+                code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
+    if outcome is None:
         worker_entry.leave(code)
     print_outcome(outcome)
     return outcome.exit_code
@@ -107,7 +111,6 @@ def launch(
 def assign(
     decision: Decision,
     options: Distributed,
-    words: Sequence[str],
     *,
     init_method: str | None,
     run_dir: Path | None,
@@ -131,7 +134,6 @@ def assign(
             backend=decision.backend,
             parent_pid=None,
             distributed=options,
-            words=tuple(words),
             run_dir=None if run_dir is None else str(run_dir),
             run_id=run_id,
             terminal=STDOUT if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
@@ -145,10 +147,10 @@ def _for_script(
     assignment: RankAssignment, script: Script, address: tuple[str, int], environ: Mapping[str, str]
 ) -> RankAssignment:
     environment = launcher_environment(assignment, address, environ)
-    words = [*(["-m"] if script.module else []), script.script]
+    argv = [*(["-m"] if script.module else []), script.script]
     if script.local_rank_flag is not None:
-        words.append(f"{script.local_rank_flag}={assignment.local_rank}")
-    return dataclasses.replace(assignment, is_script=True, environment=environment, words=(*words, *script.args))
+        argv.append(f"{script.local_rank_flag}={assignment.local_rank}")
+    return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
 
 
 def _ignore_report(_: RankReport) -> None:
@@ -175,18 +177,19 @@ def _run_dir(options: Distributed) -> Path | None:
     return path
 
 
-def _with_resume(words: Sequence[str], run_dir: Path | None, run_id: str, environ: Mapping[str, str]) -> Sequence[str]:
-    """Return the flags, with ``--resume`` added in a job that Slurm has requeued after it wrote a checkpoint.
+def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ: Mapping[str, str]) -> TrainingSpec:
+    """Return the training, which resumes in a job that Slurm has requeued after it wrote a checkpoint.
 
-    Every node finds the same checkpoint: nodes share the run directory, and the ranks compare their flags.
+    Every node finds the same checkpoint: nodes share the run directory, and the ranks compare their options.
     """
     if run_dir is None or not slurm.is_requeued(environ):
-        return words
+        return spec
     checkpoint = checkpoint_to_resume(RunDir(run_dir), {run_id})
     if checkpoint is None:
-        return words
+        return spec
     narrate(f"Slurm has requeued this job; resuming from {checkpoint}", program="trainer")
-    return [*words, "--resume", str(checkpoint), "--checkpoint-run", run_id]
+    resumed = msgspec.structs.replace(spec.training, resume=str(checkpoint), checkpoint_run=run_id)
+    return msgspec.structs.replace(spec, training=resumed)
 
 
 @contextlib.contextmanager

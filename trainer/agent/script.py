@@ -54,7 +54,7 @@ def run_script(
     # With this pid in the environment, trainer.watch leaves the rank's states to this module.
     os.environ[RANK_PID] = str(os.getpid())
     _write(assignment, _state(assignment, "training"))
-    _imitate_new_interpreter(assignment.words)
+    _imitate_new_interpreter(assignment.script_argv)
     code, failure = _run(assignment, hidden)
     if os.getpid() != pid:
         return code  # a process that the script has forked: its end is not the rank's
@@ -94,7 +94,7 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
     """Run the script as ``__main__``; return its exit code and its failure, None for a success."""
     log_start = _log_size(assignment)
     try:
-        first, *rest = assignment.words
+        first, *rest = assignment.script_argv
         code, main = _module(rest[0]) if first == MODULE else (_compiled(first), _main_module(first))
         sys.modules["__main__"] = main
         exec(code, main.__dict__)

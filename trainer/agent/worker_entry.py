@@ -20,7 +20,6 @@ from trainer.contract.errors import ExitCode, RequestError, TrainingError
 from trainer.contract.outcome import RankReport, exit_code_of
 from trainer.contract.record import Failure, RunDir
 from trainer.host import process_guard
-from trainer.host.proc_environ import show_run_in_proc
 from trainer.host.stop_request import SAVE_SIGNALS, StopRequest
 
 RankFunction = Callable[[RankAssignment], object]
@@ -60,7 +59,6 @@ def _set_environment(assignment: RankAssignment) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    show_run_in_proc()  # the fork server may have been started before the run
     if "TMPDIR" in assignment.environment:
         tempfile.tempdir = None  # tempfile may have cached the old folder
 

@@ -211,27 +211,67 @@ def check(
     Raises:
         RequestError: an unknown name, a wrong type, or a value out of range.
     """
-    options = {option.name: option for option in describe(schema)}
+    complete = check_values(describe(schema), values, where=where, is_text=is_text)
+    types = _hints(schema)  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class
+    for option in describe(schema):
+        if option.name in complete:
+            try:
+                complete[option.name] = msgspec.convert(complete[option.name], types[option.name])
+            except msgspec.ValidationError:  # a limit that no option has, such as the length of a text
+                raise _refused(option, values[option.name], where(option.name)) from None
+    return schema(**complete)
+
+
+def check_values(
+    options: Iterable[Option],
+    values: Mapping[str, Any],
+    *,
+    where: Callable[[str], str],
+    is_text: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Any]:
+    """Return untyped values as the options have them; arguments and errors as of ``check``."""
+    known = {option.name: option for option in options}
     complete: dict[str, Any] = {}
     for name, value in values.items():
-        option = options.get(name)
-        if option is None:
-            raise RequestError(f"{where(name)} is not known{nearest(name, options)}")
-        complete[name] = _coerce(option, value, where(name))
-        if not is_text(name) and _is_quoted(option, value):
-            raise RequestError(
-                f"{where(name)} is {quoted(value)}, but must be {option.allowed}: write it without quotes"
-            )
-    for option in options.values():
+        if name not in known:
+            raise RequestError(f"{where(name)} is not known{nearest(name, known)}")
+        complete[name] = check_value(known[name], value, where=where(name))
+        if not is_text(name) and _is_quoted(known[name], value):
+            allowed = known[name].allowed
+            raise RequestError(f"{where(name)} is {quoted(value)}, but must be {allowed}: write it without quotes")
+    for option in known.values():
         if option.required and option.name not in complete:
             raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
-    types = _hints(schema)  # type: ignore[arg-type]  # mypy checks the hash of instances, not of the class
-    for name, value in complete.items():
-        try:
-            complete[name] = msgspec.convert(value, types[name])
-        except msgspec.ValidationError:
-            raise _refused(options[name], values[name], where(name)) from None
-    return schema(**complete)
+    return complete
+
+
+def check_value(option: Option, value: Any, *, where: str) -> Any:
+    """Return an untyped value as an option has it, a list as a tuple.
+
+    Raises:
+        RequestError: a wrong type, or a value out of range.
+    """
+    typed = _coerce(option, value, where)
+    if typed is None and option.optional:
+        return None
+    items = typed if option.kind == "list" else [typed]
+    too_few = option.kind == "list" and len(items) < option.min_items
+    too_many = option.max_items is not None and len(items) > option.max_items
+    if too_few or too_many or not all(_is_allowed(option, item) for item in items):
+        raise _refused(option, value, where)
+    return tuple(items) if option.kind == "list" else typed
+
+
+def _is_allowed(option: Option, value: Any) -> bool:
+    """Whether a scalar, or an item of a list, has the option's type and range."""
+    types: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float, "str": str}
+    kind = option.item_kind or "str" if option.kind == "list" else option.kind
+    if type(value) is not types[kind]:
+        return False
+    low, high = option.minimum, option.maximum
+    above = low is None or value > low or (value == low and not option.exclusive_minimum)
+    below = high is None or value < high or (value == high and not option.exclusive_maximum)
+    return above and below and (not option.choices or value in option.choices)
 
 
 def _refused(option: Option, value: Any, where: str) -> RequestError:
@@ -309,12 +349,17 @@ def to_flags(options: Any) -> list[str]:
         value = getattr(options, option.name)
         if value == option.default and not option.required:
             continue
-        if isinstance(value, bool):
-            words.append(option.flag if value else "--no-" + option.flag[2:])
-            continue
-        text = text_of(value)
-        words += [f"{option.flag}={text}"] if text.startswith("--") else [option.flag, text]
+        words += flag_words(option.name, value)
     return words
+
+
+def flag_words(name: str, value: Any) -> list[str]:
+    """Return an option as ``read_flags`` reads it."""
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag[2:]]
+    text = text_of(value)
+    return [f"{flag}={text}"] if text.startswith("--") else [flag, text]
 
 
 def text_of(value: Any) -> str:

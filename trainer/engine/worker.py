@@ -27,6 +27,7 @@ from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir,
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
 from trainer.contract.seed_flags import remove_seed_flags
+from trainer.contract.training_spec import TrainingSpec
 from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
@@ -124,7 +125,9 @@ class _Rank:
         assignment = self.assignment
         self.set_state("joining")
         keep_freed_memory()
-        options, words = _training_options(assignment.words)
+        spec = assignment.spec
+        assert spec is not None
+        options = spec.training
         torch.set_num_threads(options.threads or usable_cores(assignment.local_world_size))
         prepare_environment(options)  # before anything touches CUDA
         device = distributed.bind_device(assignment.device_id)
@@ -148,7 +151,7 @@ class _Rank:
             on_lost=self._end_lost_peer,
         )
         self.set_state("ready")
-        task, request = self._task(options, words)
+        task, request = self._task(spec)
         start = open_start(options)
         ctx = replace(self._context(options, device, request, tf32, start), loss_unit=task.loss_unit)
         start.restore_into(task, name=options.task)
@@ -163,19 +166,15 @@ class _Rank:
         assignment.stoppable()
         return loop.run()
 
-    def _task(self, options: Training, words: list[str]) -> tuple[Task, dict[str, str]]:
-        """Build the task from the remaining flags; return it, and its values that must be equal on all ranks."""
-        kind = load_task(options.task)
-        schema = describe(kind.Options)
-        values, rest = read_flags(words, schema)
-        rest, notes = remove_seed_flags(rest)
+    def _task(self, spec: TrainingSpec) -> tuple[Task, dict[str, str]]:
+        """Build the task; return it, and its values that must be equal on all ranks."""
+        name, own, notes = spec.training.task, spec.task_options, list(spec.notes)
+        kind = load_task(name)
+        if own is None:
+            own, notes = _own_options(kind, spec)
         for note in notes if self.assignment.rank == 0 else ():
             self._print_line(note)
-        if rest:
-            raise RequestError(f"{rest[0]} is not an option of the trainer or of task {options.task}")
-        flags = {option.name: option.flag for option in schema}
-        own = check(kind.Options, values, where=lambda name: flags.get(name, name))
-        return kind(own), task_request(options.task, kind, own)
+        return kind(own), task_request(name, kind, own)
 
     def _context(
         self,
@@ -376,12 +375,15 @@ def _offer(loop: Loop, source: Path, run: str) -> str:
     return ""
 
 
-def _training_options(words: tuple[str, ...]) -> tuple[Training, list[str]]:
-    """Read the trainer's flags; the task's own are left over."""
-    schema = describe(Training)
-    values, rest = read_flags(words, schema)
+def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
+    """Read the flags of a user's own task; return its options, and lines about flags without an effect."""
+    schema = describe(kind.Options)
+    values, rest = read_flags(spec.task_flags, schema)
+    rest, notes = remove_seed_flags(rest)
+    if rest:
+        raise RequestError(f"{rest[0]} is not an option of the trainer or of task {spec.training.task}")
     flags = {option.name: option.flag for option in schema}
-    return check(Training, values, where=lambda name: flags.get(name, name)), rest
+    return check(kind.Options, values, where=lambda name: flags.get(name, name)), notes
 
 
 def _kind(error: Exception) -> str:

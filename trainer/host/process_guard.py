@@ -28,11 +28,6 @@ def die_with_parent_process() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def signal_on_parent_death(number: int) -> None:
-    """Have the kernel send a signal when the thread that started this process ends; 0 cancels it."""
-    prctl(PR_SET_PDEATHSIG, number)
-
-
 def adopt_orphans() -> None:
     """Make this process the parent of orphaned descendants (child subreaper), so that none escapes; Linux only."""
     if sys.platform == "linux":

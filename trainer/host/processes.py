@@ -53,11 +53,6 @@ class ProcessStat:
         """Clock ticks from the start of the machine to that of the process."""
         return int(self.fields[19])
 
-    @property
-    def environ_address(self) -> int:
-        """Address of its environment; 0 where the kernel hides it."""
-        return int(self.fields[47])
-
 
 def parse_stat(line: bytes) -> ProcessStat | None:
     """Parse a line of ``/proc/PID/stat``; return None if it is empty."""

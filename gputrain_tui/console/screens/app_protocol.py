@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.hostfile import HostEntry
-    from gputrain_tui.lifecycle.warm_pool import WarmPool
     from gputrain_tui.recipe.draft import Draft
     from gputrain_tui.recipe.model import Recipe
 
@@ -54,8 +53,6 @@ class AppProtocol(Protocol):
     """State shared for the next launch."""
     live: LiveRun | None
     """The run that was opened last."""
-    warm: WarmPool | None
-    """Pool of processes that have torch loaded; None: no warm pool."""
     supervisors: list[subprocess.Popen[bytes]]
     """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
     quiet_s: float

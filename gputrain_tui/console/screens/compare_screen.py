@@ -19,7 +19,7 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_r
 from gputrain_tui.console.widgets.loss_curves import LossCurves
 from gputrain_tui.history.comparison import MEASURES, RecipeDifference, differences
 from gputrain_tui.history.run_folders import Run
-from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import printable
@@ -154,6 +154,6 @@ def _recipe_of(run: Run) -> Recipe:
         RequestError: the recipe cannot be read.
     """
     try:
-        return load(start.recipe_of(run))
+        return load(recipe_of(run))
     except RequestError as error:
         raise RequestError(f"the recipe of {run.id} cannot be read: {error}") from None

@@ -105,7 +105,6 @@ class RecipePage(Page):
 
     def on_screen_resume(self) -> None:
         """List the recipes; open the file and enter the GPUs that another screen put into the launch session."""
-        self._open_warm_pool()
         files = recipe_files(self.session.folder, paths.config_folder())
         listing = self.query_one(RecipeList)
         listing.show(files)
@@ -203,16 +202,10 @@ class RecipePage(Page):
         summary.styles.height = lines
         plan.styles.height = min(plan_lines, max(room - least_form_lines - lines, least_plan_lines))
 
-    def _open_warm_pool(self) -> None:
-        """Start a process that loads torch ahead of the launch."""
-        if self.console.warm is not None:
-            self.console.warm.open()
-
     # Changes
 
     def _changed(self) -> None:
         """Show the draft and validate it."""
-        self._open_warm_pool()
         self._show_fields()
         self._validate_soon()
 
@@ -278,8 +271,8 @@ class RecipePage(Page):
         while True:
             text, settings = draft.text, draft.settings
             found = await self._validated(draft, settings, hosts_max_age_s=hosts_max_age_s)
-            if found.schema is not None:
-                draft.add_task_schema(found.task, found.schema)  # keys that this task lacks are set aside from now on
+            if found.task_options is not None:
+                draft.add_task(found.task, found.task_options)  # keys that this task lacks are set aside from now on
             if (draft.text, draft.settings) == (text, settings):
                 return found
 

@@ -12,7 +12,7 @@ from trainer.contract.errors import RequestError
 if TYPE_CHECKING:
     from gputrain_tui.console.screens.app_protocol import AppProtocol
     from gputrain_tui.history.run_folders import Run
-    from gputrain_tui.lifecycle.start import Prepared
+    from gputrain_tui.lifecycle.prepared import Prepared
 
 
 async def launch(console: AppProtocol, prepared: Prepared) -> None:
@@ -24,7 +24,7 @@ async def launch(console: AppProtocol, prepared: Prepared) -> None:
     from gputrain_tui.lifecycle import start
 
     try:
-        run, supervisor = start.launch(prepared, leased=False, warm=console.warm)
+        run, supervisor = start.launch(prepared, leased=False)
     except RequestError as error:
         console.report(str(error), alarm=True)
         return
@@ -35,10 +35,10 @@ async def launch(console: AppProtocol, prepared: Prepared) -> None:
 
 
 async def _await_supervisor(console: AppProtocol, run: Run, supervisor: subprocess.Popen[bytes]) -> None:
-    from gputrain_tui.lifecycle import start
+    from gputrain_tui.lifecycle.supervisor_process import await_supervisor
 
     try:
-        await asyncio.to_thread(start.await_supervisor, run, supervisor, previous=run.status.supervisor)
+        await asyncio.to_thread(await_supervisor, run, supervisor, previous=run.status.supervisor)
     except RequestError as error:
         console.report(str(error), alarm=True)
 
@@ -59,10 +59,11 @@ async def _start_demo(console: AppProtocol) -> None:
 
 
 def _prepared_demo() -> Prepared:
-    from gputrain_tui.lifecycle import start
+    from gputrain_tui.lifecycle import recipe_to_run
+    from gputrain_tui.lifecycle.prepared import prepare
     from gputrain_tui.recipe.examples import example_path
 
-    return start.prepare(start.load(str(example_path("demo")), overrides=(), resume=None, stdin=None))
+    return prepare(recipe_to_run.load(str(example_path("demo")), overrides=(), resume=None, stdin=None))
 
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
@@ -91,17 +92,18 @@ async def _resume(console: AppProtocol, run: Run) -> None:
 
 
 def _prepared_resume(run: Run) -> Prepared:
-    from gputrain_tui.lifecycle import start
+    from gputrain_tui.lifecycle import recipe_to_run
+    from gputrain_tui.lifecycle.prepared import prepare
 
-    return start.prepare(start.load(None, overrides=(), resume=run.id, stdin=None))
+    return prepare(recipe_to_run.load(None, overrides=(), resume=run.id, stdin=None))
 
 
 async def relaunch(console: AppProtocol, run: Run) -> None:
     """Open a run's recipe on the launch screen."""
-    from gputrain_tui.lifecycle import start
+    from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 
     try:
-        console.session.source = start.recipe_of(run)
+        console.session.source = recipe_of(run)
     except RequestError as error:
         console.report(str(error), alarm=True)
     else:

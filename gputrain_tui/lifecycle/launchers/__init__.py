@@ -1,62 +1,125 @@
-"""Launchers, which start the commands of nodes as processes: their protocol, and one module for each."""
+"""Launchers, the ways of a plan to its nodes: their interface, and one module for each."""
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
-from trainer.contract.errors import RequestError, nearest
+from gputrain_tui.history.slurm_file import read_job
 
 if TYPE_CHECKING:
-    from gputrain_tui.plan.planner import PlannedNode
+    from gputrain_tui.history.run_folders import Run
+    from gputrain_tui.hosts.host_names import LocalFacts
+    from gputrain_tui.hosts.open_connections import OpenConnection, OpenConnections
+    from gputrain_tui.lifecycle.attempt import AttemptResult
+    from gputrain_tui.lifecycle.node_process import NodeProcess
+    from gputrain_tui.plan.planner import Plan, PlannedNode
+    from gputrain_tui.preflight.host_facts import HostAnswer
+    from gputrain_tui.preflight.result import CheckResult
+    from gputrain_tui.recipe.model import Recipe
     from trainer.contract.record import RunDir
-    from trainer.contract.stop_level import StopLevel
     from trainer.host.process_identity import ProcessIdentity
 
 LAUNCHERS: dict[str, tuple[str, str]] = {
     "local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher"),
     "ssh": ("gputrain_tui.lifecycle.launchers.ssh", "SshLauncher"),
-    "slurm": ("gputrain_tui.lifecycle.launchers.slurm", "SlurmLauncher"),
+    "slurm": ("gputrain_tui.lifecycle.launchers.slurm_launcher", "SlurmLauncher"),
 }
-"""Module and class of each launcher, by name."""
+"""Module and class of each launcher, by its name in a plan."""
 
 
-class NodeProcess(Protocol):
-    """Process of one node, as held by the supervisor."""
+class Launcher(ABC):
+    """Way of a plan to its nodes: checks, start, placement, node processes, and the cause of an end that only it knows.
 
-    node: int
-    """Index of the node in the plan."""
-    host: str
-    host_error: str
-    """Error of its host or of the connection, which did not start or keep it; empty if its log has the cause."""
+    Unless it differs, the run has a supervisor on this machine, and the plan names the hosts.
+    """
+
+    # --- before the run, in the command or the console ----------------------------------------------------------
+
+    def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
+        """Return the results of the launcher's own checks."""
+        return []
+
+    def query_hosts(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        local: LocalFacts,
+        *,
+        max_age_s: float,
+        connections: OpenConnections | None,
+    ) -> tuple[HostAnswer, ...]:
+        """Return the facts of the other hosts of a run; none if the launcher cannot ask them.
+
+        Args:
+            recipe: the recipe.
+            plan: its plan.
+            local: facts about this machine.
+            max_age_s: maximum age of cached answers.
+            connections: receives the connections to the hosts, which the launch continues to use.
+        """
+        return ()
+
+    def start(
+        self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool, connections: OpenConnections | None
+    ) -> subprocess.Popen[bytes]:
+        """Start a run whose directory is written; return its supervisor, or the process in its place.
+
+        Args:
+            run: the run.
+            recipe: its recipe.
+            plan: its plan.
+            leased: whether closing the process's standard input, a pipe, ends the run.
+            connections: connections to the hosts of the run, which the supervisor takes over.
+
+        Raises:
+            NotReadyError: the run cannot be started; its directory is deleted.
+        """
+        from gputrain_tui.lifecycle.supervisor_process import start_supervisor
+
+        return start_supervisor(run.dir, leased=leased, connections=connections)
+
+    def start_detached(self, run: Run, recipe: Recipe, plan: Plan, *, connections: OpenConnections | None) -> None:
+        """Start a run whose directory is written, to continue without this process; return once it has started.
+
+        Raises:
+            NotReadyError: the run cannot be started; its directory is deleted.
+            RequestError: the supervisor did not start.
+        """
+        from gputrain_tui.lifecycle.supervisor_process import await_supervisor
+
+        supervisor = self.start(run, recipe, plan, leased=False, connections=connections)
+        await_supervisor(run, supervisor, previous=run.status.supervisor)
+
+    def take_over(self, run: Run) -> subprocess.Popen[bytes]:
+        """Start a new supervisor for a leased run whose previous one was killed."""
+        from gputrain_tui.lifecycle.supervisor_process import start_supervisor
+
+        return start_supervisor(run.dir, leased=True, adopting=True)
+
+    # --- in the supervisor --------------------------------------------------------------------------------------
 
     @property
-    def identity(self) -> ProcessIdentity | None:
-        """Node agent, or the host agent above it on another host; None until that host has answered."""
+    def is_requeued(self) -> bool:
+        """Whether a scheduler has started this run again, which has a recorded end from before."""
+        return False
 
-    def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when the process ends, or its identity becomes known."""
+    def place(self, plan: Plan, run_dir: RunDir) -> Plan:
+        """Return the plan on the hosts that it gets.
 
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+        Raises:
+            RequestError: there are too few hosts.
+        """
+        return plan
 
-    def stop(self, level: StopLevel) -> None:
-        """Send the node agent a stop request, without waiting."""
+    def begin_attempt(self, run_dir: RunDir) -> None:
+        """Prepare for the launch of an attempt's nodes."""
+        return
 
-    def kill(self) -> None:
-        """Kill the process; its ranks end with it."""
-
-    def close(self) -> None:
-        """Close the file descriptors of a process that has ended."""
-
-    def silent_s(self) -> float:
-        """Return the seconds since the last message of its host; 0 for this machine."""
-
-
-class Launcher(Protocol):
-    """Launcher of the commands of nodes."""
-
+    @abstractmethod
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command.
 
@@ -70,6 +133,7 @@ class Launcher(Protocol):
             OSError: the command cannot be started.
         """
 
+    @abstractmethod
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
@@ -84,16 +148,49 @@ class Launcher(Protocol):
             leased: whether the node ends when this process does.
         """
 
+    def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
+        """Return the result of a run with the cause that only the launcher knows."""
+        return ended
 
-def launcher(name: str) -> Launcher:
+
+def launcher(name: str, opened: Mapping[int, OpenConnection] | None = None) -> Launcher:
     """Return the launcher of a plan by its name.
 
-    Raises:
-        RequestError: there is no such launcher.
+    Args:
+        name: ``launcher`` of the plan.
+        opened: open connections of the preflight, by node, of a launcher that has any.
     """
-    if name not in LAUNCHERS:
-        raise RequestError(
-            f"launcher {name!r} is not known; allowed are {', '.join(LAUNCHERS)}{nearest(name, LAUNCHERS)}"
-        )
     module, attribute = LAUNCHERS[name]
-    return cast(Launcher, getattr(importlib.import_module(module), attribute)())
+    kind = getattr(importlib.import_module(module), attribute)
+    return cast(Launcher, kind(opened) if opened else kind())
+
+
+def stop_job(run: Run, origin: int, *, timeout_s: float) -> Run | None:
+    """Stop a run through the scheduler that holds its job; return the ended run, None if it is not to be asked.
+
+    Args:
+        run: the run.
+        origin: signal that names the origin of the request to the supervisor, one of ``STOP_REASONS``.
+        timeout_s: time limit.
+
+    Raises:
+        RequestError: the scheduler does not answer, or the run does not end.
+    """
+    from gputrain_tui.history.status_file import ENDED
+    from gputrain_tui.lifecycle.leftovers import supervisors_of
+
+    job = read_job(run.dir)
+    if job is None or not (job.batch or (run.state not in ENDED and not supervisors_of(run.dir.path))):
+        return None
+    from gputrain_tui.lifecycle.launchers import slurm_submission
+
+    return slurm_submission.stop(run, job, origin, timeout_s=timeout_s)
+
+
+def refresh(run: Run) -> Run:
+    """Return a run with its current status; if its job is over without a recorded end, record one first."""
+    if read_job(run.dir) is None:
+        return run
+    from gputrain_tui.lifecycle.launchers import slurm_submission
+
+    return slurm_submission.refresh(run)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui.hosts.host_agent import node_command
+from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.leftovers import open_process
 from trainer.contract.errors import ExitCode
 from trainer.contract.home_folder import expand_home
@@ -130,7 +131,7 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
     return import_path.node_environment(os.environ, added, workdir)
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Launcher of nodes as processes of this machine."""
 
     adopted_as: type[AdoptedProcess] = AdoptedProcess

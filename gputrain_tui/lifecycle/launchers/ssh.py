@@ -25,6 +25,7 @@ from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import OpenConnection
 from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from trainer.contract.errors import ExitCode
@@ -36,8 +37,12 @@ from trainer.host.import_path import ASIDE
 from trainer.host.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
-    from gputrain_tui.lifecycle.launchers import NodeProcess
-    from gputrain_tui.plan.planner import PlannedNode
+    from gputrain_tui.hosts.host_names import LocalFacts
+    from gputrain_tui.hosts.open_connections import OpenConnections
+    from gputrain_tui.lifecycle.node_process import NodeProcess
+    from gputrain_tui.plan.planner import Plan, PlannedNode
+    from gputrain_tui.preflight.host_facts import HostAnswer
+    from gputrain_tui.recipe.model import Recipe
 
 FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
 """Prefixes of the environment variables that nodes on other hosts get."""
@@ -75,13 +80,30 @@ STARTED, EXIT_CODE, FOUND = msgspec.json.Decoder(_Started), msgspec.json.Decoder
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
-class SshLauncher:
+class SshLauncher(Launcher):
     """Launcher of nodes on their hosts over ssh, and of nodes on this machine as local processes."""
 
     def __init__(self, opened: Mapping[int, OpenConnection] | None = None) -> None:
         """Take over open connections of the preflight, by node."""
         self._local = LocalLauncher()
         self._opened = dict(opened or {})
+
+    def query_hosts(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        local: LocalFacts,
+        *,
+        max_age_s: float,
+        connections: OpenConnections | None,
+    ) -> tuple[HostAnswer, ...]:
+        """Return the facts of the other hosts of a run over ssh."""
+        if all(is_local(node.host, local) for node in plan.nodes):
+            return ()
+        from gputrain_tui.preflight.collect_hosts import collect_hosts
+
+        env = forwarded_environment(os.environ)
+        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s, connections=connections)
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process.

@@ -1,21 +1,18 @@
 """Runs as jobs of Slurm: submits, follows and stops them, and records how Slurm ended them.
 
-The job's script is the supervisor. ``python -m gputrain_tui.lifecycle.slurm_jobs RUN_DIR [--lease]`` follows the job on
-the machine where it was submitted: it records why the job is pending, forwards stop requests and ends with the job.
-With ``--lease`` the job is stopped when standard input is closed.
+The job's script is the supervisor. ``python -m gputrain_tui.lifecycle.launchers.slurm_submission RUN_DIR [--lease]``
+follows the job on the machine where it was submitted: it records why the job is pending, forwards stop requests and
+ends with the job. With ``--lease`` the job is stopped when standard input is closed.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -26,20 +23,19 @@ from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm import UNSEEN, place_on_allocation
+from gputrain_tui.lifecycle.launchers.slurm_cause import failed
+from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
-from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.result import CheckResult
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
-from gputrain_tui.tables import size
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
-from trainer.contract.record import Failure, Queued, RunDir, write_atomically
-from trainer.contract.record.regular_file import open_to_append, size_of
+from trainer.contract.record import Queued, RunDir
+from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
-from trainer.host.stop_request import LEASE_LOST, STARTER_SIGNAL, STOP_REASONS, StopRequest
+from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
 
 POLL_S = 0.2
 """Time between two reads of a run's status."""
@@ -49,30 +45,6 @@ SIGNAL_INTERVAL_S = 2.0
 """Time between two stop signals to a job, repeated as the first may precede the supervisor's signal handlers."""
 RECORD_TIMEOUT_S = 5.0
 """Time for the supervisor of a completed job to record the end of the run."""
-LINES = 40
-"""Last lines of a log that are searched for messages of Slurm."""
-REQUEUED = "Slurm put it back into its queue"
-SLURM_MESSAGES = (
-    ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
-    ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
-    ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
-    ("DUE TO JOB REQUEUE", REQUEUED),
-)
-"""Text that Slurm prints when it ends a job or step, and the cause; at that time no command reports the cause."""
-CANCELLED = "CANCELLED AT"
-"""Text of every cancellation; without a cause after it: ``scancel``, or the supervisor of a run that has failed."""
-NODE_FAILURE = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
-"""Line of the step whose node was lost."""
-OUT_OF_MEMORY = re.compile(
-    r"oom.kill|out of memory|exceeded (?:job |step )?memory limit(?: \(\d+ > (\d+)\))?", re.IGNORECASE
-)
-"""Message of Slurm that a node's processes exceeded the memory limit; some have the limit in bytes."""
-CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "join_timeout"})
-"""Kinds of failures that may be consequences of Slurm's actions; other kinds are causes themselves."""
-KILLED_WORKER = "killed by signal"
-"""Part of the error of torch's DataLoader if one of its worker processes was killed."""
-USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "on another host", *STOP_REASONS.values())
-"""Ends of the reasons of stops that were requested by a person, not by Slurm."""
 FIX = "`sinfo` lists the partitions and nodes of the cluster"
 KEY_OF_WORD = {
     "partition": "partition",
@@ -89,8 +61,6 @@ KEY_OF_WORD = {
 
 def check(recipe: Recipe, plan: Plan) -> CheckResult:
     """Return whether Slurm would accept the job of a run, from ``sbatch --test-only``."""
-    if "SLURM_JOB_ID" in os.environ:
-        return CheckResult(status="ok", check="Slurm", what=f"in job {os.environ.get('SLURM_JOB_ID')}")
     words, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
     try:
         accepted = slurm.test(words, script)
@@ -138,134 +108,6 @@ def record_queued(run_dir: RunDir, job: slurm.Job | None) -> None:
     RunStatusWriter(run_dir, read_plan(run_dir), now=time.time).record(event)
 
 
-def place(run_dir: RunDir, plan: Plan) -> Plan:
-    """Return the plan on the hosts of this process's allocation; write it and the hosts into the run directory.
-
-    Raises:
-        RequestError: the allocation has too few hosts.
-    """
-    chosen = place_on_allocation(plan)
-    before, status = read_job(run_dir), read_status(run_dir)
-    job = SlurmJob(
-        number=int(os.environ.get("SLURM_JOB_ID", "0")),
-        partition=os.environ.get("SLURM_JOB_PARTITION", ""),
-        nodes=[node.host for node in chosen.nodes],
-        batch=before.batch if before is not None else status is not None and status.status == "queued",
-    )
-    write_atomically(run_dir.slurm, msgspec.json.encode(job))
-    write_atomically(run_dir.plan, msgspec.json.encode(chosen))
-    return chosen
-
-
-def requeues(run_dir: RunDir) -> bool:
-    """Whether Slurm requeues the job of a run after the loss of a node."""
-    job = read_job(run_dir)
-    with suppress(RequestError):
-        found = slurm.job(job.number) if job is not None and job.batch else None
-        return found is not None and found.requeue
-    return False
-
-
-def log_sizes(run_dir: RunDir) -> dict[str, int]:
-    """Return the sizes of the logs that Slurm prints into, by name; taken at the start of an attempt."""
-    return {path.name: size_of(path) for path in [*run_dir.logs.glob("node-*.log"), run_dir.logs / "supervisor.log"]}
-
-
-def with_slurm_cause(
-    ended: AttemptResult,
-    plan: Plan,
-    run_dir: RunDir,
-    *,
-    since: Mapping[str, int] = MappingProxyType({}),
-    environ: Mapping[str, str] = os.environ,
-    requeues: Callable[[RunDir], bool] = requeues,
-) -> AttemptResult:
-    """Return the result of a run with the cause that Slurm printed into its logs: time limit, memory, lost node.
-
-    Args:
-        ended: result by the record of the run.
-        plan: plan of the run.
-        run_dir: run directory, with the logs.
-        since: sizes of the logs at the start of the last attempt.
-        environ: environment of the job.
-        requeues: returns whether Slurm requeues the job after the loss of a node.
-    """
-    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
-        return ended
-    node_texts = [(node, _slurm_lines(run_dir.node_log(node.node), since)) for node in plan.nodes]
-    texts = [*(text for _, text in node_texts), _slurm_lines(run_dir.logs / "supervisor.log", since)]
-    last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
-    cause = next((cause for mark, cause in SLURM_MESSAGES if any(mark in line for line in last)), "")
-    failure = ended.failure
-    is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
-    for node, text in node_texts:
-        if is_consequence and (found := OUT_OF_MEMORY.search(text)) is not None:
-            limit = int(found[1]) if found[1] else _memory_bytes(environ)
-            return _out_of_memory(node, failure, limit, run_dir)
-    lost = [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
-    if cause == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
-        return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
-    if ended.status == "stopped":
-        return AttemptResult(status="stopped", reason=cause or slurm.WORDS["CANCELLED"]) if last else ended
-    for node in plan.nodes:
-        for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
-            if UNSEEN in line:
-                return _failed("slurm", line, host=node.host)
-    return _failed("slurm", cause) if cause and cause != REQUEUED else ended
-
-
-def _slurm_lines(path: Path, since: Mapping[str, int]) -> str:
-    """Return the lines that Slurm printed at the end of a log of this attempt."""
-    lines = attempt_outcome.last_lines(path, LINES, since=since.get(path.name, 0))
-    return "\n".join(line for line in lines if line.startswith(("srun: ", "slurmstepd")))
-
-
-def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
-    ranks = [rank for node in nodes for rank in node.ranks]
-    hosts = [node.host for node in nodes]
-    message = (
-        f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
-        if hosts
-        else slurm.WORDS["NODE_FAIL"]
-    )
-    if requeued:
-        return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")
-    if not hosts:
-        return _failed("node_lost", message)
-    return _failed("node_lost", f"{message}; see `scontrol show node {','.join(hosts)}`", host=hosts[0])
-
-
-def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
-    """Whether a node agent ended because its lease broke; the supervisor itself returns a lease before ending it."""
-    outcome = node_outcome(run_dir, node.node)
-    return outcome is not None and outcome.stop_reason == LEASE_LOST
-
-
-def _memory_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return the memory limit per node of a job, from ``SLURM_MEM_PER_NODE``; None without one."""
-    megabytes = environ.get("SLURM_MEM_PER_NODE", "")
-    return int(megabytes) << 20 if megabytes.isdecimal() else None
-
-
-def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None, run_dir: RunDir) -> AttemptResult:
-    rank = failure.rank if failure is not None and failure.host == node.host else None
-    rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
-    names = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
-    if rank is None and (largest := attempt_outcome.largest_rank(run_dir, node.node)) is not None:
-        names += f" (rank {largest} used the most)"
-    allowed = "" if limit is None else f" of {size(limit)} per node"
-    message = f"{names} on {node.host} ran out of memory: Slurm enforced the job's limit{allowed}; raise slurm.mem"
-    ended = _failed("out_of_memory", message, host=node.host)
-    assert ended.failure is not None
-    ended.failure.rank = rank
-    return ended
-
-
-def _failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
-    failure = Failure(time=time.time(), kind=kind, host=host, message=message)
-    return AttemptResult(status="failed", failure=failure)
-
-
 def refresh(run: Run) -> Run:
     """Return a run with its current status; if its job is over without a recorded end, record one first."""
     job = read_job(run.dir)
@@ -294,18 +136,18 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         began = status is not None and status.status != "queued"
         if job is not None and not job.launched and not began:
             fix = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
-            ended = _failed("slurm", f"the job could not start on {job.nodes}, which {fix}")
+            ended = failed("slurm", f"the job could not start on {job.nodes}, which {fix}")
         elif job is not None and job.exit_code == ExitCode.REFUSED and not began:
-            ended = _failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
+            ended = failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":
             ended = AttemptResult(status="stopped", reason=slurm.WORDS[state])
         elif job is not None and state == "NODE_FAIL":
             with suppress(RequestError):
                 lost = slurm.lost_hosts(job.nodes)
-            ended = _failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm.WORDS[state])
+            ended = failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm.WORDS[state])
         else:
             cause = slurm.WORDS.get(state) or f"its Slurm job has ended ({state.lower() or 'no longer known to Slurm'})"
-            ended = _failed("slurm", f"{cause}, and its supervisor did not record why")
+            ended = failed("slurm", f"{cause}, and its supervisor did not record why")
         writer = RunStatusWriter(run_dir, plan, now=time.time)
         writer.close(ended, left=[])
         report_end(run_dir, writer)

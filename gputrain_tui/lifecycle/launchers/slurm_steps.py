@@ -13,7 +13,7 @@ import msgspec
 
 from gputrain_tui.hosts import slurm
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending
-from gputrain_tui.lifecycle.launchers.local import AdoptedProcess, LocalLauncher, LocalProcess, node_environment
+from gputrain_tui.lifecycle.launchers.local import AdoptedProcess, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import RunDir
@@ -108,37 +108,32 @@ class AdoptedStep(AdoptedProcess):
         self._signal(signal.SIGUSR1 if level <= StopLevel.SAVE else signal.SIGTERM)
 
 
-class SlurmLauncher(LocalLauncher):
-    """Launcher of nodes as steps of this process's job."""
+def launch_step(node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> StepProcess:
+    """Start a node's command as a step on its host.
 
-    adopted_as = AdoptedStep
-
-    def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> StepProcess:
-        """Start a node's command as a step on its host.
-
-        Raises:
-            OSError: there is no srun.
-        """
-        # A job ends with its script: if that is this process, no other supervisor can adopt the step.
-        leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
-        host = address_of(node.host)
-        groups = dict(slurm.allocation())
-        words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
-        words += [f"--job-name={run_dir.path.name}"]
-        if groups.get(host) is not None:
-            words.append(f"--het-group={groups[host]}")
-        if gpus := len({device for device in node.devices if device != "cpu"}):
-            words.append(f"--gpus={gpus}")
-        argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
-        environment = node_environment(node, env, leased=leased)
-        environment.pop("TMPDIR", None)  # may exist on this machine only
-        with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
-            process = subprocess.Popen(
-                [*words, "sh", "-c", SHARED, str(run_dir.path), *argv],
-                env=environment,
-                stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return StepProcess(node.node, node.host, process, run_dir.path.name)
+    Raises:
+        OSError: there is no srun.
+    """
+    # A job ends with its script: if that is this process, no other supervisor can adopt the step.
+    leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
+    host = address_of(node.host)
+    groups = dict(slurm.allocation())
+    words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
+    words += [f"--job-name={run_dir.path.name}"]
+    if groups.get(host) is not None:
+        words.append(f"--het-group={groups[host]}")
+    if gpus := len({device for device in node.devices if device != "cpu"}):
+        words.append(f"--gpus={gpus}")
+    argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
+    environment = node_environment(node, env, leased=leased)
+    environment.pop("TMPDIR", None)  # may exist on this machine only
+    with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
+        process = subprocess.Popen(
+            [*words, "sh", "-c", SHARED, str(run_dir.path), *argv],
+            env=environment,
+            stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return StepProcess(node.node, node.host, process, run_dir.path.name)

@@ -1,4 +1,4 @@
-"""Returns the option schema of a task without importing torch.
+"""Returns the options of a task without importing torch.
 
 A user's task is a class in a file that imports torch, so a short-lived process describes it; the description is cached
 by file and modification time.
@@ -12,16 +12,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from gputrain_tui.paths import cache_folder
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.home_folder import expand_home
-from trainer.contract.schema import Option
+from trainer.contract.schema import Option, describe
 
 
 class TaskDescription(msgspec.Struct, kw_only=True):
@@ -32,8 +30,8 @@ class TaskDescription(msgspec.Struct, kw_only=True):
     options: list[Option]
 
 
-def task_schema(task: str) -> type[Any]:
-    """Return the schema of a task's options.
+def describe_task(task: str) -> Sequence[Option]:
+    """Return the options of a task.
 
     Args:
         task: a built-in task's name, or ``module:Class`` or ``path.py:Class``.
@@ -44,58 +42,11 @@ def task_schema(task: str) -> type[Any]:
     if task in BUILT_IN:
         schema = options_schema(task)
         assert schema is not None, f"the built-in task {task} declares no options"
-        return schema
+        return describe(schema)
     if ":" not in task:
         guess = nearest(task, BUILT_IN) or f"; built in are {', '.join(BUILT_IN)}"
         raise RequestError(f"there is no such task{guess}; name your own as module:Class or path.py:Class")
-    return build_schema(_task_options(task))
-
-
-def build_schema(options: Sequence[Option]) -> type[Any]:
-    """Build a schema class with these options as fields."""
-    fields: list[Any] = [
-        (option.name, _type(option)) if option.required else (option.name, _type(option), _default(option))
-        for option in options
-    ]
-    return msgspec.defstruct("TaskOptions", fields, kw_only=True, forbid_unknown_fields=True)
-
-
-def _default(option: Option) -> Any:
-    return tuple(option.default) if isinstance(option.default, list) else option.default
-
-
-def _type(option: Option) -> Any:
-    scalars: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str}
-    item = scalars.get(option.item_kind or option.kind, str)
-    if option.choices:
-        item = Literal[option.choices]
-    bounds: dict[str, Any] = {}
-    if item in (int, float):
-        if option.minimum is not None:
-            bounds["gt" if option.exclusive_minimum else "ge"] = item(option.minimum)
-        if option.maximum is not None:
-            bounds["lt" if option.exclusive_maximum else "le"] = item(option.maximum)
-    meta: dict[str, Any] = {
-        "description": option.help,
-        "extra": {
-            "group": option.group,
-            "aliases": list(option.aliases),
-            "spellings": option.spellings,
-            "switches": option.switches,
-            "per_rank": option.per_rank,
-            "or_kind": option.or_kind,
-        },
-    }
-    # Types made at run time: mypy accepts no values as types.
-    annotated: Any = Annotated
-    many: Any = tuple
-    if option.kind == "list":
-        lengths: dict[str, Any] = {"min_length": option.min_items or None, "max_length": option.max_items}
-        one = annotated[item, Meta(**bounds)] if bounds else item
-        whole = annotated[many[one, ...], Meta(**meta, **{key: value for key, value in lengths.items() if value})]
-    else:
-        whole = annotated[item, Meta(**meta, **bounds)]
-    return whole | None if option.optional else whole
+    return _task_options(task)
 
 
 def _task_options(task: str) -> list[Option]:

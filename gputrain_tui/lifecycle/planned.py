@@ -1,13 +1,15 @@
-"""Takes the inventories of the machines of a recipe, and plans with them."""
+"""Plan of a run with the inventories of its machines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.plan.planner import Plan, plan
+from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.recipe.model import Node, Recipe
 
 if TYPE_CHECKING:
@@ -15,12 +17,40 @@ if TYPE_CHECKING:
     from gputrain_tui.hosts.survey import HostReport
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Plan, and the facts that it was made from."""
+
+    plan: Plan
+    local: LocalFacts
+    inventories: Mapping[str, Inventory]
+    """Inventories that the plan needed, by host; ``localhost`` is this machine."""
+    warnings: tuple[str, ...] = ()
+    """A line for each host whose list of GPUs was accepted because it did not answer."""
+
+
+def plan_recipe(recipe: Recipe) -> Planned:
+    """Plan a run that is to start; as ``plan_with_inventories``, but with a missing device as a failed check.
+
+    Raises:
+        NotReadyError: a machine does not have the devices.
+        RequestError: the recipe contradicts itself.
+    """
+    from gputrain_tui.hosts.devices import DeviceUnavailableError
+
+    try:
+        return plan_with_inventories(recipe)
+    except DeviceUnavailableError as error:
+        what, _, fix = error.reason.partition("; ")
+        key = error.where.rpartition(" ")[2]
+        raise NotReadyError(
+            [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
+        ) from None
+
+
 def plan_with_inventories(
-    recipe: Recipe,
-    *,
-    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    warn: Callable[[str], None] = lambda line: None,
-) -> tuple[Plan, LocalFacts]:
+    recipe: Recipe, *, query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None
+) -> Planned:
     """Plan a recipe on its machines in their current state.
 
     The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
@@ -30,24 +60,25 @@ def plan_with_inventories(
     Args:
         recipe: the recipe.
         query: returns the inventories of hosts; by default over ssh.
-        warn: receives a line for each host whose list of GPUs was accepted because it did not answer.
 
     Raises:
         RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
             whose inventory is needed does not answer.
     """
-    local = local_facts(node.host for node in recipe.cluster.nodes)
-    return plan(recipe, inventories_for(recipe, local, query=query, warn=warn), local=local), local
+    local, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
+    inventories = _inventories_for(recipe, local, query=query, warn=warnings.append)
+    found = plan(recipe, inventories, local=local)
+    return Planned(plan=found, local=local, inventories=inventories, warnings=tuple(warnings))
 
 
-def inventories_for(
+def _inventories_for(
     recipe: Recipe,
     local: LocalFacts,
     *,
-    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    warn: Callable[[str], None] = lambda line: None,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None,
+    warn: Callable[[str], None],
 ) -> dict[str, Inventory]:
-    """Return the inventories that a plan needs, by host as in the plan; arguments as of ``plan_with_inventories``.
+    """Return the inventories that a plan needs, by host as in the plan.
 
     Raises:
         DeviceUnavailableError: a host whose inventory is needed does not answer.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recipe_texts import recipe_of, refusal
 
-from gputrain_tui.recipe.task_schema import task_schema
+from gputrain_tui.recipe.task_description import describe_task
 from trainer.contract.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def test_the_schema_of_a_users_task_is_cached_until_its_file_changes(
 def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
     with pytest.raises(RequestError, match="does not exist"):
-        task_schema(str(tmp_path / "none.py:Mine"))
+        describe_task(str(tmp_path / "none.py:Mine"))
 
 
 def test_reading_a_recipe_imports_neither_torch_nor_a_toml_writer() -> None:

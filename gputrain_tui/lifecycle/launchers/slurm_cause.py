@@ -1,0 +1,159 @@
+"""Cause of the end of a run by the messages that Slurm printed into its logs: time limit, memory, lost node."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+
+from gputrain_tui.history.slurm_file import read_job
+from gputrain_tui.hosts import slurm
+from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.tables import size
+from trainer.contract.errors import RequestError
+from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
+from trainer.contract.record import Failure, RunDir
+from trainer.contract.record.regular_file import size_of
+from trainer.host.stop_request import LEASE_LOST, STOP_REASONS
+
+LINES = 40
+"""Last lines of a log that are searched for messages of Slurm."""
+REQUEUED = "Slurm put it back into its queue"
+SLURM_MESSAGES = (
+    ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
+    ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
+    ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
+    ("DUE TO JOB REQUEUE", REQUEUED),
+)
+"""Text that Slurm prints when it ends a job or step, and the cause; at that time no command reports the cause."""
+CANCELLED = "CANCELLED AT"
+"""Text of every cancellation; without a cause after it: ``scancel``, or the supervisor of a run that has failed."""
+NODE_FAILURE = re.compile(r"^srun: error: Node failure on ", re.MULTILINE)
+"""Line of the step whose node was lost."""
+OUT_OF_MEMORY = re.compile(
+    r"oom.kill|out of memory|exceeded (?:job |step )?memory limit(?: \(\d+ > (\d+)\))?", re.IGNORECASE
+)
+"""Message of Slurm that a node's processes exceeded the memory limit; some have the limit in bytes."""
+CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "join_timeout"})
+"""Kinds of failures that may be consequences of Slurm's actions; other kinds are causes themselves."""
+KILLED_WORKER = "killed by signal"
+"""Part of the error of torch's DataLoader if one of its worker processes was killed."""
+USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "on another host", *STOP_REASONS.values())
+"""Ends of the reasons of stops that were requested by a person, not by Slurm."""
+
+
+def requeues(run_dir: RunDir) -> bool:
+    """Whether Slurm requeues the job of a run after the loss of a node."""
+    job = read_job(run_dir)
+    with suppress(RequestError):
+        found = slurm.job(job.number) if job is not None and job.batch else None
+        return found is not None and found.requeue
+    return False
+
+
+def log_sizes(run_dir: RunDir) -> dict[str, int]:
+    """Return the sizes of the logs that Slurm prints into, by name; taken at the start of an attempt."""
+    return {path.name: size_of(path) for path in [*run_dir.logs.glob("node-*.log"), run_dir.logs / "supervisor.log"]}
+
+
+def with_slurm_cause(
+    ended: AttemptResult,
+    plan: Plan,
+    run_dir: RunDir,
+    *,
+    since: Mapping[str, int] = MappingProxyType({}),
+    environ: Mapping[str, str] = os.environ,
+    requeues: Callable[[RunDir], bool] = requeues,
+) -> AttemptResult:
+    """Return the result of a run with the cause that Slurm printed into its logs: time limit, memory, lost node.
+
+    Args:
+        ended: result by the record of the run.
+        plan: plan of the run.
+        run_dir: run directory, with the logs.
+        since: sizes of the logs at the start of the last attempt.
+        environ: environment of the job.
+        requeues: returns whether Slurm requeues the job after the loss of a node.
+    """
+    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
+        return ended
+    node_texts = [(node, _slurm_lines(run_dir.node_log(node.node), since)) for node in plan.nodes]
+    texts = [*(text for _, text in node_texts), _slurm_lines(run_dir.logs / "supervisor.log", since)]
+    last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
+    cause = next((cause for mark, cause in SLURM_MESSAGES if any(mark in line for line in last)), "")
+    failure = ended.failure
+    is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
+    for node, text in node_texts:
+        if is_consequence and (found := OUT_OF_MEMORY.search(text)) is not None:
+            limit = int(found[1]) if found[1] else _memory_bytes(environ)
+            return _out_of_memory(node, failure, limit, run_dir)
+    lost = [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
+    if cause == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
+        return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
+    if ended.status == "stopped":
+        return AttemptResult(status="stopped", reason=cause or slurm.WORDS["CANCELLED"]) if last else ended
+    for node in plan.nodes:
+        for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
+            if UNSEEN in line:
+                return failed("slurm", line, host=node.host)
+    return failed("slurm", cause) if cause and cause != REQUEUED else ended
+
+
+def _slurm_lines(path: Path, since: Mapping[str, int]) -> str:
+    """Return the lines that Slurm printed at the end of a log of this attempt."""
+    lines = attempt_outcome.last_lines(path, LINES, since=since.get(path.name, 0))
+    return "\n".join(line for line in lines if line.startswith(("srun: ", "slurmstepd")))
+
+
+def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
+    ranks = [rank for node in nodes for rank in node.ranks]
+    hosts = [node.host for node in nodes]
+    message = (
+        f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
+        if hosts
+        else slurm.WORDS["NODE_FAIL"]
+    )
+    if requeued:
+        return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")
+    if not hosts:
+        return failed("node_lost", message)
+    return failed("node_lost", f"{message}; see `scontrol show node {','.join(hosts)}`", host=hosts[0])
+
+
+def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
+    """Whether a node agent ended because its lease broke; the supervisor itself returns a lease before ending it."""
+    outcome = node_outcome(run_dir, node.node)
+    return outcome is not None and outcome.stop_reason == LEASE_LOST
+
+
+def _memory_bytes(environ: Mapping[str, str]) -> int | None:
+    """Return the memory limit per node of a job, from ``SLURM_MEM_PER_NODE``; None without one."""
+    megabytes = environ.get("SLURM_MEM_PER_NODE", "")
+    return int(megabytes) << 20 if megabytes.isdecimal() else None
+
+
+def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None, run_dir: RunDir) -> AttemptResult:
+    rank = failure.rank if failure is not None and failure.host == node.host else None
+    rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
+    names = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
+    if rank is None and (largest := attempt_outcome.largest_rank(run_dir, node.node)) is not None:
+        names += f" (rank {largest} used the most)"
+    allowed = "" if limit is None else f" of {size(limit)} per node"
+    message = f"{names} on {node.host} ran out of memory: Slurm enforced the job's limit{allowed}; raise slurm.mem"
+    ended = failed("out_of_memory", message, host=node.host)
+    assert ended.failure is not None
+    ended.failure.rank = rank
+    return ended
+
+
+def failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
+    """Return the result of a run that has failed now."""
+    failure = Failure(time=time.time(), kind=kind, host=host, message=message)
+    return AttemptResult(status="failed", failure=failure)
