@@ -18,4 +18,4 @@ def elapsed_s(*, started: float, until: float, measured_s: float | None) -> floa
 
 def time_by_boot(event: Step) -> float:
     """Return the time of a step by a clock that nobody sets, Unix seconds; as recorded where the clock was not set."""
-    return event.time - event.clock_set_ms / 1e3
+    return event.time - (event.clock_set_ms or 0.0) / 1e3

@@ -365,8 +365,14 @@ def test_any_flags_of_the_trainer_are_refused_in_order(folder: Path, words: list
 
 HOSTILE_SSH = """
 import json, sys
-sys.stdin.read()
-print(sys.argv[-1] + json.dumps({inventory!r}))
+answer = json.dumps({inventory!r}).encode()
+for line in sys.stdin.buffer:
+    if line.startswith(b'{{"call"'):  # not the program, which comes first
+        call = json.loads(line)
+        sys.stdin.buffer.read(call["bytes"])
+        header = {{**call, "kind": "answer", "bytes": len(answer)}}
+        sys.stdout.buffer.write(sys.argv[-1].encode() + json.dumps(header).encode() + b"\\n" + answer)
+        sys.stdout.flush()
 """
 EVIL = "\x1b]52;c;eA==\x07\r\n\x9b2J\u202e\x7f"
 

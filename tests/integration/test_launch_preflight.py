@@ -90,7 +90,7 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
 def test_a_remark_takes_the_place_of_the_help(status: str, mark: str) -> None:
     field = next(field for field in Draft(TEXT, name="tiny.toml").fields() if field.key == "task.data")
     text = row_text(draw_field(field, 100, FieldMessage("gone", status)))  # type: ignore[arg-type]
-    assert text[0] == mark
+    assert text[1] == mark
     assert text.rstrip().endswith("gone")
 
 

@@ -15,6 +15,7 @@ class RunInMemory:
 
     standstill = None
     over = False
+    end_text = ""
 
     def __init__(self, world_size: int) -> None:
         self.state = RunState(world_size=world_size)

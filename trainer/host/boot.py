@@ -64,7 +64,7 @@ class ClockSet:
         self._since_boot = since_boot
         self._offset_s = now() - since_boot()
 
-    def ms(self) -> float:
-        """Return by how much the clock was set, whole ms, forward if positive; 0 below a second."""
+    def ms(self) -> float | None:
+        """Return by how much the clock was set, whole ms, forward if positive; None below a second."""
         set_s = self._now() - self._since_boot() - self._offset_s
-        return float(round(set_s * 1e3)) if abs(set_s) >= MIN_CLOCK_SET_S else 0.0
+        return float(round(set_s * 1e3)) if abs(set_s) >= MIN_CLOCK_SET_S else None

@@ -328,7 +328,7 @@ def _has_non_finite(tensors: Sequence[_ModelTensor], device: torch.device) -> Te
         (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach())
         .sum(dtype=torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32)
         .isfinite()
-        .to(device)
+        .to(device, non_blocking=True)
         for _, tensor, _, _ in tensors
         if tensor.is_floating_point() or tensor.is_complex()
     ]

@@ -47,8 +47,8 @@ class StepReading(NamedTuple):
     """Synchronisations measured by the comm hook: one, or one per backward pass."""
     warm: bool
     """Whether DDP's warm-up is over."""
-    clock_set_ms: float = 0.0
-    """By how much the clock was set since the rank's start."""
+    clock_set_ms: float | None = None
+    """By how much the clock was set since the rank's start; None below a second."""
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield all marks, which must be ready before the step's times can be read."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import tomlkit
 
 from gputrain_tui.history.export.archive_events import EventFilter
 from gputrain_tui.history.open_archive import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
@@ -168,6 +167,8 @@ class Archive:
         if isinstance(report, dict) and "on_end" in report:
             allow.hide(report.pop("on_end"))
             self._left_out.append("on_end of recipe.toml: a shell command")
+        import tomlkit  # only an archive needs it, not the completion of a word
+
         return tomlkit.dumps(allow.recipe(recipe)).encode()
 
     def _plan(self, allow: AllowList) -> bytes:

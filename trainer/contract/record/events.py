@@ -152,7 +152,7 @@ class Step(Event, kw_only=True, tag="step"):
     """Global norm of the gradient after the reduction, before clipping."""
     local_grad_norm: FiniteFloat | None = None
     """Norm of this rank's own gradient, before the reduction."""
-    clock_set_ms: FiniteFloat = 0.0
+    clock_set_ms: FiniteFloat | None = None
     """By how much this host's clock was set since the rank's start, forward if positive: ``time`` without it is by the
     time since the boot. Absent where it was not set by a second."""
     step_ms: FiniteFloat | None = None
