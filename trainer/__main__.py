@@ -135,9 +135,9 @@ def _refuse_os_errors() -> Iterator[None]:
 
 def _max_local_ranks(options: Distributed, environ: Mapping[str, str]) -> int:
     """Return the number of ranks requested on this node: the world size if nothing indicates other nodes."""
-    from trainer.environments import slurm
+    from trainer.environments import slurm_step
 
-    elsewhere = options.distributed_init_method is not None or "WORLD_SIZE" in environ or slurm.is_task(environ)
+    elsewhere = options.distributed_init_method is not None or "WORLD_SIZE" in environ or slurm_step.is_task(environ)
     return max(options.distributed_gpus or 0, 0 if elsewhere else options.distributed_world_size or 0)
 
 

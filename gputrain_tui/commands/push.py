@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
     from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile
     from gputrain_tui.hosts.local_facts import local_facts
     from gputrain_tui.hosts.ssh import Ssh
-    from gputrain_tui.lifecycle import push
+    from gputrain_tui.lifecycle import push_to_hosts
     from gputrain_tui.recipe.build import load
 
     named = args.hosts is not None or args.hostfile is not None
@@ -43,19 +43,19 @@ def run(args: Namespace) -> int:
     if named:
         entries = parse_host_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
         hosts = [entry.host for entry in entries]
-        to = [push.Destination(host=host, workdir=str(Path.cwd())) for host in hosts]
+        to = [push_to_hosts.Destination(host=host, workdir=str(Path.cwd())) for host in hosts]
         data: set[Path] = set()
     else:
         recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
         local = local_facts(node.host for node in recipe.cluster.nodes)
-        to, data = push.destinations(recipe, lambda host: is_local(host, local)), push.data_of(recipe)
+        to, data = push_to_hosts.destinations(recipe, lambda host: is_local(host, local)), push_to_hosts.data_of(recipe)
     if not to:
         narrate("all nodes are this machine: there is nothing to push")
         return ExitCode.FINISHED
     ssh = Ssh()
     try:
-        planned = push.plan_push(ssh, to, data)
-    except push.PushError as error:
+        planned = push_to_hosts.plan_push(ssh, to, data)
+    except push_to_hosts.PushError as error:
         narrate(str(error))
         return ExitCode.REFUSED
     for item in planned:
@@ -64,9 +64,9 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         return ExitCode.FINISHED
     try:
-        for line in push.push(ssh, planned):
+        for line in push_to_hosts.push(ssh, planned):
             print(printable(line))
-    except push.PushError as error:
+    except push_to_hosts.PushError as error:
         narrate(str(error))
         return ExitCode.FAILED
     return ExitCode.FINISHED

@@ -65,7 +65,7 @@ def _request_over_ssh(run_dir: RunDir, view: RankView) -> StackRequest:
     if view.node is None or not attempt_folders(run_dir, view.node):
         raise RequestError(f"rank {view.rank} runs on {view.host}: send SIGQUIT to process {view.pid} there")
     from gputrain_tui.hosts.host_channel import HostError  # imported here, so that the console starts faster
-    from gputrain_tui.lifecycle.launchers.ssh import request_stacks
+    from gputrain_tui.lifecycle.launchers.ssh_launcher import request_stacks
 
     node = read_plan(run_dir).nodes[view.node]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import selectors
+from abc import ABCMeta
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from textual.app import App
 from textual.driver import Driver
 from textual.drivers.linux_driver import LinuxDriver
 from textual.message import Message
+from textual.message_pump import _MessagePumpMeta
 
 from gputrain_tui.console.bracketed_paste import PasteFilter
 
@@ -78,3 +80,7 @@ class PasteDriver(LinuxDriver):
 def paste_driver(default: type[Driver]) -> type[Driver]:
     """Return ``PasteDriver`` in place of the Linux driver, and any other driver as it is."""
     return PasteDriver if default is LinuxDriver else default
+
+
+class AbstractWidgetMeta(_MessagePumpMeta, ABCMeta):
+    """Metaclass of widgets and screens with abstract methods."""

@@ -9,9 +9,8 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import event_line
 from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.state.figures import run_throughput
-from gputrain_tui.state.finding_text import run_mark
+from gputrain_tui.state.finding_text import failure_words, run_mark
 from gputrain_tui.tables import TableColumn, duration, on_ranks, table, width as cells
 from trainer.contract.record import Failure
 

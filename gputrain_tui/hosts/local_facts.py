@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 
 from gputrain_tui.hosts.host_names import LocalFacts, address_of
-from gputrain_tui.hosts.slurm import allocation
+from gputrain_tui.hosts.slurm_commands import allocation
 from trainer.host.addresses import is_loopback, own_addresses
 from trainer.host.ports import free_port
 

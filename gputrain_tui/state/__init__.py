@@ -7,7 +7,7 @@ a step, ``step_losses`` the loss of one step, ``desync`` the comparison of the r
 
 from __future__ import annotations
 
-from gputrain_tui.state.rank import WINDOW, RankView
-from gputrain_tui.state.run import RunState
+from gputrain_tui.state.rank_state import WINDOW, RankView
+from gputrain_tui.state.run_state import RunState
 
 __all__ = ["WINDOW", "RankView", "RunState"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gputrain_tui.state.rank import RankView
+from gputrain_tui.state.rank_state import RankView
 from gputrain_tui.state.step_losses import mean_loss
 from gputrain_tui.state.totals import Phase, Totals
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from gputrain_tui.state.failure_words import failure_words
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Failure, Finding
+
+SIGNAL = re.compile(r"\bSIG[A-Z0-9]+\b|\bsignal \d+\b")
+
+
+def failure_words(failure: Failure) -> str:
+    """Return the kind of a failure in words, such as ``out of memory``; of a signal with its name."""
+    if failure.kind == "signal":
+        found = SIGNAL.search(failure.message)
+        return f"killed ({found[0]})" if found else "killed"
+    return "exited" if failure.kind == "exit" else failure.kind.replace("_", " ")
+
 
 SEVERITIES = ("critical", "warning", "info")
 """From the most urgent one."""

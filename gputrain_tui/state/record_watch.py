@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gputrain_tui.state.run import RunState
+    from gputrain_tui.state.run_state import RunState
 
 MIN_RECORD_BYTES = 16 << 10
 """Space on the disk of a record below which events may be missing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gputrain_tui.state.record_watch import RecordWatch
-from gputrain_tui.state.run import RunState
+from gputrain_tui.state.run_state import RunState
 from gputrain_tui.tables import duration
 
 MIN_STANDSTILL_S = 2.0

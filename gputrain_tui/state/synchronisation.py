@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gputrain_tui.state.rank import RankView
+from gputrain_tui.state.rank_state import RankView
 
 
 def late_ms(waits: Sequence[float]) -> list[float]:

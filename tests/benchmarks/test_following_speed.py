@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain_tui.lifecycle.launchers.ssh import SshLauncher
+from gputrain_tui.lifecycle.launchers.ssh_launcher import SshLauncher
 from gputrain_tui.plan.planner import PlannedNode
 from trainer.contract.record import RunDir, Step, decode_events, encode_event
 

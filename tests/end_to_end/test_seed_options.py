@@ -129,7 +129,7 @@ def test_an_average_that_begins_or_ends_on_resuming_is_reported(
 
 def test_activations_that_are_computed_again_give_the_same_gradients_bit_for_bit() -> None:
     from trainer.contract.task_options import LmOptions
-    from trainer.engine.model import checkpoint_activations
+    from trainer.engine.ddp_model import checkpoint_activations
     from trainer.tasks.lm import LanguageModel
 
     found = []

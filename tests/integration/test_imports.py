@@ -34,6 +34,11 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+def test_no_two_modules_have_the_same_stem() -> None:
+    stems = [path.stem for package in ("trainer", "gputrain_tui") for _, path in modules(package)]
+    assert {stem for stem in stems if stems.count(stem) > 1} == {"__init__", "__main__"}
+
+
 def is_console(name: str) -> bool:
     return name.startswith("gputrain_tui.console")
 

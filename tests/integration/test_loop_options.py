@@ -13,7 +13,7 @@ from rank_group import Gang
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.engine.model import compression
+from trainer.engine.ddp_model import compression
 
 UPDATES = 12
 

@@ -86,7 +86,8 @@ def test_no_other_module_imports_a_private_one_of_textual() -> None:
         for module in MODULES
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom | ast.Import)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        for alias in node.names
+        for name in [f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name]
         if name.startswith("textual") and "._" in name
     ]
     assert imported == []

@@ -24,11 +24,11 @@ from trainer.checkpoint import (
     HostTensors,
     Saved,
     capture_rng,
+    checkpoint_writer as writing,
     copy_to_cpu,
     load,
     restore_rng,
     write_file,
-    writer as writing,
 )
 from trainer.contract.errors import RequestError
 from trainer.distributed.encoding import encode

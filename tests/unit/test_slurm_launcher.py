@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.hosts.slurm import parse_job
+from gputrain_tui.hosts.slurm_commands import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import log_sizes, with_slurm_cause
 from gputrain_tui.lifecycle.launchers.slurm_steps import place_on_allocation

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gputrain_tui.state import WINDOW, RunState
-from gputrain_tui.state.desync import OPEN_CHECKS
+from gputrain_tui.state.checksums import OPEN_CHECKS
 from gputrain_tui.state.figures import run_figures
 from gputrain_tui.state.synchronisation import wire_ms
 from gputrain_tui.state.totals import PHASES, ZERO_TOTALS

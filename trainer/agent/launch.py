@@ -25,7 +25,7 @@ from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
 from trainer.contract.training_spec import TrainingSpec
-from trainer.environments import slurm
+from trainer.environments import slurm_step
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
 from trainer.host.ports import free_port
@@ -182,7 +182,7 @@ def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ:
 
     Every node finds the same checkpoint: nodes share the run directory, and the ranks compare their options.
     """
-    if run_dir is None or not slurm.is_requeued(environ):
+    if run_dir is None or not slurm_step.is_requeued(environ):
         return spec
     checkpoint = checkpoint_to_resume(RunDir(run_dir), {run_id})
     if checkpoint is None:

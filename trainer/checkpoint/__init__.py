@@ -5,12 +5,12 @@ Interface of the package: ``state`` copies tensors and random numbers, ``entries
 weights alone, and ``folder_lock`` keeps a folder to one training.
 """
 
+from trainer.checkpoint.checkpoint_writer import CheckpointWriter, Saved
 from trainer.checkpoint.entries import ENTRIES, difference, kinds
 from trainer.checkpoint.file import BEST, has_trailer, step_name, write_file
 from trainer.checkpoint.reader import good_ones, load, open_checkpoint, peek, run_of
 from trainer.checkpoint.state import HostTensors, capture_rng, copy_to_cpu, restore_rng
 from trainer.checkpoint.weights import exported_task_state, fit, load_weights, weights_of
-from trainer.checkpoint.writer import CheckpointWriter, Saved
 from trainer.contract.errors import CheckpointError
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
-from trainer.environments import slurm
+from trainer.environments import slurm_step
 from trainer.environments.decision import Decision
 from trainer.environments.dispatch import LAUNCHER_VARIABLES
 
@@ -52,7 +52,7 @@ def options_of(args: Any, environ: Mapping[str, str], device_count: int) -> Dist
     if isinstance(args, Distributed):
         return args
     settings = settings_of(args)
-    launched = all(environ.get(name) for name in LAUNCHER_VARIABLES) or slurm.is_task(environ)
+    launched = all(environ.get(name) for name in LAUNCHER_VARIABLES) or slurm_step.is_task(environ)
     port = getattr(settings, "distributed_port", None) or 0
     return Distributed(
         distributed_world_size=None if launched else settings.distributed_world_size,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.engine.model import to_device
+from trainer.engine.ddp_model import to_device
 
 AMPERE = (8, 0)
 """The first compute capability with TF32 and bf16."""

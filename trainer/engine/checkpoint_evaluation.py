@@ -14,8 +14,8 @@ from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
 from trainer.engine.data_sample import DataSample, NoDataSample, data_samples
+from trainer.engine.ddp_model import autocast
 from trainer.engine.evaluation import evaluate
-from trainer.engine.model import autocast
 from trainer.engine.preparation import read_splits, require_same_on_ranks
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint

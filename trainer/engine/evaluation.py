@@ -15,7 +15,7 @@ from trainer import distributed
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.loader import MicroBatch
 from trainer.data.stream_batches import StreamEvalBatches
-from trainer.engine.model import to_device
+from trainer.engine.ddp_model import to_device
 from trainer.tasks.task import Task, summed_loss
 
 

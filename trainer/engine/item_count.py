@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer import distributed
 from trainer.data.batches import Update
-from trainer.engine.model import factor_for, gradients, scale
+from trainer.engine.ddp_model import factor_for, gradients, scale
 from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.worker_context import WorkerContext
 

@@ -25,11 +25,7 @@ from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.batching import batch_sizes
 from trainer.engine.checkpointing import Saving
-from trainer.engine.ema import WeightAverage
-from trainer.engine.item_count import ItemCount
-from trainer.engine.loss_check import check_loss
-from trainer.engine.loss_scaler import LossScaler
-from trainer.engine.model import (
+from trainer.engine.ddp_model import (
     Accumulation,
     autocast,
     clip,
@@ -40,6 +36,10 @@ from trainer.engine.model import (
     unwrap,
     wrap,
 )
+from trainer.engine.ema import WeightAverage
+from trainer.engine.item_count import ItemCount
+from trainer.engine.loss_check import check_loss
+from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import Schedule, training_optimizer

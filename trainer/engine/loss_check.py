@@ -17,8 +17,8 @@ from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
 from trainer.data.seeds import keep_random_state, seed_all
 from trainer.engine import reports
+from trainer.engine.ddp_model import keep_buffers, to_device
 from trainer.engine.evaluation import refuse_gradients
-from trainer.engine.model import keep_buffers, to_device
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 

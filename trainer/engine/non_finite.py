@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainer import distributed
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.host_copies import HostCopies, HostCopy
-from trainer.engine.model import values_of
+from trainer.engine.ddp_model import values_of
 from trainer.tasks.task import Task, summed_loss
 
 AGAIN = "random numbers such as dropout differ between the two passes: lower --lr, or set --clip-norm"

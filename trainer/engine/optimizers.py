@@ -16,7 +16,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import schedule_end
 from trainer.contract.options import Training
-from trainer.engine.model import trainable, with_sparse_gradient
+from trainer.engine.ddp_model import trainable, with_sparse_gradient
 from trainer.tasks.task import Task
 
 

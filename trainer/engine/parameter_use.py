@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from trainer.contract.errors import RequestError
 from trainer.engine import reports
+from trainer.engine.ddp_model import coalesce, gradients, with_sparse_gradient
 from trainer.engine.loss_check import listed, require_same_parameters
-from trainer.engine.model import coalesce, gradients, with_sparse_gradient
 from trainer.engine.worker_context import WorkerContext
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"

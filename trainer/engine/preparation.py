@@ -27,8 +27,8 @@ from trainer.engine.data_sample import (
     require_same_data,
     samples_to_compare,
 )
+from trainer.engine.ddp_model import checkpoint_activations, require_trainable
 from trainer.engine.loss_check import SampleBatches, read_sample_batches
-from trainer.engine.model import checkpoint_activations, require_trainable
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 

@@ -40,7 +40,7 @@ from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
-from trainer.environments import slurm
+from trainer.environments import slurm_step
 from trainer.host.allocator import keep_freed_memory
 from trainer.host.cores import usable_cores
 from trainer.tasks.registry import load_task
@@ -203,7 +203,7 @@ class _Rank:
             before_wait=self._report_wait,
             run_id=assignment.run_id,
             resumed_from=start.opened.path if start.opened is not None else None,
-            is_restart=slurm.is_requeued(os.environ) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+            is_restart=slurm_step.is_requeued(os.environ) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             request=request,
             recipe=_recipe_in(self.run_dir),
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import SCHEMES, Scheme, parse_rendezvous_url, scheme_of, tcp_url
-from trainer.environments import slurm
+from trainer.environments import slurm_step
 from trainer.environments.decision import (
     CountExchange,
     Decision,
@@ -52,8 +52,8 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
         return _explicit_decision(options, environ, device_count, options.distributed_init_method)
     if _from_launcher(environ):
         return _launcher_decision(options, environ, device_count)
-    if slurm.is_task(environ):
-        return slurm.decide(options, environ, device_count)
+    if slurm_step.is_task(environ):
+        return slurm_step.decide(options, environ, device_count)
     return _single_node_decision(options, device_count)
 
 

@@ -13,7 +13,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 
 from gputrain_tui.console.screens.app_protocol import app_of
-from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
+from gputrain_tui.console.textual_internals import AbstractWidgetMeta
 from gputrain_tui.console.widgets.canvas import Canvas, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 

@@ -18,7 +18,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gputrain_tui.console.ramp import TEXT_ON_CURSOR, Ramp, pair, ramp_for
-from gputrain_tui.console.widgets.abstract_widget import AbstractWidgetMeta
+from gputrain_tui.console.textual_internals import AbstractWidgetMeta
 from gputrain_tui.console.widgets.drawing import Row, row_cells, scroll_thumb
 from gputrain_tui.state.totals import PHASES
 

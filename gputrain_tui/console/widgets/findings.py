@@ -19,8 +19,7 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_condition import MARKS
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
-from gputrain_tui.state.failure_words import failure_words
-from gputrain_tui.state.finding_text import failure_summary, finding_summary, urgency
+from gputrain_tui.state.finding_text import failure_summary, failure_words, finding_summary, urgency
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding
 

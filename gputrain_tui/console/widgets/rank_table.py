@@ -18,7 +18,7 @@ from gputrain_tui.console.widgets.drawing import (
 )
 from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout
 from gputrain_tui.state import RankView
-from gputrain_tui.state.rank_outcome import RANK_OUTCOMES
+from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
 GOING = ("spawned", "joining", "ready", "training", "validating", "saving")

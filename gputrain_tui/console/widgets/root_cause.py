@@ -12,8 +12,8 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.closing_report import LOG_LINES
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.state import RunState
-from gputrain_tui.state.failure_words import failure_words
-from gputrain_tui.state.rank_outcome import LOST_PEER, STOPPED
+from gputrain_tui.state.finding_text import failure_words
+from gputrain_tui.state.rank_state import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable, ranks_text
 from trainer.contract.record import Failure
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from trainer.host.process_identity import ProcessIdentity
 
 LAUNCHERS: dict[str, tuple[str, str]] = {
-    "local": ("gputrain_tui.lifecycle.launchers.local", "LocalLauncher"),
-    "ssh": ("gputrain_tui.lifecycle.launchers.ssh", "SshLauncher"),
+    "local": ("gputrain_tui.lifecycle.launchers.local_launcher", "LocalLauncher"),
+    "ssh": ("gputrain_tui.lifecycle.launchers.ssh_launcher", "SshLauncher"),
     "slurm": ("gputrain_tui.lifecycle.launchers.slurm_launcher", "SlurmLauncher"),
 }
 """Module and class of each launcher, by its name in a plan."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from gputrain_tui.history.slurm_file import read_job
-from gputrain_tui.hosts import slurm
+from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
@@ -27,9 +27,9 @@ LINES = 40
 """Last lines of a log that are searched for messages of Slurm."""
 REQUEUED = "Slurm put it back into its queue"
 SLURM_MESSAGES = (
-    ("DUE TO TIME LIMIT", slurm.WORDS["TIMEOUT"]),
-    ("DUE TO PREEMPTION", slurm.WORDS["PREEMPTED"]),
-    ("DUE TO NODE FAILURE", slurm.WORDS["NODE_FAIL"]),
+    ("DUE TO TIME LIMIT", slurm_commands.WORDS["TIMEOUT"]),
+    ("DUE TO PREEMPTION", slurm_commands.WORDS["PREEMPTED"]),
+    ("DUE TO NODE FAILURE", slurm_commands.WORDS["NODE_FAIL"]),
     ("DUE TO JOB REQUEUE", REQUEUED),
 )
 """Text that Slurm prints when it ends a job or step, and the cause; at that time no command reports the cause."""
@@ -53,7 +53,7 @@ def requeues(run_dir: RunDir) -> bool:
     """Whether Slurm requeues the job of a run after the loss of a node."""
     job = read_job(run_dir)
     with suppress(RequestError):
-        found = slurm.job(job.number) if job is not None and job.batch else None
+        found = slurm_commands.job(job.number) if job is not None and job.batch else None
         return found is not None and found.requeue
     return False
 
@@ -95,10 +95,10 @@ def with_slurm_cause(
             limit = int(found[1]) if found[1] else _memory_bytes(environ)
             return _out_of_memory(node, failure, limit, run_dir)
     lost = [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
-    if cause == slurm.WORDS["NODE_FAIL"] or (lost and is_consequence):
+    if cause == slurm_commands.WORDS["NODE_FAIL"] or (lost and is_consequence):
         return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
     if ended.status == "stopped":
-        return AttemptResult(status="stopped", reason=cause or slurm.WORDS["CANCELLED"]) if last else ended
+        return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
             if UNSEEN in line:
@@ -118,7 +118,7 @@ def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult
     message = (
         f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
         if hosts
-        else slurm.WORDS["NODE_FAIL"]
+        else slurm_commands.WORDS["NODE_FAIL"]
     )
     if requeued:
         return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")

@@ -12,8 +12,8 @@ import msgspec
 
 from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import read_status
-from gputrain_tui.hosts import slurm
-from gputrain_tui.lifecycle.launchers.local import LocalLauncher
+from gputrain_tui.hosts import slurm_commands
+from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.launchers.slurm_steps import AdoptedStep, StepProcess, launch_step, place_on_allocation
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from trainer.contract.errors import RequestError
@@ -39,7 +39,7 @@ class SlurmLauncher(LocalLauncher):
     @property
     def is_requeued(self) -> bool:
         """Whether Slurm has requeued the job of this process."""
-        return slurm.is_requeued()
+        return slurm_commands.is_requeued()
 
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         """Return whether Slurm would accept the job."""
@@ -131,7 +131,7 @@ def _in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
-def _submit(run: Run, recipe: Recipe, plan: Plan) -> slurm.Job | None:
+def _submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
     from gputrain_tui.lifecycle.launchers import slurm_submission
 
     try:

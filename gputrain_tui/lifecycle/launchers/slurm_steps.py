@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import msgspec
 
-from gputrain_tui.hosts import slurm
+from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending
-from gputrain_tui.lifecycle.launchers.local import AdoptedProcess, LocalProcess, node_environment
+from gputrain_tui.lifecycle.launchers.local_launcher import AdoptedProcess, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import RunDir
@@ -41,9 +41,9 @@ def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> 
         RequestError: the allocation has too few hosts.
     """
     named = {node.host for node in plan.nodes}
-    given = [host for host, _ in slurm.allocation(environ)]
+    given = [host for host, _ in slurm_commands.allocation(environ)]
     free = [host for host in given if host not in named]
-    moved = slurm.is_requeued(environ)  # a requeued job may get other hosts
+    moved = slurm_commands.is_requeued(environ)  # a requeued job may get other hosts
     pending = [node.host for node in plan.nodes if is_pending(node.host) or (moved and node.host not in given)]
     if len(pending) > len(free):
         raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has allocated {len(free)}")
@@ -87,7 +87,7 @@ class StepProcess(LocalProcess):
     def kill(self) -> None:
         """Kill the step and its srun."""
         with suppress(RequestError, ValueError):
-            slurm.kill_step(int(os.environ.get("SLURM_JOB_ID", "")), self._step_name, address_of(self.host))
+            slurm_commands.kill_step(int(os.environ.get("SLURM_JOB_ID", "")), self._step_name, address_of(self.host))
         super().kill()
 
     def _end_lease(self) -> None:
@@ -117,7 +117,7 @@ def launch_step(node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], l
     # A job ends with its script: if that is this process, no other supervisor can adopt the step.
     leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
     host = address_of(node.host)
-    groups = dict(slurm.allocation())
+    groups = dict(slurm_commands.allocation())
     words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
     words += [f"--job-name={run_dir.path.name}"]
     if groups.get(host) is not None:

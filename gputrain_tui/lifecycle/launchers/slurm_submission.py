@@ -20,7 +20,7 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
-from gputrain_tui.hosts import slurm
+from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, settle
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import failed
@@ -63,7 +63,7 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
     """Return whether Slurm would accept the job of a run, from ``sbatch --test-only``."""
     words, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
     try:
-        accepted = slurm.test(words, script)
+        accepted = slurm_commands.test(words, script)
     except RequestError as error:
         refusal = str(error)
         key = next(
@@ -81,24 +81,24 @@ def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str],
     return words, supervisor_script(str(run_dir.path), python=sys.executable, setup=options.setup)
 
 
-def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm.Job | None:
+def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
     """Submit a run whose directory is written; return Slurm's record of the job, None if it cannot be read.
 
     Raises:
         RequestError: Slurm refuses the job; its message in one line.
     """
     write_status(run.dir, msgspec.structs.replace(run.status, status="queued", supervisor=None))
-    number = slurm.submit(*_submission(recipe, plan, run.dir))
+    number = slurm_commands.submit(*_submission(recipe, plan, run.dir))
     found = None
     with suppress(RequestError):
-        found = slurm.job(number)
+        found = slurm_commands.job(number)
     job = SlurmJob(number=number, partition="" if found is None else found.partition, batch=True)
     with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # the job's supervisor may have written it
         file.write(msgspec.json.encode(job))
     return found
 
 
-def record_queued(run_dir: RunDir, job: slurm.Job | None) -> None:
+def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
     """Record why a pending job waits; do nothing for other jobs."""
     if job is None or job.state != "PENDING":
         return
@@ -114,13 +114,13 @@ def refresh(run: Run) -> Run:
     if job is None or run.state in ENDED:
         return run
     with suppress(RequestError):
-        found = slurm.job(job.number)
+        found = slurm_commands.job(job.number)
         if found is None or found.is_over:
             _record_end(run.dir, found)
     return open_run(run.dir.path) or run
 
 
-def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
+def _record_end(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
     """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``."""
     deadline = time.monotonic() + RECORD_TIMEOUT_S
     while not settle.is_settled(run_dir) and time.monotonic() < deadline:
@@ -140,13 +140,16 @@ def _record_end(run_dir: RunDir, job: slurm.Job | None) -> None:
         elif job is not None and job.exit_code == ExitCode.REFUSED and not began:
             ended = failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
         elif state == "CANCELLED":
-            ended = AttemptResult(status="stopped", reason=slurm.WORDS[state])
+            ended = AttemptResult(status="stopped", reason=slurm_commands.WORDS[state])
         elif job is not None and state == "NODE_FAIL":
             with suppress(RequestError):
-                lost = slurm.lost_hosts(job.nodes)
-            ended = failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm.WORDS[state])
+                lost = slurm_commands.lost_hosts(job.nodes)
+            ended = failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm_commands.WORDS[state])
         else:
-            cause = slurm.WORDS.get(state) or f"its Slurm job has ended ({state.lower() or 'no longer known to Slurm'})"
+            cause = (
+                slurm_commands.WORDS.get(state)
+                or f"its Slurm job has ended ({state.lower() or 'no longer known to Slurm'})"
+            )
             ended = failed("slurm", f"{cause}, and its supervisor did not record why")
         writer = RunStatusWriter(run_dir, plan, now=time.time)
         writer.close(ended, left=[])
@@ -181,12 +184,14 @@ class JobStop:
             return
         status = read_status(self._dir)
         waiting = self._job.batch and status is not None and status.status == "queued"
-        if level > StopLevel.SAVE or (waiting and (found := slurm.job(self._job.number)) and found.state == "PENDING"):
-            slurm.cancel(self._job.number)
+        if level > StopLevel.SAVE or (
+            waiting and (found := slurm_commands.job(self._job.number)) and found.state == "PENDING"
+        ):
+            slurm_commands.cancel(self._job.number)
         elif self._job.batch:
-            slurm.signal_script(self._job.number, str(self._origin))
+            slurm_commands.signal_script(self._job.number, str(self._origin))
         else:
-            slurm.signal_steps(self._job.number, self._dir.path.name, "USR1")
+            slurm_commands.signal_steps(self._job.number, self._dir.path.name, "USR1")
         self._due = time.monotonic() + SIGNAL_INTERVAL_S
 
 
@@ -200,8 +205,8 @@ def stop(run: Run, job: SlurmJob, origin: int, *, timeout_s: float) -> Run:
     deadline = time.monotonic() + timeout_s
     query_at = time.monotonic() + MIN_QUERY_INTERVAL_S
     if run.state in ENDED:
-        if (waiting := slurm.job(job.number)) is not None and waiting.state == "PENDING":  # requeued
-            slurm.cancel(job.number)
+        if (waiting := slurm_commands.job(job.number)) is not None and waiting.state == "PENDING":  # requeued
+            slurm_commands.cancel(job.number)
         return run
     while True:
         now = open_run(run.dir.path) or run
@@ -245,7 +250,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                     request.send(stop_request.level)
                     interval_s = MIN_QUERY_INTERVAL_S
                 if time.monotonic() >= query_at:
-                    found = slurm.job(job.number)
+                    found = slurm_commands.job(job.number)
                     if found is None or found.is_over:
                         _record_end(run_dir, found)
                     elif shown != (found.reason, found.starts):

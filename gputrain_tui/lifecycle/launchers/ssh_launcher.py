@@ -26,7 +26,7 @@ from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.open_connections import OpenConnection
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.launchers import Launcher
-from gputrain_tui.lifecycle.launchers.local import LocalLauncher
+from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from trainer.contract.errors import ExitCode
 from trainer.contract.options import Distributed
