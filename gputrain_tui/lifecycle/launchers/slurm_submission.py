@@ -240,8 +240,9 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
     shown: tuple[str, float | None] | None = None
     with StopRequest(lease=leased) as stop_request:
         while True:
+            is_settled = settle.is_settled(run_dir)  # before the status is read, which then has the exit code
             status = read_status(run_dir)
-            if settle.is_settled(run_dir) or status is None:
+            if is_settled or status is None:
                 return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
             if not leased and status.status != "queued":
                 return ExitCode.FINISHED
