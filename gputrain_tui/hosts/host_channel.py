@@ -19,7 +19,7 @@ import msgspec
 
 import gputrain_tui
 import trainer
-from gputrain_tui.hosts.host_frames import Frame, FrameBuffer, FrameError, frame
+from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
 from gputrain_tui.hosts.host_pipes import HostPipes
 from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
 from gputrain_tui.tables import printable
@@ -109,7 +109,7 @@ class HostChannel:
         self._input = FrameBuffer(mark.encode())
         self._unsent = b""
         self._calls = 0
-        self._answers: dict[int, Frame] = {}
+        self._answers: dict[int, HostFrame] = {}
         """Answers that nobody has taken yet, by call."""
 
     @classmethod
@@ -177,7 +177,7 @@ class HostChannel:
         """Call a function, and return its answer; raise as ``answer`` does."""
         return self.answer(self.send(function, **arguments), decoder, timeout_s)
 
-    def frames(self, timeout_s: float, wake_fd: int | None = None) -> list[Frame]:
+    def frames(self, timeout_s: float, wake_fd: int | None = None) -> list[HostFrame]:
         """Return the frames that have arrived, after waiting for output of the host or for ``wake_fd`` to be readable.
 
         Raises:
@@ -242,7 +242,7 @@ class HostChannel:
         self.pipes.close()
 
 
-def decoded(arrived: Frame, decoder: msgspec.json.Decoder[T]) -> T:
+def decoded(arrived: HostFrame, decoder: msgspec.json.Decoder[T]) -> T:
     """Decode the JSON of a frame.
 
     Raises:

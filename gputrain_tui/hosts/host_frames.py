@@ -49,7 +49,7 @@ class RefusedCallError(Exception):
     """A call cannot be answered; the message is one line."""
 
 
-class Frame(NamedTuple):
+class HostFrame(NamedTuple):
     """One frame."""
 
     call: int
@@ -67,9 +67,9 @@ class Frame(NamedTuple):
         return mark + json.dumps({**header, "bytes": len(self.data)}).encode() + b"\n" + self.data
 
 
-def frame(call: int, kind: str, data: bytes | Any = b"", *, name: str = "", offset: int = 0) -> Frame:
+def frame(call: int, kind: str, data: bytes | Any = b"", *, name: str = "", offset: int = 0) -> HostFrame:
     """Return a frame; data other than bytes becomes JSON."""
-    return Frame(call, kind, name, offset, data if isinstance(data, bytes) else json.dumps(data).encode())
+    return HostFrame(call, kind, name, offset, data if isinstance(data, bytes) else json.dumps(data).encode())
 
 
 class FrameBuffer:
@@ -85,7 +85,7 @@ class FrameBuffer:
         """Add what was read."""
         self._bytes += part
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[HostFrame]:
         """Remove the complete frames, and yield them.
 
         Raises:
@@ -94,7 +94,7 @@ class FrameBuffer:
         while (found := self._next()) is not None:
             yield found
 
-    def _next(self) -> Frame | None:
+    def _next(self) -> HostFrame | None:
         begin = self._bytes.find(self._mark)
         skipped = begin if begin >= 0 else max(len(self._bytes) - len(self._mark), 0)  # the mark may be incomplete
         del self._bytes[:skipped]
@@ -116,4 +116,4 @@ class FrameBuffer:
             return None
         data = bytes(self._bytes[end + 1 : end + 1 + size])
         del self._bytes[: end + 1 + size]
-        return Frame(call, kind, name, offset, data)
+        return HostFrame(call, kind, name, offset, data)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from importlib import import_module
 from typing import Any
 
-from gputrain_tui.hosts.host_frames import Frame, FrameBuffer, RefusedCallError, frame
+from gputrain_tui.hosts.host_frames import FrameBuffer, HostFrame, RefusedCallError, frame
 
 FUNCTIONS = {
     "inventory": "inventory",
@@ -48,7 +48,7 @@ class CallServer:
         self.held = ExitStack()
         """What checks keep open for others: closed when a node is started, and at the end."""
 
-    def send(self, *frames: Frame) -> None:
+    def send(self, *frames: HostFrame) -> None:
         """Send frames, in one write if the pipe takes them: the other end wakes up once."""
         data = b"".join(each.encoded(self._mark) for each in frames)
         while data:

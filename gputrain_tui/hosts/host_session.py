@@ -26,7 +26,7 @@ from gputrain_tui.hosts.host_agent import (
     start_agent,
     write_heartbeat,
 )
-from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, Frame, frame
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
 from trainer.contract.home_folder import expand_home
 from trainer.contract.stop_level import StopLevel
 from trainer.host.proc_environ import RUN
@@ -145,7 +145,7 @@ class Session:
 
     # --- the record ---------------------------------------------------------------------------------------------
 
-    def growth(self, call: int) -> tuple[list[Frame], int]:
+    def growth(self, call: int) -> tuple[list[HostFrame], int]:
         """Return new parts of the node's files, and their bytes; nothing if the launching side shares them."""
         if self.shared:
             return [], 0

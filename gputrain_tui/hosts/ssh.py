@@ -101,7 +101,7 @@ class Ssh:
         channel = self.channel(host)
         try:
             yield channel
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the channel may be in the middle of a call
             channel.close(at_once=True)
             raise
         with _LOCK:

@@ -52,7 +52,7 @@ class RunDiagnosis:
             watch = self._open()
             findings = watch.check()
             self.due = time.monotonic() + watch.due_in_s()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - the run goes on without its diagnosis
             traceback.print_exc()
             self.due = math.inf
             message = f"this run is no longer diagnosed: {type(error).__name__}: {error}"
@@ -84,6 +84,6 @@ class RunDiagnosis:
     def _guarded(self, call: Callable[[], T]) -> T | None:
         try:
             return call()
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 - the run goes on without its diagnosis
             traceback.print_exc()
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, MAX_HEADER_BYTES, Frame, FrameBuffer, FrameError, frame
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, MAX_HEADER_BYTES, FrameBuffer, FrameError, HostFrame, frame
 
 MARK = b"mark-7:"
 SENT = (
@@ -19,7 +19,7 @@ SENT = (
 def test_frames_come_out_as_they_were_sent(noise: bytes, read_bytes: int) -> None:
     buffer = FrameBuffer(MARK)
     stream = b"".join(noise + each.encoded(MARK) for each in SENT)
-    found: list[Frame] = []
+    found: list[HostFrame] = []
     for begin in range(0, len(stream), read_bytes):
         buffer.add(stream[begin : begin + read_bytes])
         found += buffer.frames()

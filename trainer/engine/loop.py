@@ -48,7 +48,7 @@ from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
 from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
-from trainer.engine.validation import Validation
+from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 from trainer.telemetry.step_meter import StepMeter
@@ -73,7 +73,7 @@ class Loop:
         self.autocast = autocast(options, ctx.device)
         metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
-        self._validation = Validation(
+        self._validation = Validator(
             task,
             options,
             ctx,

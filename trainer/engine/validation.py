@@ -19,7 +19,7 @@ from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
 
-class Validation:
+class Validator:
     """Validation and test of the averaged weights, if there is an average; every rank calls each method.
 
     Args:
