@@ -44,13 +44,13 @@ class FlagParser(argparse.ArgumentParser):
                 self.error(f"{flag} needs a value, but has '--'")
         return super().parse_known_args(args, namespace)
 
-    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+    def parse_argv(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all words.
 
         Raises:
             RequestError: a flag that the command does not have, a missing or a surplus word.
         """
-        args, surplus = self.parse_known_args(list(words))
+        args, surplus = self.parse_known_args(list(argv))
         if surplus:
             word = surplus[0]
             if not word.startswith("-"):

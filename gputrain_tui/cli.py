@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from gputrain_tui import VERSION
-from gputrain_tui.output import discard, narrate, printable_streams
+from gputrain_tui.output import discard, print_message, printable_streams
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted, require_utf8
 
 if TYPE_CHECKING:
@@ -87,28 +87,28 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for non-ASCII names and logs on an ASCII terminal
     with printable_streams():
-        return _run_command(words)
+        return _run_command(argv)
 
 
-def _run_command(words: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     """Run one command; print an error of the request or the machine as one line; return the exit code."""
     try:
-        require_utf8(words)
+        require_utf8(argv)
         try:
-            code = _dispatch(words)
+            code = _dispatch(argv)
         except SystemExit:  # raised by argparse after printing the help of a command
             sys.stdout.flush()
             raise
         sys.stdout.flush()  # here, so that an error of the flush is reported below
         return code
     except RequestError as error:
-        narrate(str(error))
+        print_message(str(error))
         return ExitCode.BAD_REQUEST
     except KeyboardInterrupt:
         return ExitCode.STOPPED
@@ -117,16 +117,16 @@ def _run_command(words: list[str]) -> int:
         return SIGPIPE_STATUS
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not _has_working_directory():
-            narrate("the working directory is gone: change to one that exists")
+            print_message("the working directory is gone: change to one that exists")
             return ExitCode.BAD_REQUEST
         if error.errno in DISK_ERRORS:
             discard(sys.stdout)
             where = "standard output" if error.filename is None else error.filename
-            narrate(f"cannot write {where}: {error.strerror}")
+            print_message(f"cannot write {where}: {error.strerror}")
             return ExitCode.FAILED
         if error.filename is None:
             raise
-        narrate(f"{error.filename}: {error.strerror}")  # a path from a flag or the environment
+        print_message(f"{error.filename}: {error.strerror}")  # a path from a flag or the environment
         return ExitCode.BAD_REQUEST
 
 
@@ -154,10 +154,10 @@ def _has_working_directory() -> bool:
     return True
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words or words[0].partition("=")[0] in ("--fps", "--hostfile"):
-        return _run_console(words)
-    name, *rest = words
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0].partition("=")[0] in ("--fps", "--hostfile"):
+        return _run_console(argv)
+    name, *rest = argv
     if name in ("-h", "--help"):
         print(help_text())
         return ExitCode.FINISHED
@@ -176,8 +176,8 @@ def _dispatch(words: list[str]) -> int:
     return command.run(parse(command, name, rest))
 
 
-def _run_console(words: list[str]) -> int:
-    return int(importlib.import_module(CONSOLE).main(words))
+def _run_console(argv: list[str]) -> int:
+    return int(importlib.import_module(CONSOLE).main(argv))
 
 
 def help_text() -> str:
@@ -199,7 +199,7 @@ def help_text() -> str:
     )
 
 
-def parse(command: Command, name: str, words: Sequence[str]) -> Namespace:
+def parse(command: Command, name: str, argv: Sequence[str]) -> Namespace:
     """Parse a command's flags.
 
     Raises:
@@ -209,7 +209,7 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Namespace:
 
     parser = FlagParser(command=name, description=_sentence(command.HELP))
     command.add_arguments(parser)
-    return parser.parse_words(words)
+    return parser.parse_argv(argv)
 
 
 def _sentence(text: str) -> str:

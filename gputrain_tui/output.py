@@ -50,9 +50,9 @@ def discard(stream: TextIO) -> None:
         os.close(null)
 
 
-def narrate(line: str) -> None:
+def print_message(line: str) -> None:
     """Write one line for people to standard error, with control characters made visible."""
-    errors.narrate(line, program="gputrain")
+    errors.print_message(line, program="gputrain")
 
 
 def print_styled(text: str) -> None:

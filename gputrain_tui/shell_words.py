@@ -15,9 +15,9 @@ def shell_quoted(word: str) -> str:
     return "".join(shlex.quote(part) if printable else f"$'{_escaped(part)}'" for printable, part in parts)
 
 
-def shell_joined(words: Iterable[str]) -> str:
+def shell_joined(argv: Iterable[str]) -> str:
     """Return the quoted words joined by spaces."""
-    return " ".join(map(shell_quoted, words))
+    return " ".join(map(shell_quoted, argv))
 
 
 def _escaped(text: str) -> str:

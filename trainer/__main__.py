@@ -20,8 +20,8 @@ from trainer.contract.errors import (
     MachineNotReadyError,
     RequestError,
     TrainingError,
-    narrate,
     nearest,
+    print_message,
     printable_lines,
     quoted,
     require_utf8,
@@ -36,17 +36,17 @@ SIGPIPE_EXIT_CODE = 141
 """Exit code after the reader of standard output has closed the pipe: 128 + SIGPIPE."""
 
 
-def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run the command line and return the exit code; a wrong request is one line on standard error."""
-    words = list(sys.argv[1:] if words is None else words)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        own, script_words = _split_at_dashes(words)
-        require_utf8(words)
+        own, script_argv = _split_at_dashes(arguments)
+        require_utf8(arguments)
         if "--describe-task" in own:
             return _describe_task(own)
         if "--help" in own or "-h" in own:
             return _help(own)
-        return _train(own, script_words, environ)
+        return _train(own, script_argv, environ)
     except MachineNotReadyError as error:
         return _refuse(error, ExitCode.REFUSED)
     except RequestError as error:
@@ -58,26 +58,26 @@ def main(words: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
 
 
 def _refuse(error: Exception, code: ExitCode) -> ExitCode:
-    narrate(str(error), program="trainer")
+    print_message(str(error), program="trainer")
     return code
 
 
-def _split_at_dashes(words: list[str]) -> tuple[list[str], list[str] | None]:
+def _split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     """Split the words at ``--`` into the trainer's and the script's; the latter are None without ``--``."""
-    if "--" not in words:
-        return words, None
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+    if "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
-def _train(words: Sequence[str], script_words: Sequence[str] | None, environ: Mapping[str, str]) -> int:
+def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:  # torch's libraries cannot be loaded without one, and the ranks would die
         raise RequestError("the working directory is gone: change to one that exists") from None
     with _refuse_os_errors():
-        options, remaining = _read(Distributed, words)
-        ranks_run = _script(remaining, script_words) or _check_training(remaining)
+        options, remaining = _read(Distributed, arguments)
+        ranks_run = _script(remaining, script_argv) or _check_training(remaining)
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.host import resource_limits
@@ -118,7 +118,7 @@ def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Map
     elif decision.exchange is None:  # otherwise the world size is known to the ranks only
         require_batch_sizes(ranks_run.training.batch_size, decision.world_size)
     if decision.spawn:
-        narrate(decision.why, program="trainer")
+        print_message(decision.why, program="trainer")
     return launch(decision, options, ranks_run, devices=devices, environ=environ)
 
 
@@ -141,22 +141,22 @@ def _max_local_ranks(options: Distributed, environ: Mapping[str, str]) -> int:
     return max(options.distributed_gpus or 0, 0 if elsewhere else options.distributed_world_size or 0)
 
 
-def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script | None:
+def _script(arguments: Sequence[str], script_argv: Sequence[str] | None) -> Script | None:
     """Read ``--script`` and its arguments; None without it. A script excludes the task and all training options.
 
     Args:
-        words: the trainer's words, without the distributed options.
-        script_words: words after ``--``; None without ``--``.
+        arguments: the trainer's words, without the distributed options.
+        script_argv: words after ``--``; None without ``--``.
 
     Raises:
         RequestError: the script does not exist, or a flag has no effect.
     """
     flags = [option for option in describe(Script) if option.name != "args"]
-    values, remaining = read_flags(words, flags)
+    values, remaining = read_flags(arguments, flags)
     if "script" not in values:
         if values:
             raise RequestError(f"{_flag_names(flags)(next(iter(values)))} needs --script FILE")
-        if script_words is not None:
+        if script_argv is not None:
             raise RequestError("the arguments after -- are for a script: name it with --script FILE")
         return None
     path = Path(values["script"])
@@ -174,10 +174,10 @@ def _script(words: Sequence[str], script_words: Sequence[str] | None) -> Script 
         names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"
         raise RequestError(f"{quoted(unknown[0])} is not an option of the trainer{hint}")
-    return check(Script, values | {"script": str(path), "args": list(script_words or ())}, where=_flag_names(flags))
+    return check(Script, values | {"script": str(path), "args": list(script_argv or ())}, where=_flag_names(flags))
 
 
-def _check_training(words: Sequence[str]) -> TrainingSpec:
+def _check_training(arguments: Sequence[str]) -> TrainingSpec:
     """Return the training, checked before any process starts; the ranks, which import a user's own task, check its.
 
     Raises:
@@ -186,7 +186,7 @@ def _check_training(words: Sequence[str]) -> TrainingSpec:
     from trainer.contract.builtin_tasks import check_data, options_schema
     from trainer.contract.seed_flags import remove_seed_flags
 
-    training, remaining = _read(Training, words)
+    training, remaining = _read(Training, arguments)
     schema = options_schema(training.task)
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
@@ -210,10 +210,10 @@ def _require_rules(training: Training, task_options: Any) -> None:
     require_end(training, task_options)
 
 
-def _read(schema: type[S], words: Sequence[str]) -> tuple[S, list[str]]:
+def _read(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
     """Read the flags of a schema; return its object and the remaining words."""
     known = describe(schema)
-    values, remaining = read_flags(words, known)
+    values, remaining = read_flags(arguments, known)
     return check(schema, values, where=_flag_names(known)), remaining
 
 
@@ -231,21 +231,21 @@ def _unknown(word: str, task: str, task_options: Sequence[Option]) -> RequestErr
     return RequestError(f"{flag} is not an option of the trainer or of task {task}{nearest(flag, flags)}")
 
 
-def _help(words: Sequence[str]) -> int:
+def _help(arguments: Sequence[str]) -> int:
     """Print the help, with the options of the task given by ``--task``."""
     from trainer.contract.flag_help import render
 
-    task = _value_after("--task", words)
+    task = _value_after("--task", arguments)
     options = _task_options(task) if task else None
     text = render(task, options, min(shutil.get_terminal_size().columns, 120))
     return _print(printable_lines(text))
 
 
-def _describe_task(words: Sequence[str]) -> int:
+def _describe_task(arguments: Sequence[str]) -> int:
     """Print the options of a task as JSON, for the console, which does not import torch."""
     import msgspec
 
-    name = _value_after("--describe-task", words)
+    name = _value_after("--describe-task", arguments)
     if not name:
         raise RequestError("--describe-task needs the name of a task")
     return _print(msgspec.json.encode(_task_options(name)).decode())
@@ -270,12 +270,12 @@ def _task_options(name: str) -> list[Option]:
         return describe(load_task(name).Options if schema is None else schema)
 
 
-def _value_after(flag: str, words: Sequence[str]) -> str:
-    for index, word in enumerate(words):
+def _value_after(flag: str, arguments: Sequence[str]) -> str:
+    for index, word in enumerate(arguments):
         if word.startswith(flag + "="):
             return word.partition("=")[2]
-        if word == flag and index + 1 < len(words) and not words[index + 1].startswith("--"):
-            return words[index + 1]
+        if word == flag and index + 1 < len(arguments) and not arguments[index + 1].startswith("--"):
+            return arguments[index + 1]
     return ""
 
 

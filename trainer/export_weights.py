@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from trainer.contract.errors import ExitCode, RequestError, narrate
+from trainer.contract.errors import ExitCode, RequestError, print_message
 from trainer.contract.output_file import require_place
 
 if TYPE_CHECKING:
@@ -43,26 +43,26 @@ class Exported(msgspec.Struct, kw_only=True):
     """One line for each newer checkpoint that cannot be used."""
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; an error is one line on standard error."""
     parser = ArgumentParser(prog="python -m trainer.export_weights", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a file, or a folder, whose newest intact checkpoint is used")
     parser.add_argument("output", type=Path)
     parser.add_argument("--run", default="", help="only a checkpoint of this run")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     output: Path = args.output
     try:
         require_place(output, force=args.force)
         if not _has_safetensors():
-            narrate(NOT_INSTALLED, program="trainer")
+            print_message(NOT_INSTALLED, program="trainer")
             return ExitCode.REFUSED
         exported = _export(args.checkpoint, output, run=args.run)
     except RequestError as error:
-        narrate(str(error), program="trainer")
+        print_message(str(error), program="trainer")
         return ExitCode.BAD_REQUEST
     except OSError as error:
-        narrate(f"cannot write {output}: {error.strerror or error}", program="trainer")
+        print_message(f"cannot write {output}: {error.strerror or error}", program="trainer")
         return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.STOPPED

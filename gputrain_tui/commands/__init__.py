@@ -1,5 +1,5 @@
 """Commands, one module each: ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``.
 
-A command prints data on stdout and narration on stderr, raises ``RequestError`` for wrong requests, and imports neither
+A command prints data on stdout and messages on stderr, raises ``RequestError`` for wrong requests, and imports neither
 torch nor, except for the console, textual.
 """

@@ -11,7 +11,7 @@ import msgspec
 
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.lifecycle.prepared import prepare
-from gputrain_tui.output import narrate, print_json, print_styled
+from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.preflight import CheckResult, NotReadyError, summary
 from gputrain_tui.recipe.build import load
 from gputrain_tui.tables import printable, width
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
         print_json(msgspec.json.encode(Report(recipe=recipe.name, ready=ready, results=results)).decode())
     else:
         for note in recipe.notes:
-            narrate(note)
+            print_message(note)
         print_styled(report(results, recipe.name, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     return ExitCode.FINISHED if ready else ExitCode.REFUSED
 

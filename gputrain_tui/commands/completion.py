@@ -84,14 +84,14 @@ def run(args: Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def complete(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def complete(argv: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield the completions of the last word, each with its help, which may be empty.
 
     Args:
-        words: words after ``gputrain``; the last one is being typed, and may be empty.
+        argv: words after ``gputrain``; the last one is being typed, and may be empty.
         commands: module and one-line help of each command, by name.
     """
-    *before, word = words or [""]
+    *before, word = argv or [""]
     if not before:
         flags = {"--help": "show all commands", "--version": "show the version", "--hostfile": "machines to show"}
         offered = {name: text for name, (_, text) in commands.items()} | (flags if word.startswith("-") else {})

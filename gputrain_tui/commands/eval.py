@@ -11,7 +11,7 @@ from gputrain_tui.commands.recipe_flags import add_settings
 from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
-from gputrain_tui.output import narrate
+from gputrain_tui.output import print_message
 from trainer.contract.errors import RequestError
 
 NAME = "eval"
@@ -54,5 +54,5 @@ def run(args: Namespace) -> int:
         split=args.split,
         stdin=sys.stdin,
     )
-    narrate(f"evaluating {chosen.description}, {chosen.path}")
+    print_message(f"evaluating {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

@@ -23,7 +23,7 @@ from gputrain_tui.history.export.table import write_csv, write_jsonl
 from gputrain_tui.history.export.trace import write_trace
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, last_trained
-from gputrain_tui.output import narrate
+from gputrain_tui.output import print_message
 from gputrain_tui.tables import printable, size
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError
 from trainer.contract.output_file import OutputError, output_file, output_folder, require_folder_place, require_place
@@ -65,23 +65,23 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
     chosen = choose_checkpoint(args.named, args.checkpoint)
     output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
     flags = [*(["--force"] if args.force else []), *([f"--run={chosen.run_id}"] if chosen.run_id else [])]
-    words = [*flags, "--", str(chosen.path), str(output)]
+    argv = [*flags, "--", str(chosen.path), str(output)]
     # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.export_weights", *words], capture_output=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "trainer.export_weights", *argv], capture_output=True, stdin=subprocess.DEVNULL
     )
     if done.returncode != ExitCode.FINISHED:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
-        narrate(lines[-1].removeprefix("trainer: ") if lines else f"it ended with exit code {done.returncode}")
+        print_message(lines[-1].removeprefix("trainer: ") if lines else f"it ended with exit code {done.returncode}")
         return done.returncode if done.returncode in set(ExitCode) else ExitCode.FAILED
     written = msgspec.json.decode(done.stdout, type=Written)
     for line in written.passed_over:
-        narrate(line)
-    narrate(f"exported {chosen.description}, {written.checkpoint}")
+        print_message(line)
+    print_message(f"exported {chosen.description}, {written.checkpoint}")
     if written.left_out:
-        narrate(f"left out, because they are not dense tensors: {', '.join(written.left_out)}")
+        print_message(f"left out, because they are not dense tensors: {', '.join(written.left_out)}")
     if written.without_task_state:
-        narrate(
+        print_message(
             "the task's state (such as its vocabulary) is not in the file, because it has no form in JSON: "
             f"{written.without_task_state}; the checkpoint holds it"
         )
@@ -130,13 +130,13 @@ def _archive(args: Namespace, output: Path | None) -> int:
     with _file(output) as file, closing(progress):
         written = archive.write(file, environment=os.environ, project=Path.cwd(), advance=progress.advance)
     for line in shortcomings(run):
-        narrate(line)
+        print_message(line)
     for line in written.left_out:
-        narrate(f"left out: {line}")
+        print_message(f"left out: {line}")
     if written.hidden:
-        narrate(f"hidden: {written.hidden:,} values of variables, arguments and settings")
+        print_message(f"hidden: {written.hidden:,} values of variables, arguments and settings")
     if not args.logs:
-        narrate("left out: what ranks printed, and texts of their exceptions; --logs adds them")
+        print_message("left out: what ranks printed, and texts of their exceptions; --logs adds them")
     _report(output, f"{written.files:,} files of {run.id}, {size(written.bytes)} unpacked, without checkpoints")
     return ExitCode.FINISHED
 
@@ -175,7 +175,7 @@ def _require_steps(record: RecordedSteps) -> None:
 def _print_result(record: RecordedSteps, output: Path) -> int:
     extents = list(record.extents.values())
     for line in shortcomings(record.run, extents):
-        narrate(line)
+        print_message(line)
     _report(output, summary(extents))
     return ExitCode.FINISHED
 
@@ -183,7 +183,7 @@ def _print_result(record: RecordedSteps, output: Path) -> int:
 def _report(output: Path, contents: str) -> None:
     """Print output, contents and size; only the contents, on stderr, if the output was standard output."""
     if str(output) == STDOUT:
-        narrate(contents)
+        print_message(contents)
         return
     files = [path for path in output.rglob("*") if path.is_file()] if output.is_dir() else [output]
     print(printable(f"{output}: {contents}, {size(sum(path.stat().st_size for path in files))}"))
@@ -237,8 +237,8 @@ def run(args: Namespace) -> int:
     try:
         return chosen.write(args, args.output)
     except MachineNotReadyError as error:
-        narrate(str(error))
+        print_message(str(error))
         return ExitCode.REFUSED
     except OutputError as error:
-        narrate(str(error))
+        print_message(str(error))
         return ExitCode.FAILED

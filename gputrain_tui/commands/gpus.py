@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free, take_inventory, to_json, why_busy
-from gputrain_tui.output import narrate, print_json
+from gputrain_tui.output import print_json, print_message
 from gputrain_tui.tables import TableColumn, duration, number, printable, size, table
 from trainer.contract.errors import ExitCode
 
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     _print(hosts_json(reports) if args.json else hosts_report(reports), json=args.json)
     silent = [found.host for found in reports if found.inventory is None]
     if silent:
-        narrate(f"{len(silent)} of {len(reports)} hosts could not be queried")
+        print_message(f"{len(silent)} of {len(reports)} hosts could not be queried")
     return ExitCode.FAILED if silent else ExitCode.FINISHED
 
 

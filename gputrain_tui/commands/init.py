@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gputrain_tui.hosts.hostfile import parse_host_list
-from gputrain_tui.output import narrate
+from gputrain_tui.output import print_message
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.examples import SCRIPT, example_names, example_text, folder
 from gputrain_tui.recipe.launch_command import split_command
-from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_words, read_text_file
+from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_argv, read_text_file
 from gputrain_tui.recipe.script_group import makes_group, without_group
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_quoted
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
     parser.add_argument(
-        "words",
+        "argv",
         metavar="COMMAND",
         nargs="*",
         help="after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
@@ -50,9 +50,9 @@ def run(args: Namespace) -> int:
     """Write the recipe."""
     if args.example is not None:
         return _write_example(args)
-    if args.words or not sys.stdin.isatty():
-        words = args.words or split_command(sys.stdin.read(MAX_RECIPE_BYTES))
-        new = from_words(words)
+    if args.argv or not sys.stdin.isatty():
+        argv = args.argv or split_command(sys.stdin.read(MAX_RECIPE_BYTES))
+        new = from_argv(argv)
     else:
         new = _from_answers()
     if args.output not in (None, "-"):
@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
         _write(Path(output), text, force=args.force)
         print(output)
     for note in new.notes:
-        narrate(note)
+        print_message(note)
     if output != "-":
         _name_next_commands(output)
     return ExitCode.FINISHED
@@ -78,7 +78,7 @@ def _write_example(args: Namespace) -> int:
     Raises:
         RequestError: there is no such example, or a command is given too.
     """
-    if args.words:
+    if args.argv:
         raise RequestError("init: --example and a command exclude each other; keep one of them")
     output = args.output or f"{args.example}.toml"
     script = Path(output).with_name(SCRIPT)
@@ -101,7 +101,7 @@ def _write_example(args: Namespace) -> int:
 
 def _name_next_commands(output: str) -> None:
     name = shell_quoted(output)
-    narrate(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
+    print_message(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
@@ -164,11 +164,11 @@ def _ask(question: str, parse: Callable[[str], T]) -> T:
         try:
             return parse("".join(lines).strip())
         except ValueError as error:  # also a RequestError
-            narrate(str(error))
+            print_message(str(error))
 
 
 def _command(text: str) -> NewRecipe | None:
-    return from_words(split_command(text)) if text else None
+    return from_argv(split_command(text)) if text else None
 
 
 def _script_or_task(text: str) -> str:

@@ -16,7 +16,7 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.planned import plan_with_inventories
 from gputrain_tui.lifecycle.prepared import endless_reason
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
-from gputrain_tui.output import narrate, print_json
+from gputrain_tui.output import print_json, print_message
 from gputrain_tui.plan.planner import Plan, with_run_dir
 from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     plan = planned.plan
     problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
     for note in (*planned.warnings, *recipe.notes, *problems):
-        narrate(note)
+        print_message(note)
     if args.run_dir is not None:
         plan = with_run_dir(plan, args.run_dir)
         directory = RunDir(Path(args.run_dir).absolute())

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from gputrain_tui.commands.recipe_flags import add_recipe
-from gputrain_tui.output import narrate
+from gputrain_tui.output import print_message
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
 
@@ -50,13 +50,13 @@ def run(args: Namespace) -> int:
         local = local_facts(node.host for node in recipe.cluster.nodes)
         to, data = push_to_hosts.destinations(recipe, lambda host: is_local(host, local)), push_to_hosts.data_of(recipe)
     if not to:
-        narrate("all nodes are this machine: there is nothing to push")
+        print_message("all nodes are this machine: there is nothing to push")
         return ExitCode.FINISHED
     ssh = Ssh()
     try:
         planned = push_to_hosts.plan_push(ssh, to, data)
     except push_to_hosts.PushError as error:
-        narrate(str(error))
+        print_message(str(error))
         return ExitCode.REFUSED
     for item in planned:
         for line in item.lines:
@@ -67,6 +67,6 @@ def run(args: Namespace) -> int:
         for line in push_to_hosts.push(ssh, planned):
             print(printable(line))
     except push_to_hosts.PushError as error:
-        narrate(str(error))
+        print_message(str(error))
         return ExitCode.FAILED
     return ExitCode.FINISHED

@@ -13,7 +13,7 @@ from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.prepared import Prepared, prepare
 from gputrain_tui.lifecycle.recipe_to_run import load
-from gputrain_tui.output import narrate
+from gputrain_tui.output import print_message
 from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import ExitCode
@@ -57,13 +57,13 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
         with OpenConnections() as connections:
             prepared = prepare(recipe, connections=connections)
             for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
-                narrate(note)
+                print_message(note)
             if detach:
                 return _detached(prepared, connections)
             return _foreground(prepared, connections, json=json)
     except NotReadyError as refused:
         for problem in refused.errors:
-            narrate(problem.line)
+            print_message(problem.line)
         return ExitCode.REFUSED
 
 
@@ -74,7 +74,7 @@ def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool)
         from gputrain_tui.headless import foreground, progress
         from gputrain_tui.headless.safe_stream import SafeStream
         from gputrain_tui.history.run_reader import RunReader
-        from gputrain_tui.lifecycle import settle
+        from gputrain_tui.lifecycle import run_end
         from gputrain_tui.state import RunState
 
         train, world_size = prepared.recipe.train, prepared.plan.world_size
@@ -105,15 +105,15 @@ def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool)
 
         with closing(foreground.JsonStream(started, out) if json else RunReader(started.dir)) as reader:
             code = follow(supervisor)
-            if code < 0 and not settle.is_settled(started.dir):
+            if code < 0 and not run_end.is_recorded(started.dir):
                 # The supervisor was killed, and the nodes of this machine with it. A new one adopts the nodes of other
                 # hosts, or records the end of the run.
                 supervisor = start.take_over(started, prepared)
                 if stop_request.level:
                     supervisor.terminate()  # the killed one had received the stop request
                 code = follow(supervisor)
-            if code < 0 or code == ExitCode.REFUSED or not settle.is_settled(started.dir):
-                code = settle.settle(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
+            if code < 0 or code == ExitCode.REFUSED or not run_end.is_recorded(started.dir):
+                code = run_end.record_end(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
                 foreground.read_rest(reader, state)
         if view is not None and code not in (ExitCode.BAD_REQUEST, ExitCode.REFUSED):
             view.open()
@@ -121,11 +121,11 @@ def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool)
             started,
             code,
             state,
-            narrate=not json,
+            for_people=not json,
             environ=os.environ,
             out=out,
             err=err,
-            hurried=lambda: bool(stop_request.level),
+            is_interrupted=lambda: bool(stop_request.level),
         )
         if copied_to is not None and isinstance(copied_to.error, BrokenPipeError):
             raise copied_to.error  # as in any command whose reader closes the pipe, after the end of the run

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = FlagParser()
     add_fps(parser)
     parser.add_argument("--hostfile", metavar="FILE")
-    args = parser.parse_words(argv)
+    args = parser.parse_argv(argv)
     return show(None, fps=args.fps, hostfile=args.hostfile)
 
 

@@ -107,7 +107,7 @@ def follow(
     ended = os.pidfd_open(supervisor.pid)
     poll.register(ended, select.POLLIN)
     poll.register(stop_request, select.POLLIN)
-    asked_at = math.inf
+    requested_at = math.inf
     over = refused = False
     try:
         with stop_request.forwarded_to(ended):
@@ -116,7 +116,7 @@ def follow(
                 if not over and supervisor.poll() is not None:
                     over = True
                     poll.unregister(ended)
-                settled = out is None or out.is_settled
+                written = out is None or out.is_written
                 events = reader.poll()
                 state.apply_all(events)
                 if view is not None:
@@ -124,8 +124,8 @@ def follow(
                 if level := stop_request.risen():
                     saving = SCRIPT_STOPPING if is_script else STOPPING
                     report(saving if level == StopLevel.SAVE else NOT_WAITING)
-                    asked_at = min(asked_at, time.monotonic())
-                if not over and time.monotonic() - asked_at >= HELD_S and is_held(supervisor.pid):
+                    requested_at = min(requested_at, time.monotonic())
+                if not over and time.monotonic() - requested_at >= HELD_S and is_held(supervisor.pid):
                     supervisor.kill()  # the caller starts another one, which ends the run
                 if over and stop_request.level and out is not None and out.is_stalled():
                     out.abandon()  # an interrupted command does not wait for a stalled reader
@@ -139,7 +139,7 @@ def follow(
                         report(f"{problem}; the run continues and is recorded")
                 if (over and events) or (reader.backlog_bytes and (out is None or out.has_room)):
                     continue
-                if over and settled and not reader.backlog_bytes:
+                if over and written and not reader.backlog_bytes:
                     return supervisor.returncode
                 poll.poll(1e3 * REDRAW_S)
                 stop_request.drain()
@@ -186,11 +186,11 @@ def conclude(
     returncode: int,
     state: RunState,
     *,
-    narrate: bool,
+    for_people: bool,
     environ: Mapping[str, str],
     out: SafeStream,
     err: SafeStream,
-    hurried: Callable[[], bool],
+    is_interrupted: Callable[[], bool],
 ) -> int:
     """Print the closing report of a run; return the command's exit code.
 
@@ -198,11 +198,11 @@ def conclude(
         run: the run.
         returncode: exit code of the supervisor, negative for a signal.
         state: state after the whole record.
-        narrate: whether to print for people, not only events.
+        for_people: whether to print for people, not only events.
         environ: environment of the command.
         out: standard output.
         err: standard error.
-        hurried: returns whether the command was interrupted, and must not wait for stalled readers.
+        is_interrupted: returns whether the command was interrupted, and must not wait for stalled readers.
 
     Raises:
         NotReadyError: a host refused the run before it trained; the run directory is deleted.
@@ -215,7 +215,7 @@ def conclude(
         from gputrain_tui.lifecycle.delete import delete_refused  # imported only after a refusal
 
         delete_refused(run)
-        err.settle(hurried=hurried)  # the caller prints the error directly to stderr
+        err.close(is_interrupted=is_interrupted)  # the caller prints the error directly to stderr
         if code == ExitCode.REFUSED:
             message = status.message or "a host refused the run"
             raise NotReadyError([CheckResult(status="error", check="host", what=message, host=_failed_host(state))])
@@ -226,8 +226,10 @@ def conclude(
         took = None if status.elapsed_s is None else 1e3 * status.elapsed_s
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message, elapsed_ms=took))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
-    err.drain(hurried=hurried)  # the progress line is erased before the table is printed, by another thread
-    if narrate and (state.validations or all(view.last is not None for view in state.ranks.values())):
+    err.drain(
+        is_interrupted=is_interrupted
+    )  # the progress line is erased before the table is printed, by another thread
+    if for_people and (state.validations or all(view.last is not None for view in state.ranks.values())):
         columns = shutil.get_terminal_size().columns
         place = path_with_host(run.dir, 0, "")
 
@@ -236,14 +238,14 @@ def conclude(
 
         for line in closing_lines(state, columns, is_there=is_there, place=place):
             out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
-    out.settle(hurried=hurried)
-    if narrate and out.error is not None and not isinstance(out.error, BrokenPipeError):
+    out.close(is_interrupted=is_interrupted)
+    if for_people and out.error is not None and not isinstance(out.error, BrokenPipeError):
         err.line(f"gputrain: cannot write standard output: {out.error.strerror}")
     for line in _end_lines(run, status, state):
         err.line(paint(line, colour=colour))
-    if narrate:
+    if for_people:
         err.line(paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
-    err.settle(hurried=hurried)
+    err.close(is_interrupted=is_interrupted)
     return code
 
 

@@ -54,7 +54,7 @@ class SafeStream:
         return self.backlog_bytes < MAX_BACKLOG_BYTES
 
     @property
-    def is_settled(self) -> bool:
+    def is_written(self) -> bool:
         """Whether everything is written or abandoned."""
         return self._abandoned or not self.backlog_bytes
 
@@ -95,15 +95,15 @@ class SafeStream:
             self._abandoned = True
             self._waiting.clear()
 
-    def drain(self, *, hurried: Callable[[], bool]) -> None:
-        """Wait until everything is written, or while ``hurried`` returns True until the reader stalls."""
+    def drain(self, *, is_interrupted: Callable[[], bool]) -> None:
+        """Wait until everything is written, or while ``is_interrupted`` returns True until the reader stalls."""
         with self._changed:
-            while self.backlog_bytes and not (hurried() and self.is_stalled()):
+            while self.backlog_bytes and not (is_interrupted() and self.is_stalled()):
                 self._changed.wait(0.1)  # in short waits, so that signal handlers run
 
-    def settle(self, *, hurried: Callable[[], bool]) -> None:
+    def close(self, *, is_interrupted: Callable[[], bool]) -> None:
         """Wait as ``drain`` does, and drop what is left and everything that is written later."""
-        self.drain(hurried=hurried)
+        self.drain(is_interrupted=is_interrupted)
         self.abandon()
 
     def _run(self) -> None:

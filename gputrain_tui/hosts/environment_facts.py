@@ -221,10 +221,10 @@ def _data_problem(task: str, options: Mapping[str, Any]) -> str:
     return ""
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the environment as one line of JSON; the words are the mark before that line, and the request as JSON."""
-    request = json.loads(words[1])
-    sys.stdout.write(f"{words[0]}{json.dumps(asdict(read_environment(**request)))}\n")
+    request = json.loads(arguments[1])
+    sys.stdout.write(f"{arguments[0]}{json.dumps(asdict(read_environment(**request)))}\n")
 
 
 if __name__ == "__main__":

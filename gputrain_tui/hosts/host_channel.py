@@ -126,11 +126,11 @@ class HostChannel:
         """
         mark, program = f"gputrain-{secrets.token_hex(8)}:", packed_program()
         reader = READER.format(len(program))
-        words = command(["-I", "-c", f"'{reader}'" if quoted else reader, mark])
+        argv = command(["-I", "-c", f"'{reader}'" if quoted else reader, mark])
         try:
-            pipes = HostPipes.started(words)
+            pipes = HostPipes.started(argv)
         except OSError as error:
-            raise HostRefusedError(f"{words[0]} cannot be run: {error.strerror}") from None
+            raise HostRefusedError(f"{argv[0]} cannot be run: {error.strerror}") from None
         channel = cls(host, pipes, mark)
         channel._unsent = program
         return channel

@@ -41,7 +41,7 @@ class HostPipes:
         self._process = process
 
     @classmethod
-    def started(cls, words: Sequence[str]) -> HostPipes:
+    def started(cls, argv: Sequence[str]) -> HostPipes:
         """Start ssh, or another program, by its command line.
 
         Raises:
@@ -49,7 +49,7 @@ class HostPipes:
         """
         with tempfile.TemporaryFile() as stderr:
             process = subprocess.Popen(
-                words,
+                argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -90,11 +90,11 @@ class CallServer:
         return getattr(import_module(f"gputrain_tui.hosts.{FUNCTIONS[name]}"), name)(self, arguments)
 
 
-def main(words: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Answer calls until the input ends; the only word is the mark of the frames."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIFE_S)
-    server = CallServer(words[0].encode())
+    server = CallServer(argv[0].encode())
     with suppress(BrokenPipeError), server.held:
         while True:
             server.serve()

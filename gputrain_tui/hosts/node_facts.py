@@ -68,11 +68,11 @@ def read_environment(request: Mapping[str, Any]) -> tuple[Mapping[str, Any] | No
     mark = f"gputrain-{secrets.token_hex(8)}:"
     setup_done = f"{mark}reached "
     # A line of setup may exit by itself: the printed mark proves that the interpreter was started.
-    words = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', setup_done]
-    words += [python, "-c", RUN_PROGRAM, request["program"], mark, json.dumps(request["environment"])]
+    argv = ["/bin/sh", "-c", 'printf %s "$0"; exec "$@"', setup_done]
+    argv += [python, "-c", RUN_PROGRAM, request["program"], mark, json.dumps(request["environment"])]
     try:
         done = subprocess.run(
-            node_command(words, setup),
+            node_command(argv, setup),
             cwd=workdir,
             env=env,
             stdin=subprocess.DEVNULL,

@@ -92,22 +92,22 @@ def _hosts(abbreviated: str) -> list[str]:
     return _call(["scontrol", "show", "hostnames", abbreviated]).split()
 
 
-def submit(words: Sequence[str], script: str) -> int:
+def submit(argv: Sequence[str], script: str) -> int:
     """Submit a batch script; return the job's number.
 
     Raises:
         RequestError: Slurm refuses, with its message in one line.
     """
-    return int(_call(["sbatch", "--parsable", *words], script).partition(";")[0])
+    return int(_call(["sbatch", "--parsable", *argv], script).partition(";")[0])
 
 
-def test(words: Sequence[str], script: str) -> str:
+def test(argv: Sequence[str], script: str) -> str:
     """Test a batch script without submitting it; return Slurm's estimate of its start and hosts.
 
     Raises:
         RequestError: Slurm refuses, with its message in one line.
     """
-    return _call(["sbatch", "--test-only", *words], script, from_stderr=True)
+    return _call(["sbatch", "--test-only", *argv], script, from_stderr=True)
 
 
 def job(number: int) -> Job | None:
@@ -153,8 +153,8 @@ def lost_hosts(abbreviated: str) -> list[str]:
     Raises:
         RequestError: Slurm does not answer.
     """
-    words = ["sinfo", "--noheader", "--Node", f"--nodes={abbreviated}", "--states=down,fail,no_respond", "--format=%N"]
-    return sorted(set(_call(words).split()))
+    argv = ["sinfo", "--noheader", "--Node", f"--nodes={abbreviated}", "--states=down,fail,no_respond", "--format=%N"]
+    return sorted(set(_call(argv).split()))
 
 
 def cancel(number: int) -> None:
@@ -203,7 +203,7 @@ def kill_step(number: int, step_name: str, host: str) -> None:
 
 
 def _call(
-    words: Sequence[str],
+    argv: Sequence[str],
     script: str | None = None,
     *,
     from_stderr: bool = False,
@@ -211,15 +211,15 @@ def _call(
 ) -> str:
     try:
         done = subprocess.run(
-            words, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout_s
+            argv, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout_s
         )
     except FileNotFoundError:
-        raise RequestError(f"there is no {words[0]} on this machine; use a machine that has Slurm's commands") from None
+        raise RequestError(f"there is no {argv[0]} on this machine; use a machine that has Slurm's commands") from None
     except subprocess.TimeoutExpired:
-        raise RequestError(f"{words[0]} does not answer within {timeout_s:.0f} s") from None
+        raise RequestError(f"{argv[0]} does not answer within {timeout_s:.0f} s") from None
     stderr_lines = done.stderr.strip().splitlines()
     if done.returncode:
         # "sbatch: error: Batch job submission failed: Invalid partition name": the last line has the reason.
-        lines = [line.removeprefix(f"{words[0]}: ").removeprefix("error: ") for line in stderr_lines if line.strip()]
-        raise RequestError(f"{words[0]}: {'; '.join(lines) or f'exit code {done.returncode}'}")
+        lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ") for line in stderr_lines if line.strip()]
+        raise RequestError(f"{argv[0]}: {'; '.join(lines) or f'exit code {done.returncode}'}")
     return " ".join(stderr_lines) if from_stderr else done.stdout.strip()

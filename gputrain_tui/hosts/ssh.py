@@ -75,8 +75,8 @@ class Ssh:
             HostError: ``ssh`` cannot be started.
         """
 
-        def command(words: Sequence[str]) -> list[str]:
-            return [sys.executable, *words] if here else self.command_line(host, "python3", *words)
+        def command(argv: Sequence[str]) -> list[str]:
+            return [sys.executable, *argv] if here else self.command_line(host, "python3", *argv)
 
         with _LOCK:
             channel = None if here else _IDLE.pop((*self._command, host), None)

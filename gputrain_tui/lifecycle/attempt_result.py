@@ -38,7 +38,7 @@ def attempt_result(
     ends = attempt.ended.values()
     if len(ends) == len(plan.nodes) and not any(end.unfinished for end in ends):
         return AttemptResult(status="finished")
-    failed_before_stop = _failed_before_stop(attempt, plan, run_dir, stop_request.asked_at, over_before)
+    failed_before_stop = _failed_before_stop(attempt, plan, run_dir, stop_request.requested_at, over_before)
     if stop_request.reason is not None and not failed_before_stop:
         return AttemptResult(status="stopped", reason=stop_request.reason)
     if attempt.failure is not None:
@@ -61,12 +61,12 @@ def attempt_result(
 
 
 def _failed_before_stop(
-    attempt: Attempt, plan: Plan, run_dir: RunDir, asked_at: float | None, over_before: Collection[int]
+    attempt: Attempt, plan: Plan, run_dir: RunDir, requested_at: float | None, over_before: Collection[int]
 ) -> bool:
     """Whether the attempt had failed before the stop request, so that its result is the cause of that failure."""
-    if asked_at is None:
+    if requested_at is None:
         return False
     outcomes = [node_outcome(run_dir, node) for node in over_before]
     if any(outcome is None or outcome.failure is not None for outcome in outcomes):
         return True
-    return attempt_outcome.failed_before(run_dir, attempt.since, [node.node for node in plan.nodes], asked_at)
+    return attempt_outcome.failed_before(run_dir, attempt.since, [node.node for node in plan.nodes], requested_at)

@@ -30,9 +30,9 @@ def delete_refused(run: Run) -> None:
     with suppress(RequestError, OSError):
         ssh = Ssh()
         for host, path in sorted(found):
-            words = ssh.command_line(host, "rm", "-rf", "--", shlex.quote(path))
+            argv = ssh.command_line(host, "rm", "-rf", "--", shlex.quote(path))
             null = subprocess.DEVNULL
-            processes.append(subprocess.Popen(words, stdin=null, stdout=null, stderr=null))
+            processes.append(subprocess.Popen(argv, stdin=null, stdout=null, stderr=null))
     deadline = time.monotonic() + REMOTE_TIMEOUT_S
     try:
         for process in processes:

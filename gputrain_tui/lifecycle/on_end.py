@@ -19,14 +19,14 @@ POLL_S = 0.1
 """Time between two checks for a stop request, which ends the wait."""
 
 
-def run_on_end(command: str, run_dir: RunDir, status: Status, *, hurried: Callable[[], bool]) -> str:
+def run_on_end(command: str, run_dir: RunDir, status: Status, *, is_interrupted: Callable[[], bool]) -> str:
     """Run the command unless it was run before; return a warning, empty if it succeeded.
 
     Args:
         command: shell command, which gets the facts of the run as environment variables only.
         run_dir: run directory, which holds the log of the command.
         status: final status of the run.
-        hurried: whether to kill the command and return.
+        is_interrupted: whether to kill the command and return.
     """
     log = run_dir.on_end_log
     try:
@@ -54,7 +54,7 @@ def run_on_end(command: str, run_dir: RunDir, status: Status, *, hurried: Callab
             stderr=subprocess.STDOUT,
             start_new_session=True,
         ) as process:
-            problem = _await(process, hurried)
+            problem = _await(process, is_interrupted)
     except OSError as error:
         problem = f"could not be started: {error.strerror}"
     finally:
@@ -62,9 +62,9 @@ def run_on_end(command: str, run_dir: RunDir, status: Status, *, hurried: Callab
     return problem and f"report.on_end {problem}; its output is in {log}"
 
 
-def _await(process: subprocess.Popen[bytes], hurried: Callable[[], bool]) -> str:
+def _await(process: subprocess.Popen[bytes], is_interrupted: Callable[[], bool]) -> str:
     waited_s = 0.0
-    while waited_s < TIMEOUT_S and not hurried():
+    while waited_s < TIMEOUT_S and not is_interrupted():
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(POLL_S)
             how = f"was killed by signal {-code}" if code < 0 else f"has failed with exit code {code}"

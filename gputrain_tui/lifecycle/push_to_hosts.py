@@ -240,15 +240,15 @@ def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
     """
     # rsync runs `SHELL HOST COMMAND`. The shell words contain the host already, so `env` stands in the place of HOST.
     shell = " ".join(f'"{word}"' if " " in word else word for word in ssh.command_line(host))
-    words = ["rsync", "-a", "-s", "--stats", "-e", shell]
+    argv = ["rsync", "-a", "-s", "--stats", "-e", shell]
     if transfer.files is None:
-        words += ["--exclude=__pycache__"]
+        argv += ["--exclude=__pycache__"]
     else:
-        words += ["--files-from=-", "--from0"]
+        argv += ["--files-from=-", "--from0"]
     listed = b"" if transfer.files is None else b"\0".join(os.fsencode(name) for name in transfer.files)
     try:
         done = subprocess.run(
-            [*words, f"{transfer.source}/", f"env:{transfer.target}/"], input=listed, capture_output=True
+            [*argv, f"{transfer.source}/", f"env:{transfer.target}/"], input=listed, capture_output=True
         )
     except OSError as error:
         raise PushError(f"rsync cannot be run here: {error.strerror}") from None

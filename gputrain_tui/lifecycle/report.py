@@ -72,13 +72,13 @@ class LiveSink:
         lines = last_lines(self._log, 1)
         return f"report.{self.name} is no longer written: {printable(lines[0]) if lines else 'it was killed'}"
 
-    def end(self, *, hurried: Callable[[], bool]) -> str:
+    def end(self, *, is_interrupted: Callable[[], bool]) -> str:
         """Wait until the rest of the record is written, at most ``SINK_TIMEOUT_S``; return an error or nothing."""
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
         deadline = time.monotonic() + SINK_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline and not hurried():
+        while self._process.poll() is None and time.monotonic() < deadline and not is_interrupted():
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(POLL_S)
         left = self.pids()
@@ -121,16 +121,16 @@ class RunReport:
         """Return a line for each sink that has failed since the last call."""
         return [problem for sink in self._sinks if (problem := sink.problem())]
 
-    def end(self, writer: RunStatusWriter, *, hurried: Callable[[], bool] = bool) -> None:
+    def end(self, writer: RunStatusWriter, *, is_interrupted: Callable[[], bool] = bool) -> None:
         """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock.
 
         Args:
             writer: writes the warnings into the status.
-            hurried: whether to kill what has not ended and return.
+            is_interrupted: whether to kill what has not ended and return.
         """
-        problems = [sink.end(hurried=hurried) for sink in self._sinks]
+        problems = [sink.end(is_interrupted=is_interrupted) for sink in self._sinks]
         if self._options.on_end:
-            problems.append(run_on_end(self._options.on_end, self._dir, writer.status, hurried=hurried))
+            problems.append(run_on_end(self._options.on_end, self._dir, writer.status, is_interrupted=is_interrupted))
         for problem in filter(None, problems):
             writer.warn(problem)
 

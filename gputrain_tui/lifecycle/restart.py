@@ -56,11 +56,11 @@ def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
     resume = resumable_checkpoint(run_dir)
     nodes = []
     for node in plan.nodes:
-        words = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
-        if resume is not None and SCRIPT_FLAG not in words:
-            words = _with_flag(words, RESUME_FLAG, str(resume))
-            words = _with_flag(words, RUN_FLAG, run_named_by(run_dir, resume))
-        nodes.append(msgspec.structs.replace(node, argv=list(words)))
+        arguments = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
+        if resume is not None and SCRIPT_FLAG not in arguments:
+            arguments = _with_flag(arguments, RESUME_FLAG, str(resume))
+            arguments = _with_flag(arguments, RUN_FLAG, run_named_by(run_dir, resume))
+        nodes.append(msgspec.structs.replace(node, argv=list(arguments)))
     return msgspec.structs.replace(plan, nodes=nodes, init_method=init_method)
 
 
@@ -78,11 +78,11 @@ def fresh_init_method(init_method: str) -> str:
     return tcp_url(url.host, free_port() if is_loopback(url.host) else following)
 
 
-def _with_flag(words: Sequence[str], flag: str, value: str) -> list[str]:
+def _with_flag(arguments: Sequence[str], flag: str, value: str) -> list[str]:
     """Return a command with a flag's value replaced, or the flag added after the trainer's own (before ``--``)."""
-    changed = list(words)
-    trainer_words = changed[: changed.index("--")] if "--" in changed else changed
-    if flag in trainer_words:
-        changed[trainer_words.index(flag) + 1] = value
+    changed = list(arguments)
+    trainer_argv = changed[: changed.index("--")] if "--" in changed else changed
+    if flag in trainer_argv:
+        changed[trainer_argv.index(flag) + 1] = value
         return changed
     return with_flags(changed, flag, value)

@@ -23,7 +23,7 @@ import msgspec
 
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnection
-from gputrain_tui.lifecycle import attempt_outcome, leftovers, settle
+from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
@@ -310,7 +310,7 @@ class Supervisor:
             state.add_gap(self._now(), self._status_writer.remark)
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
-            self._report.end(self._status_writer, hurried=lambda: self._stop_request.level > level)
+            self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
         return code
 
     def _begin_report(self) -> None:
@@ -327,19 +327,19 @@ class Supervisor:
 def main() -> int:
     """Supervise the run of a directory, unless another supervisor does; return the exit code."""
     os.environ.pop(leftovers.SUPERVISOR, None)  # its children are no supervisors
-    words = sys.argv[1:]
-    run_dir = RunDir(Path(words[0]).absolute())
+    arguments = sys.argv[1:]
+    run_dir = RunDir(Path(arguments[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
-        leased, adopting = "--lease" in words[1:], "--adopt" in words[1:]
-        inherited = next((word.removeprefix(CONNECTIONS) for word in words if word.startswith(CONNECTIONS)), "{}")
-        if not settle.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
+        leased, adopting = "--lease" in arguments[1:], "--adopt" in arguments[1:]
+        inherited = next((word.removeprefix(CONNECTIONS) for word in arguments if word.startswith(CONNECTIONS)), "{}")
+        if not run_end.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor holds the lock of {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
         connections = msgspec.json.decode(inherited, type=dict[int, OpenConnection])
         plan = read_plan(run_dir)
         node_launcher = launcher(plan.launcher, connections)
         if adopting or not node_launcher.is_requeued:
-            code = settle.recorded_exit_code(run_dir, plan)
+            code = run_end.recorded_exit_code(run_dir, plan)
             if code is not None:
                 return code
         return Supervisor(run_dir, plan, node_launcher, leased=leased, adopting=adopting).run()

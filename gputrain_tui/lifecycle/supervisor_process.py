@@ -43,17 +43,17 @@ def start_supervisor(
         adopting: whether it takes over the run of a supervisor that was killed.
         connections: connections to the hosts of the run, which the supervisor takes over.
     """
-    words = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
+    argv = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
     by_node = {} if connections is None else connections.by_node
     if by_node:
-        words.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")
+        argv.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")
     # The supervisor inherits the signal mask and unblocks the signals once it has handlers: a Ctrl-C while its modules
     # load stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _supervisor_log(run_dir) as log:
             supervisor = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *words],
+                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *argv],
                 env={**_outside_of_runs(os.environ), SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,

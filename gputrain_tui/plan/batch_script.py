@@ -25,7 +25,7 @@ CORE_OPTIONS = ("-c", "--cpus", "--exclusive", "--oversubscribe")
 """Beginnings of the options of sbatch that set the cores of a node; without any, a job takes whole nodes."""
 
 
-def sbatch_words(plan: Plan, options: SlurmOptions, *, name: str, output: str) -> list[str]:
+def sbatch_arguments(plan: Plan, options: SlurmOptions, *, name: str, output: str) -> list[str]:
     """Return the arguments of ``sbatch`` for the nodes of a plan: a heterogeneous job if their GPU counts differ.
 
     Args:
@@ -39,22 +39,22 @@ def sbatch_words(plan: Plan, options: SlurmOptions, *, name: str, output: str) -
     components = [(len(list(alike)), count) for count, alike in itertools.groupby(counts)]
     if not all(map(is_pending, hosts)):  # named hosts are taken whole, with all of their GPUs
         components = [(len(plan.nodes), counts[0] if len(set(counts)) == 1 else 0)]
-    words = [f"--job-name={_job_name(name)}", f"--output={output.replace('%', '%%')}", "--open-mode=append"]
+    arguments = [f"--job-name={_job_name(name)}", f"--output={output.replace('%', '%%')}", "--open-mode=append"]
     for index, (nodes, gpus) in enumerate(components):
-        words += [":"] if index else []
-        words += [f"--nodes={nodes}", "--ntasks-per-node=1", *_resource_words(options)]
+        arguments += [":"] if index else []
+        arguments += [f"--nodes={nodes}", "--ntasks-per-node=1", *_resource_arguments(options)]
         if not all(map(is_pending, hosts)):
-            words.append(f"--nodelist={','.join(hosts)}")
+            arguments.append(f"--nodelist={','.join(hosts)}")
         if gpus:
-            words.append(f"--gpus-per-node={options.gpu_type + ':' if options.gpu_type else ''}{gpus}")
-        words += options.extra
-    return words
+            arguments.append(f"--gpus-per-node={options.gpu_type + ':' if options.gpu_type else ''}{gpus}")
+        arguments += options.extra
+    return arguments
 
 
-def _resource_words(options: SlurmOptions) -> list[str]:
+def _resource_arguments(options: SlurmOptions) -> list[str]:
     names = ("partition", "account", "qos", "time", "mem", "constraint")
-    words = [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
-    return words if any(word.startswith(CORE_OPTIONS) for word in options.extra) else [*words, "--exclusive"]
+    arguments = [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
+    return arguments if any(word.startswith(CORE_OPTIONS) for word in options.extra) else [*arguments, "--exclusive"]
 
 
 def _setup(setup: str | None) -> list[str]:
@@ -118,8 +118,8 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
     if options is not None:
-        words = [*_resource_words(options), *options.extra]
-        head += [f"#SBATCH {printable(shell_quoted(word))}" for word in words if word != "--exclusive"]
+        arguments = [*_resource_arguments(options), *options.extra]
+        head += [f"#SBATCH {printable(shell_quoted(word))}" for word in arguments if word != "--exclusive"]
     lines = [*head, "", *_setup(None if options is None else options.setup), "set -u"]
     lines.append('[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "gputrain: submit this script with sbatch" >&2; exit 2; }')
     if not named:
@@ -157,20 +157,20 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
             # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
             step += f" --gpus={gpus}"
         env = {key: value for key, value in node.env.items() if key not in SLURM_VARIABLES}
-        words = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
+        arguments = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
         lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
-        lines.append(f"{step} {_command(words, plan, named)} &")
+        lines.append(f"{step} {_command(arguments, plan, named)} &")
         lines.append("steps+=($!)")
     return lines
 
 
-def _command(words: Sequence[str], plan: Plan, named: bool) -> str:
+def _command(arguments: Sequence[str], plan: Plan, named: bool) -> str:
     """Join words for the shell; without node names, rank 0's address becomes the first node of the allocation."""
     if named or len(plan.nodes) == 1:
-        return shell_joined(words)
+        return shell_joined(arguments)
     first = address_of(plan.nodes[0].host)
     texts = []
-    for word in words:
+    for word in arguments:
         url = parse_rendezvous_url(word)
         if url is not None and url.scheme == "tcp" and (url.host == first.lower() or is_loopback(url.host)):
             texts.append(f'tcp://"${{nodes[0]}}":{url.port}')

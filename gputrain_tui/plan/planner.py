@@ -18,7 +18,7 @@ from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
 from trainer.contract.record.events import Rank, WorldSize
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
-from trainer.contract.schema import flag_words, to_flags
+from trainer.contract.schema import flags_of, to_flags
 from trainer.host.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _training_flags(recipe: Recipe) -> list[str]:
 
 def task_flags(options: Mapping[str, Any]) -> list[str]:
     """Return the flags of all task options that the recipe gives."""
-    return [word for name, value in options.items() for word in flag_words(name, value)]
+    return [word for name, value in options.items() for word in flags_of(name, value)]
 
 
 def _distributed_flags(
@@ -191,20 +191,20 @@ def _distributed_flags(
     backend: str,
 ) -> list[str]:
     local_world_size = len(assigned.devices)
-    words = ["--distributed-init-method", init_method] if init_method is not None else []
-    words += ["--distributed-world-size", str(world_size)]
+    flags = ["--distributed-init-method", init_method] if init_method is not None else []
+    flags += ["--distributed-world-size", str(world_size)]
     if world_size > 1:
-        words += ["--distributed-gpus", str(local_world_size)]
+        flags += ["--distributed-gpus", str(local_world_size)]
     if nodes > 1:
-        words += ["--distributed-rank", str(first_rank)]
+        flags += ["--distributed-rank", str(first_rank)]
     default = "gloo" if assigned.cpu or assigned.shared else "nccl"
     if recipe.cluster.backend != "auto" or backend != default:
-        words += ["--distributed-backend", backend]
+        flags += ["--distributed-backend", backend]
     if local_world_size == 1 and world_size > 1:
-        words.append("--distributed-no-spawn")
+        flags.append("--distributed-no-spawn")
     if local_world_size == 1 and not assigned.cpu:
-        words += ["--device-id", "0"]
-    return [*words, "--cpu"] if assigned.cpu else words
+        flags += ["--device-id", "0"]
+    return [*flags, "--cpu"] if assigned.cpu else flags
 
 
 def _init_method(recipe: Recipe, machines: Sequence[str], world_size: int, local: LocalFacts) -> str | None:

@@ -78,12 +78,12 @@ class AccelerateLaunch(msgspec.Struct, kw_only=True):
     """Module that is not installed; empty if all are."""
 
 
-def ask_accelerate(python: str, words: Sequence[str]) -> AccelerateLaunch:
+def ask_accelerate(python: str, argv: Sequence[str]) -> AccelerateLaunch:
     """Return what ``accelerate launch WORDS`` would start.
 
     Args:
         python: interpreter in which accelerate is installed.
-        words: flags, script and arguments.
+        argv: flags, script and arguments.
 
     Raises:
         RequestError: accelerate is not installed there, or refuses the command.
@@ -92,7 +92,7 @@ def ask_accelerate(python: str, words: Sequence[str]) -> AccelerateLaunch:
     try:
         with tempfile.TemporaryDirectory(prefix="gputrain-") as folder:
             done = subprocess.run(
-                [python, "-P", "-c", PROGRAM, json.dumps(list(words)), folder],
+                [python, "-P", "-c", PROGRAM, json.dumps(list(argv)), folder],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

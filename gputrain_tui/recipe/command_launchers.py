@@ -66,7 +66,7 @@ class LauncherFlags:
 class Context:
     """What a launch command says besides its flags, and what is asked about it."""
 
-    words: Sequence[str]
+    argv: Sequence[str]
     """The launcher's words: flags, script and arguments."""
     read_file: ReadFile
     ask_accelerate: AskAccelerate
@@ -247,7 +247,7 @@ def _config_file(text: str) -> tuple[dict[str, str], bool]:
 
 def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
     """Set the values of what accelerate itself would start."""
-    found = context.ask_accelerate(context.words)
+    found = context.ask_accelerate(context.argv)
     flags.clear()  # accelerate has read them
     environment = {name: value for name, value in found.env.items() if name not in RENDEZVOUS_VARIABLES}
     devices = environment.pop("CUDA_VISIBLE_DEVICES", None)

@@ -54,7 +54,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def read_launch_command(
-    words: Sequence[str],
+    argv: Sequence[str],
     *,
     read_file: ReadFile,
     ask_accelerate: Callable[[str | None, Sequence[str]], AccelerateLaunch],
@@ -62,14 +62,14 @@ def read_launch_command(
     """Translate a command of torchrun, accelerate, DeepSpeed or python.
 
     Args:
-        words: the command; it may begin with settings of environment variables.
+        argv: the command; it may begin with settings of environment variables.
         read_file: returns the text of a file that the command names; raises OSError.
         ask_accelerate: returns what accelerate would start; gets its interpreter, None for this one, and its words.
 
     Raises:
         RequestError: the command has another program, no script or an invalid value.
     """
-    rest, env = list(words), dict[str, str]()
+    rest, env = list(argv), dict[str, str]()
     if rest[:1] == ["env"]:
         rest.pop(0)
     while rest and (setting := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
@@ -103,7 +103,7 @@ def read_launch_command(
             f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
         )
     command.env = env
-    context = Context(words=given, read_file=read_file, ask_accelerate=lambda asked: ask_accelerate(python, asked))
+    context = Context(argv=given, read_file=read_file, ask_accelerate=lambda asked: ask_accelerate(python, asked))
     file = command.script.replace(".", "/") + ".py" if command.module else command.script
     command.makes_group = makes_group(file, read_file)
     launcher.read(command, flags, context)
@@ -118,10 +118,10 @@ def read_launch_command(
     return command
 
 
-def _program(words: list[str]) -> tuple[str, str | None, list[str]]:
+def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
     """Return the launcher, the interpreter's path if the command gives an absolute one, and the words after both."""
-    path = PurePath(words[0])
-    name, rest = path.name, words[1:]
+    path = PurePath(argv[0])
+    name, rest = path.name, argv[1:]
     python = str(path) if path.is_absolute() else None
     if re.fullmatch(r"python[\d.]*", name):
         while rest and rest[0] == "-u":  # as ranks do
@@ -135,7 +135,7 @@ def _program(words: list[str]) -> tuple[str, str | None, list[str]]:
     if name in LAUNCHERS:
         return name, str(path.with_name("python")) if python else None, _after_launch(name, rest)
     known = "torchrun, accelerate launch, deepspeed or python"
-    raise RequestError(f"{quoted(words[0])} is not a known launcher: use {known}{nearest(name, LAUNCHERS)}")
+    raise RequestError(f"{quoted(argv[0])} is not a known launcher: use {known}{nearest(name, LAUNCHERS)}")
 
 
 MODULES = {
@@ -146,18 +146,18 @@ MODULES = {
 }
 
 
-def _after_launch(name: str, words: list[str]) -> list[str]:
-    if name == "accelerate" and words[:1] == ["launch"]:
-        return words[1:]
-    if name == "accelerate" and words and not words[0].startswith("-") and not words[0].endswith(".py"):
-        raise RequestError(f"accelerate {words[0]} does not start training; use accelerate launch")
-    return words
+def _after_launch(name: str, argv: list[str]) -> list[str]:
+    if name == "accelerate" and argv[:1] == ["launch"]:
+        return argv[1:]
+    if name == "accelerate" and argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
+        raise RequestError(f"accelerate {argv[0]} does not start training; use accelerate launch")
+    return argv
 
 
-def _split_flags(launcher: LauncherFlags, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's flags with their values, and the script with its arguments."""
     found: dict[str, str] = {}
-    rest = list(words)
+    rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word, equals, value = rest.pop(0).partition("=")
         if word == "--":

@@ -110,30 +110,30 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     )
 
 
-def from_words(words: Sequence[str]) -> NewRecipe:
+def from_argv(argv: Sequence[str]) -> NewRecipe:
     """Return the recipe of a launch command.
 
     Raises:
         RequestError: the command cannot be translated.
     """
-    command = read_launch_command(words, read_file=read_text_file, ask_accelerate=_ask_accelerate)
-    return from_command(command, typed=_shown(words, command))
+    command = read_launch_command(argv, read_file=read_text_file, ask_accelerate=_ask_accelerate)
+    return from_command(command, typed=_shown(argv, command))
 
 
-def _shown(words: Sequence[str], command: LaunchCommand) -> str:
+def _shown(argv: Sequence[str], command: LaunchCommand) -> str:
     """Return a command on one line, with only those values of variables and of the script's arguments that are shown.
 
     A comment stays in copies of the recipe from which its values have been removed.
     """
     allow = AllowList({}, Path.cwd())
-    first_argument = len(words) - len(command.args)
+    first_argument = len(argv) - len(command.args)
     before = [
         f"{setting[1]}={allow.variables({setting[1]: setting[2]})[setting[1]]}"
         if (setting := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL))
         else word
-        for word in words[:first_argument]
+        for word in argv[:first_argument]
     ]
-    return shell_joined([*before, *allow.arguments(words[first_argument:])])
+    return shell_joined([*before, *allow.arguments(argv[first_argument:])])
 
 
 def from_text(text: str) -> NewRecipe:
@@ -144,10 +144,10 @@ def from_text(text: str) -> NewRecipe:
     Raises:
         RequestError: the text is none of these, or its file does not exist.
     """
-    words = split_command(text)
-    first = words[0]
-    if first.endswith(".py") or len(words) > 1:
-        new = from_words(["python", *words] if first.endswith(".py") else words)
+    argv = split_command(text)
+    first = argv[0]
+    if first.endswith(".py") or len(argv) > 1:
+        new = from_argv(["python", *argv] if first.endswith(".py") else argv)
         if "module" not in new.train:
             _require_file(new.train["script"])
         return new
@@ -179,10 +179,10 @@ def file_name(name: str) -> str:
     return (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "recipe") + ".toml"
 
 
-def _ask_accelerate(python: str | None, words: Sequence[str]) -> AccelerateLaunch:
+def _ask_accelerate(python: str | None, argv: Sequence[str]) -> AccelerateLaunch:
     """Ask the accelerate that the command names, else the one that ``accelerate`` would start, else that of here."""
     program = None if python else shutil.which("accelerate")
-    return ask_accelerate(python or (str(Path(program).with_name("python")) if program else sys.executable), words)
+    return ask_accelerate(python or (str(Path(program).with_name("python")) if program else sys.executable), argv)
 
 
 def read_text_file(name: str) -> str:

@@ -98,10 +98,10 @@ def task_file(task: str) -> Path | None:
 
 def _describe_in_subprocess(task: str) -> list[Option]:
     """Return the options that ``python -m trainer --describe-task`` prints after importing the task."""
-    words = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
+    argv = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
     describe_timeout_s = 120.0  # time limit of importing torch and a task, which takes seconds
     try:
-        answer = subprocess.run(words, capture_output=True, timeout=describe_timeout_s, stdin=subprocess.DEVNULL)
+        answer = subprocess.run(argv, capture_output=True, timeout=describe_timeout_s, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         raise RequestError(f"it took longer than {describe_timeout_s:.0f} s to import") from None
     if answer.returncode != 0:

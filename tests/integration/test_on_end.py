@@ -16,7 +16,7 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle import leftovers, on_end
-from gputrain_tui.lifecycle.settle import settle
+from gputrain_tui.lifecycle.run_end import record_end
 from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from trainer.contract.record import RunDir
 
@@ -85,7 +85,7 @@ def test_a_command_that_hangs_is_killed_with_its_child_processes(
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     status = Status(run="r", recipe="r", world_size=1, status="finished", exit_code=0)
-    problem = on_end.run_on_end("sleep 600 & echo $!; wait", run_dir, status, hurried=lambda: False)
+    problem = on_end.run_on_end("sleep 600 & echo $!; wait", run_dir, status, is_interrupted=lambda: False)
     assert "report.on_end took longer than 0 s and was killed" in problem
     pid = run_dir.on_end_log.read_text().strip()
     until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
@@ -121,7 +121,7 @@ def test_on_end_of_a_run_without_supervisor_runs_once_and_only_among_the_own_run
     run = stand_in_run(tmp_path / folder, "gated", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
     killed_supervisor(run)
     for _ in range(2):
-        assert settle(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1
+        assert record_end(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1
     assert run.dir.on_end_log.exists() == (folder == "runs")
     assert folder != "runs" or run.dir.on_end_log.read_text() == "failed\n"
 
@@ -130,7 +130,7 @@ def test_on_end_of_a_copied_run_is_not_run(tmp_path: Path) -> None:
     run = stand_in_run(tmp_path / "runs", "gated", recipe=on_end_recipe("echo $GPUTRAIN_RUN_STATUS"))
     killed_supervisor(run)
     copy = RunDir(shutil.copytree(run.dir.path, tmp_path / "runs" / f"{run.id}-2"))
-    assert settle(copy, read_plan(copy), -signal.SIGKILL, give_up=bool) == 1
+    assert record_end(copy, read_plan(copy), -signal.SIGKILL, give_up=bool) == 1
     assert not copy.on_end_log.exists()
-    assert settle(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1
+    assert record_end(run.dir, read_plan(run.dir), -signal.SIGKILL, give_up=bool) == 1
     assert run.dir.on_end_log.read_text() == "failed\n"

@@ -44,7 +44,7 @@ def test_output_longer_than_a_pipe_arrives_in_order(pipe: tuple[int, int]) -> No
         while len(read) < len(text):
             read += os.read(reader, 1 << 16)
         assert bytes(read) == text
-        out.settle(hurried=lambda: False)
+        out.close(is_interrupted=lambda: False)
 
 
 def test_the_closing_table_waits_until_the_progress_line_is_erased(pipe: tuple[int, int], run: Run) -> None:
@@ -58,7 +58,7 @@ def test_the_closing_table_waits_until_the_progress_line_is_erased(pipe: tuple[i
         end = threading.Thread(
             target=conclude,
             args=(run, 0, state),
-            kwargs={"narrate": True, "environ": {}, "out": out, "err": err, "hurried": lambda: False},
+            kwargs={"print_message": True, "environ": {}, "out": out, "err": err, "is_interrupted": lambda: False},
         )
         end.start()
         early = select.select([table_reader], [], [], 0.5)[0]
@@ -78,9 +78,9 @@ def test_unread_narration_is_dropped_and_not_kept(pipe: tuple[int, int], monkeyp
         for _ in range(100_000):
             out.write("a line of a run that goes on for ever\n")
         assert out.backlog_bytes < 2 * MAX_BACKLOG_BYTES
-        out.settle(hurried=lambda: True)
+        out.close(is_interrupted=lambda: True)
         out.line("nobody waits for this")
-        assert out.is_settled
+        assert out.is_written
         while out.backlog_bytes:  # the write in progress ends, some time after its bytes were read
             if select.select([pipe[0]], [], [], 0.01)[0]:
                 os.read(pipe[0], 1 << 16)
@@ -90,7 +90,7 @@ def test_a_full_disk_is_kept_as_an_error_and_raises_nothing() -> None:
     with open("/dev/full", "w") as full:  # noqa: PTH123
         out = SafeStream(full)
         out.line("x")
-        out.settle(hurried=lambda: False)
+        out.close(is_interrupted=lambda: False)
         assert out.error is not None
         assert out.error.errno == errno.ENOSPC
 

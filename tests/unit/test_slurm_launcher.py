@@ -11,7 +11,7 @@ from gputrain_tui.hosts.slurm_commands import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import log_sizes, with_slurm_cause
 from gputrain_tui.lifecycle.launchers.slurm_steps import place_on_allocation
-from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
+from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
@@ -47,7 +47,7 @@ def planned(*gpus: int, slurm: str = "[slurm]\n", local: LocalFacts = LOGIN) -> 
     ids=["alike", "heterogeneous"],
 )
 def test_sbatch_requests_the_nodes_of_the_recipe(gpus: tuple[int, ...], options: dict[str, object], words: str) -> None:
-    found = sbatch_words(planned(*gpus), SlurmOptions(**options), name="a b", output="/runs/100%")  # type: ignore[arg-type]
+    found = sbatch_arguments(planned(*gpus), SlurmOptions(**options), name="a b", output="/runs/100%")  # type: ignore[arg-type]
     assert " ".join(found) == f"--job-name=a-b --output=/runs/100%% --open-mode=append {words}"
 
 

@@ -81,7 +81,7 @@ class RankAssignment:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables to set in the rank's environment; None removes one."""
     terminal: int | None = None
-    """Descriptor that gets the narration besides the log; only of rank 0, if the command was typed by hand."""
+    """Descriptor that gets the messages besides the log; only of rank 0, if the command was typed by hand."""
 
     @property
     def is_script(self) -> bool:

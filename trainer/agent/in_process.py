@@ -21,7 +21,7 @@ from trainer.agent.code_position import CodePosition
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import delete_scratch, scratch_folder
-from trainer.contract.errors import ExitCode, narration_line
+from trainer.contract.errors import ExitCode, message_line
 from trainer.contract.outcome import (
     SAVE_TIMEOUT_S,
     NodeOutcome,
@@ -230,6 +230,6 @@ class _InProcessAgent:
                 node.write(self._run_dir.node_result(assignment.node))
 
     def _narrate(self, line: str) -> None:
-        text = narration_line(line, program="trainer") + "\n"
+        text = message_line(line, program="trainer") + "\n"
         with contextlib.suppress(OSError):  # the terminal may be gone, which may be why the rank ends
             os.write(self._terminal, text.encode(errors="backslashreplace"))

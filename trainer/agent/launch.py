@@ -19,7 +19,7 @@ from trainer.agent.in_process import run_in_process
 from trainer.agent.init_method import usable_init_method
 from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
-from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, narrate
+from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, print_message
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
 from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
@@ -187,7 +187,7 @@ def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ:
     checkpoint = checkpoint_to_resume(RunDir(run_dir), {run_id})
     if checkpoint is None:
         return spec
-    narrate(f"Slurm has requeued this job; resuming from {checkpoint}", program="trainer")
+    print_message(f"Slurm has requeued this job; resuming from {checkpoint}", program="trainer")
     resumed = msgspec.structs.replace(spec.training, resume=str(checkpoint), checkpoint_run=run_id)
     return msgspec.structs.replace(spec, training=resumed)
 
@@ -237,7 +237,7 @@ def print_outcome(outcome: NodeOutcome) -> None:
         if outcome.unanswered:
             parts.append(f"killed because they did not respond: ranks {', '.join(map(str, outcome.unanswered))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
-        narrate("; ".join(parts), program="trainer")
+        print_message("; ".join(parts), program="trainer")
     elif failure is not None:
         where = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
-        narrate(where + failure.message, program="trainer")
+        print_message(where + failure.message, program="trainer")

@@ -23,7 +23,7 @@ from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess, start_worker
-from trainer.contract.errors import narrate
+from trainer.contract.errors import print_message
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
 from trainer.host import process_guard
@@ -79,7 +79,7 @@ def run_node(
         try:
             outcome.write(node_dir.node_result(first.node))
         except OSError as error:  # on a full disk only the exit code shows the outcome
-            narrate(f"cannot write {node_dir.node_result(first.node)}: {error.strerror}", program="trainer")
+            print_message(f"cannot write {node_dir.node_result(first.node)}: {error.strerror}", program="trainer")
     writer.close()
     return outcome
 

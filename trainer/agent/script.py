@@ -73,11 +73,11 @@ def run_script(
     return ExitCode.FINISHED
 
 
-def _imitate_new_interpreter(words: Sequence[str]) -> None:
+def _imitate_new_interpreter(arguments: Sequence[str]) -> None:
     """Set arguments, import path, streams and multiprocessing as in a new interpreter that is given these words."""
-    is_module = words[0] == MODULE
-    sys.argv = list(words[1:] if is_module else words)
-    own_folder = Path.cwd() if is_module else Path(words[0]).resolve().parent
+    is_module = arguments[0] == MODULE
+    sys.argv = list(arguments[1:] if is_module else arguments)
+    own_folder = Path.cwd() if is_module else Path(arguments[0]).resolve().parent
     own_folders = [] if os.environ.get("PYTHONSAFEPATH") else [str(own_folder)]
     own_package.hide_from_script([*own_folders, *python_path(os.environ)])
     for stream in (sys.stdout, sys.stderr):

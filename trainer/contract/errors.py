@@ -78,14 +78,14 @@ def _escaped(char: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def narration_line(line: str, *, program: str) -> str:
+def message_line(line: str, *, program: str) -> str:
     """Return a program's message as one printable line: control characters escaped, long words shortened."""
     return f"{program}: {printable(shorten_words(line))}"
 
 
-def narrate(line: str, *, program: str) -> None:
+def print_message(line: str, *, program: str) -> None:
     """Write one line to standard error, with control characters escaped and long words shortened."""
-    print(narration_line(line, program=program), file=sys.stderr, flush=True)
+    print(message_line(line, program=program), file=sys.stderr, flush=True)
 
 
 def quoted(value: object) -> str:
@@ -93,13 +93,13 @@ def quoted(value: object) -> str:
     return _elide_middle(repr(value), MAX_QUOTE_CHARS)
 
 
-def require_utf8(words: Iterable[str]) -> None:
+def require_utf8(argv: Iterable[str]) -> None:
     """Refuse words that are not UTF-8: neither the record nor another machine could hold them.
 
     Raises:
         RequestError: a word holds bytes that are not UTF-8.
     """
-    for word in words:
+    for word in argv:
         try:
             word.encode()
         except UnicodeEncodeError:

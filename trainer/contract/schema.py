@@ -344,16 +344,16 @@ def _boolean(text: str) -> bool:
 
 def to_flags(options: Any) -> list[str]:
     """Return the flags of all options that differ from their defaults."""
-    words: list[str] = []
+    argv: list[str] = []
     for option in describe(type(options)):
         value = getattr(options, option.name)
         if value == option.default and not option.required:
             continue
-        words += flag_words(option.name, value)
-    return words
+        argv += flags_of(option.name, value)
+    return argv
 
 
-def flag_words(name: str, value: Any) -> list[str]:
+def flags_of(name: str, value: Any) -> list[str]:
     """Return an option as ``read_flags`` reads it."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
@@ -373,7 +373,7 @@ def text_of(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, Any], list[str]]:
+def read_flags(argv: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, Any], list[str]]:
     """Read ``--flag value``, ``--flag=value``, ``--switch`` and ``--no-switch``.
 
     Returns:
@@ -392,7 +392,7 @@ def read_flags(words: Sequence[str], options: Iterable[Option]) -> tuple[dict[st
                 names["--no-" + flag[2:]] = option
     values: dict[str, Any] = {}
     rest: list[str] = []
-    queue = list(words)
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         flag, equals, attached = word.partition("=")

@@ -78,7 +78,7 @@ class StopRequest:
         self.level = StopLevel.NONE
         self.reason: str | None = None
         """Reason of the first request."""
-        self.asked_at: float | None = None
+        self.requested_at: float | None = None
         """Time of the first request, Unix seconds."""
         self._signals = signals
         self._lease = lease
@@ -132,7 +132,7 @@ class StopRequest:
         """Request a stop; a lower level than before changes nothing."""
         self.level = max(level, self.level)
         self.reason = self.reason or reason
-        self.asked_at = self.asked_at or time.time()
+        self.requested_at = self.requested_at or time.time()
 
     def risen(self) -> StopLevel:
         """Return the level if it has risen since the last call, else NONE."""

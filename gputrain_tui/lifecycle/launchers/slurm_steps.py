@@ -55,9 +55,9 @@ def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> 
         after = tcp_url(hosts.get(url.host, url.host), port)
     nodes = []
     for node in plan.nodes:
-        words = [str(after) if word == before else word for word in node.argv]
+        arguments = [str(after) if word == before else word for word in node.argv]
         env = {key: hosts.get(value, value) for key, value in node.env.items() if key not in SLURM_VARIABLES}
-        nodes.append(msgspec.structs.replace(node, host=hosts.get(node.host, node.host), argv=words, env=env))
+        nodes.append(msgspec.structs.replace(node, host=hosts.get(node.host, node.host), argv=arguments, env=env))
     return msgspec.structs.replace(plan, init_method=after, nodes=nodes)
 
 
@@ -118,18 +118,18 @@ def launch_step(node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], l
     leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
     host = address_of(node.host)
     groups = dict(slurm_commands.allocation())
-    words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
-    words += [f"--job-name={run_dir.path.name}"]
+    arguments = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
+    arguments += [f"--job-name={run_dir.path.name}"]
     if groups.get(host) is not None:
-        words.append(f"--het-group={groups[host]}")
+        arguments.append(f"--het-group={groups[host]}")
     if gpus := len({device for device in node.devices if device != "cpu"}):
-        words.append(f"--gpus={gpus}")
+        arguments.append(f"--gpus={gpus}")
     argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
     environment = node_environment(node, env, leased=leased)
     environment.pop("TMPDIR", None)  # may exist on this machine only
     with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
         process = subprocess.Popen(
-            [*words, "sh", "-c", SHARED, str(run_dir.path), *argv],
+            [*arguments, "sh", "-c", SHARED, str(run_dir.path), *argv],
             env=environment,
             stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
             stdout=log,

@@ -21,13 +21,13 @@ from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
-from gputrain_tui.lifecycle import attempt_outcome, settle
+from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import failed
 from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.plan.batch_script import sbatch_words, supervisor_script
+from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.result import CheckResult
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
@@ -61,9 +61,9 @@ KEY_OF_WORD = {
 
 def check(recipe: Recipe, plan: Plan) -> CheckResult:
     """Return whether Slurm would accept the job of a run, from ``sbatch --test-only``."""
-    words, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
+    arguments, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
     try:
-        accepted = slurm_commands.test(words, script)
+        accepted = slurm_commands.test(arguments, script)
     except RequestError as error:
         refusal = str(error)
         key = next(
@@ -77,8 +77,8 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
 def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
     options = recipe.slurm or SlurmOptions()
     log = str(run_dir.logs / "supervisor.log") if run_dir.path.is_dir() else os.devnull
-    words = sbatch_words(plan, options, name=recipe.name, output=log)
-    return words, supervisor_script(str(run_dir.path), python=sys.executable, setup=options.setup)
+    arguments = sbatch_arguments(plan, options, name=recipe.name, output=log)
+    return arguments, supervisor_script(str(run_dir.path), python=sys.executable, setup=options.setup)
 
 
 def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
@@ -123,13 +123,13 @@ def refresh(run: Run) -> Run:
 def _record_end(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
     """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``."""
     deadline = time.monotonic() + RECORD_TIMEOUT_S
-    while not settle.is_settled(run_dir) and time.monotonic() < deadline:
+    while not run_end.is_recorded(run_dir) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
-        if not settle.take_lock(lock, patience_s=RECORD_TIMEOUT_S) or settle.is_settled(run_dir):
+        if not run_end.take_lock(lock, patience_s=RECORD_TIMEOUT_S) or run_end.is_recorded(run_dir):
             return
         plan = read_plan(run_dir)
-        if settle.recorded_exit_code(run_dir, plan) is not None:
+        if run_end.recorded_exit_code(run_dir, plan) is not None:
             return
         lost: list[str] = []
         state, status = "" if job is None else job.state, read_status(run_dir)
@@ -224,10 +224,10 @@ def stop(run: Run, job: SlurmJob, origin: int, *, timeout_s: float) -> Run:
 
 def watch(run_dir: RunDir, *, leased: bool) -> subprocess.Popen[bytes]:
     """Start a process that runs ``follow`` for a submitted run."""
-    words = [sys.executable, "-P", "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
+    arguments = [sys.executable, "-P", "-m", __name__, str(run_dir.path), *(["--lease"] if leased else [])]
     stdin = subprocess.PIPE if leased else subprocess.DEVNULL
     return subprocess.Popen(
-        words, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        arguments, stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
 
 
@@ -240,9 +240,9 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
     shown: tuple[str, float | None] | None = None
     with StopRequest(lease=leased) as stop_request:
         while True:
-            is_settled = settle.is_settled(run_dir)  # before the status is read, which then has the exit code
+            is_recorded = run_end.is_recorded(run_dir)  # before the status is read, which then has the exit code
             status = read_status(run_dir)
-            if is_settled or status is None:
+            if is_recorded or status is None:
                 return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
             if not leased and status.status != "queued":
                 return ExitCode.FINISHED

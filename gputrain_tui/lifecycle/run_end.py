@@ -49,7 +49,7 @@ def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool]
             return True
 
 
-def is_settled(run_dir: RunDir) -> bool:
+def is_recorded(run_dir: RunDir) -> bool:
     """Whether the status is final, or the run directory was deleted."""
     status = read_status(run_dir)
     return not run_dir.path.is_dir() if status is None else status.status in ENDED
@@ -73,7 +73,7 @@ def recorded_exit_code(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] 
     return ExitCode.FAILED if writer.status.exit_code is None else writer.status.exit_code
 
 
-def settle(
+def record_end(
     run_dir: RunDir,
     plan: Plan,
     returncode: int,
@@ -96,7 +96,7 @@ def settle(
         print(f"gputrain: cannot open {run_dir.lock}: {error.strerror}", file=sys.stderr)
         return returncode if returncode >= 0 else ExitCode.FAILED
     with lock:
-        if not take_lock(lock, patience_s=float("inf"), give_up=lambda: is_settled(run_dir) or give_up()):
+        if not take_lock(lock, patience_s=float("inf"), give_up=lambda: is_recorded(run_dir) or give_up()):
             status = read_status(run_dir)
             return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
         if (code := recorded_exit_code(run_dir, plan, now=now)) is not None:
