@@ -58,7 +58,7 @@ def test_the_closing_table_waits_until_the_progress_line_is_erased(pipe: tuple[i
         end = threading.Thread(
             target=conclude,
             args=(run, 0, state),
-            kwargs={"print_message": True, "environ": {}, "out": out, "err": err, "is_interrupted": lambda: False},
+            kwargs={"for_people": True, "environ": {}, "out": out, "err": err, "is_interrupted": lambda: False},
         )
         end.start()
         early = select.select([table_reader], [], [], 0.5)[0]
@@ -71,7 +71,7 @@ def test_the_closing_table_waits_until_the_progress_line_is_erased(pipe: tuple[i
     os.close(table_reader)
 
 
-def test_unread_narration_is_dropped_and_not_kept(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_message_is_dropped_and_not_kept(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_stream, "STALL_S", 0.1)
     with os.fdopen(os.dup(pipe[1]), "w") as stream:
         out = SafeStream(stream)

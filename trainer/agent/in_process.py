@@ -207,11 +207,11 @@ class _InProcessAgent:
         self._over.set()
         assignment = self._assignment
         if code == ExitCode.STOPPED:
-            self._narrate(
+            self._print_message(
                 "stopped" if stopped is None else describe_stop(stopped.step, stopped.saved, stopped.not_kept)
             )
         if failure is not None:
-            self._narrate(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
+            self._print_message(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
         if self._run_dir is not None and assignment.local_world_size == 1:
             outcome = RankOutcome(exit_code=code, finished=finished)
             node = NodeOutcome(
@@ -229,7 +229,7 @@ class _InProcessAgent:
             with contextlib.suppress(OSError):  # on a full disk only the exit code shows the outcome
                 node.write(self._run_dir.node_result(assignment.node))
 
-    def _narrate(self, line: str) -> None:
+    def _print_message(self, line: str) -> None:
         text = message_line(line, program="trainer") + "\n"
         with contextlib.suppress(OSError):  # the terminal may be gone, which may be why the rank ends
             os.write(self._terminal, text.encode(errors="backslashreplace"))
