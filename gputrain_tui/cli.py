@@ -42,6 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "note": ("gputrain_tui.commands.note", "write a note or tags to a run, or print them"),
     "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
     "logs": ("gputrain_tui.commands.logs", "print the output of a run's ranks"),
+    "stacks": ("gputrain_tui.commands.stacks", "print the Python stacks of a run's ranks, equal ones together"),
     "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and report any process left"),
     "init": (
         "gputrain_tui.commands.init",

@@ -29,9 +29,7 @@ from gputrain_tui.hosts.host_agent import (
 from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
 from trainer.contract.home_folder import expand_home
 from trainer.contract.stop_level import StopLevel
-from trainer.host.proc_environ import RUN
-from trainer.host.processes import environ_value
-from trainer.host.stop_request import STACK_SIGNAL, signal_of
+from trainer.host.stop_request import signal_of
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.host_program import CallServer
@@ -125,13 +123,10 @@ class Session:
             else:
                 send_signals(self.agent["node"], signal_of(level), signal.SIGCONT)
 
-    def stacks(self, request: Mapping[str, Any]) -> bool:
-        """Have a process of the run print its Python stacks; return whether it exists."""
-        # Pids are reused: the mark in its environment proves that the process is this run's.
-        found = environ_value(request["pid"], RUN) == os.fsencode(self.run_dir)
-        if found:
-            os.kill(request["pid"], STACK_SIGNAL)
-        return found
+    def stacks(self, request: Mapping[str, Any]) -> None:
+        """Pass a request for the stacks of all ranks on to the node agent."""
+        with suppress(OSError):
+            (self.run_dir / "stack_request").write_text(request["request"])
 
     # --- the node -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.stop_file import read_stop_file
-from trainer.contract.record import Failure, RunDir
+from trainer.contract.record import Failure, RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import StopRequest
 
@@ -34,6 +34,8 @@ class DirectoryWatch:
         self._now = now
         self.due = 0.0
         """Time of the next check, monotonic seconds."""
+        self.stack_request = read_stack_request(run_dir)
+        """The newest request for the stacks of all ranks; empty without one."""
         self.deleted: Failure | None = None
         """Failure of a run whose directory was deleted."""
 
@@ -45,6 +47,7 @@ class DirectoryWatch:
         self.due = time.monotonic() + CHECK_S
         with suppress(OSError):
             os.utime(self._dir.lock)
+        self.stack_request = read_stack_request(self._dir)
         level, reason = read_stop_file(self._dir)
         if level > self._stop_request.level:
             self._stop_request.ask(level, reason)

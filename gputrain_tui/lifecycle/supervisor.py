@@ -207,6 +207,7 @@ class Supervisor:
                     write_attempt(self.dir, attempt)
             if time.monotonic() >= self._directory.due:
                 self._directory.check()
+                self._launcher.request_stacks(attempt.running.values(), self._directory.stack_request)
                 for finding in self._silent.update_from(attempt.running.values(), self._plan, self._now()):
                     self._status_writer.record(finding)
                 self._warn([] if self._report is None else self._report.problems())

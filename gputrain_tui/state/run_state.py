@@ -27,6 +27,7 @@ from trainer.contract.record import (
     ModelFlops,
     NodeSample,
     Queued,
+    RankStacks,
     RankState,
     RunEnded,
     RunStarted,
@@ -99,6 +100,8 @@ class RunState:
         """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
+        self.stacks: dict[int, RankStacks] = {}
+        """By rank, the newest answer to a request for its stacks."""
         self._pace = Pace()
         self._attempt = 1
         """Number of the last attempt: the most starts of any rank."""
@@ -123,6 +126,7 @@ class RunState:
             NodeSample: self._node_sample,
             Finding: self._finding,
             Failure: self._failure,
+            RankStacks: self._rank_stacks,
             Lost: self._lost,
             RunEnded: self._run_ended,
             Queued: self._queued,
@@ -446,6 +450,9 @@ class RunState:
 
     def _queued(self, event: Queued) -> None:
         self.queued = event
+
+    def _rank_stacks(self, event: RankStacks) -> None:
+        self.stacks[event.rank] = event
 
     def _lost(self, event: Lost) -> None:
         self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")

@@ -78,6 +78,8 @@ class RankAssignment:
     """Script and arguments of a rank that runs one, with ``-m`` before a module."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the rank is to save and exit."""
+    stack_requests: Connection | None = None
+    """Messages of the node agent, each of which asks for the rank's Python stacks."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
     """Variables to set in the rank's environment; None removes one."""
     terminal: int | None = None
@@ -108,10 +110,6 @@ class RankAssignment:
     def step_took(self, seconds: float) -> None:
         """Report the recent duration of a step: the rank answers a stop request between steps."""
         self.report(RankReport(step_s=seconds))
-
-    def stays_at(self, line: str) -> None:
-        """Report the line of the user's code at which the main thread stays; empty once it has moved on."""
-        self.report(RankReport(line=line))
 
     def stopping(self) -> None:
         """Report that the rank saves its work, for which it has ``SAVE_TIMEOUT_S``, and then exits."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.code_position import CodePosition
+from trainer.agent.code_position import CodePosition, stacks
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import delete_scratch, scratch_folder
@@ -31,7 +31,7 @@ from trainer.contract.outcome import (
     describe_stop,
     exit_code_of,
 )
-from trainer.contract.record import EventWriter, Failure, RunDir
+from trainer.contract.record import EventWriter, Failure, RankStacks, RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants
@@ -60,6 +60,7 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
             agent.write_spawned()
             if assignment.local_rank == 0:
                 threading.Thread(target=agent.sample_node, name="node-sampler", daemon=True).start()
+            threading.Thread(target=agent.answer_stack_requests, name="stack-requests", daemon=True).start()
             terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
             assignment = dataclasses.replace(assignment, terminal=terminal)
             process_guard.redirect_output(run_dir.rank_log(assignment.rank))
@@ -133,10 +134,28 @@ class _InProcessAgent:
                 gpus_known = True
             sampler.poll(time.time())
 
+    def answer_stack_requests(self) -> None:
+        """Record the stacks of the rank at each request; runs on its own thread."""
+        assert self._run_dir is not None
+        assignment, main = self._assignment, threading.main_thread().ident or 0
+        before = read_stack_request(self._run_dir)
+        while not self._over.wait(SAMPLE_S):
+            request = read_stack_request(self._run_dir)
+            if request and request != before:
+                before = request
+                answer = RankStacks(
+                    time=time.time(), rank=assignment.rank, request=request, pid=os.getpid(), threads=stacks(main)
+                )
+                writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
+                writer.write(answer)
+                writer.close()
+
     def report(self, report: RankReport) -> None:
         """Take the rank's report; called before its teardown, which may never return."""
         if report.line is not None:
             self._position.set(report.line)
+            return
+        if report.handles_stack_signal is not None:
             return
         self._stoppable |= report.stoppable
         if report.step_s is not None:

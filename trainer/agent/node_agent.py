@@ -22,6 +22,7 @@ from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
 from trainer.agent.shutdown import Shutdown
+from trainer.agent.stack_requests import StackRequests
 from trainer.agent.worker_process import WorkerProcess, start_worker
 from trainer.contract.errors import print_message
 from trainer.contract.outcome import NodeOutcome
@@ -64,7 +65,7 @@ def run_node(
         scratch_folder(node_dir, first.node) as folder,
     ):
         unmarked = UnmarkedProcesses(folder) if folder is not None and environ.get(RUN) else None
-        agent = _NodeAgent(writer, stop_request, unmarked)
+        agent = _NodeAgent(writer, stop_request, unmarked, run_dir)
         try:
             agent.start(assignments, start_method, target, preloaded)
             agent.watch()
@@ -106,7 +107,13 @@ def _kill_leftovers(run: str | None) -> set[int]:
 class _NodeAgent:
     """Agent of the ranks of this node, from the start of the first to the end of the last."""
 
-    def __init__(self, writer: EventWriter, stop_request: StopRequest, unmarked: UnmarkedProcesses | None) -> None:
+    def __init__(
+        self,
+        writer: EventWriter,
+        stop_request: StopRequest,
+        unmarked: UnmarkedProcesses | None,
+        run_dir: RunDir | None,
+    ) -> None:
         self._writer = writer
         self._unmarked = unmarked
         self._unmarked_at = 0.0
@@ -121,6 +128,7 @@ class _NodeAgent:
         """All ranks of this node, if a launcher starts each as a separate command; else None."""
         self._server_gone = False
         """Whether the fork server ended before its ranks."""
+        self._stacks = None if run_dir is None else StackRequests(run_dir, writer)
         self._sampler: NodeSampler | None = None
         """None before the ranks are started, and without a record."""
 
@@ -186,6 +194,8 @@ class _NodeAgent:
                 if self._local_ranks is not None:
                     self._pids.update(self._local_ranks.read())
                 self._sampler.poll(time.time())
+            if self._stacks is not None:
+                self._stacks.poll(running)
             if self._unmarked is not None and time.monotonic() >= self._unmarked_at:
                 self._unmarked_at = time.monotonic() + SAMPLE_S
                 self._unmarked.update()
@@ -204,10 +214,10 @@ class _NodeAgent:
         return next((each.position.line for each in self._ranks if each.assignment.rank == rank), "")
 
     def _wait_s(self, running: list[WorkerProcess]) -> float | None:
-        due_s = self._shutdown.due_in_s(running)
-        if self._sampler is None:
-            return due_s
-        return SAMPLE_S if due_s is None else min(due_s, SAMPLE_S)
+        due_s = [self._shutdown.due_in_s(running), None if self._stacks is None else self._stacks.due_in_s]
+        if self._sampler is not None:
+            due_s.append(SAMPLE_S)
+        return min((seconds for seconds in due_s if seconds is not None), default=None)
 
     def close(self) -> None:
         """Close the sampler."""
@@ -228,6 +238,13 @@ class _NodeAgent:
             for report in rank.poll_reports():
                 if report.line is not None:
                     rank.position.set(report.line)
+                    continue
+                if report.handles_stack_signal is not None:
+                    rank.handles_stack_signal = report.handles_stack_signal
+                    continue
+                if report.stacks:
+                    if self._stacks is not None:
+                        self._stacks.answered(rank, report.stacks)
                     continue
                 rank.stoppable |= report.stoppable
                 rank.step_s = rank.step_s if report.step_s is None else report.step_s

@@ -68,7 +68,7 @@ def run(target: str, assignment: RankAssignment) -> int:
     # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if assignment.run_dir is not None:
-        report_position(assignment.stays_at)
+        report_position(assignment.report, assignment.stack_requests)
     try:
         code = load(target)(assignment)
     except Exception as error:  # noqa: BLE001  (any error is reported, and the rank ends)

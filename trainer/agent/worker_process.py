@@ -40,6 +40,9 @@ class WorkerProcess:
     step_s: float = 0.0
     """Recent duration of its steps."""
     position: CodePosition = field(default_factory=CodePosition)
+    stack_requests: Connection | None = None
+    handles_stack_signal: bool = False
+    """Whether the script handles the signal on which stacks are printed."""
     stopping: bool = False
     """Whether it has answered a stop request."""
     stopped: RankReport | None = None
@@ -63,6 +66,12 @@ class WorkerProcess:
         """Send it a stop request, ignored if it has ended."""
         with contextlib.suppress(OSError):
             self.reports.send_bytes(b"stop")
+
+    def request_stacks(self) -> None:
+        """Ask it for the stacks of its threads, ignored if it has ended."""
+        if self.stack_requests is not None:
+            with contextlib.suppress(OSError):
+                self.stack_requests.send_bytes(b"stacks")
 
     def poll_reports(self) -> list[RankReport]:
         """Return the reports since the last call."""
@@ -95,12 +104,14 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
     log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
     log_from = log.stat().st_size if log is not None and log.exists() else 0
     reports, pipe = context.Pipe(duplex=True)
+    requests, stack_requests = context.Pipe(duplex=False)
     sink = PipeSink(pipe)
     for_worker = dataclasses.replace(
         assignment,
         parent_pid=os.getpid(),
         report=sink,
         stop_requested=sink.stop_requested,
+        stack_requests=requests,
         environment={**forkserver.environment_changes(), **assignment.environment},
     )
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
@@ -112,4 +123,5 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
         return None
     finally:
         pipe.close()
-    return WorkerProcess(assignment, process, reports, log, log_from)
+        requests.close()
+    return WorkerProcess(assignment, process, reports, log, log_from, stack_requests=stack_requests)

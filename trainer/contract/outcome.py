@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.errors import ExitCode, RecordError
-from trainer.contract.record import Failure, RunDir, write_atomically
+from trainer.contract.record import Failure, RunDir, ThreadStack, write_atomically
 from trainer.contract.record.events import Count, ExitStatus, Rank
 from trainer.contract.record.regular_file import read_json
 
@@ -65,6 +65,10 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Reason why the end of the rank's record is not on disk; empty when it is."""
     line: str | None = None
     """Line of the user's code at which its main thread stays, empty once it has moved on; None in other reports."""
+    stacks: list[ThreadStack] = []
+    """Answer to a request for its stacks."""
+    handles_stack_signal: bool | None = None
+    """Whether the script has taken the signal on which stacks are printed; None in other reports."""
 
 
 class RankOutcome(msgspec.Struct, kw_only=True):

@@ -16,14 +16,25 @@ def user_line(file: str, line: int, function: str) -> str:
 
     The file is relative to the working folder if it is below it; otherwise its name alone.
     """
-    if file.startswith(("<", *_folders_of_libraries())):
+    if not is_user_code(file):
         return ""
-    path = Path(file)
+    shown = shown_file(file)
+    shown = Path(shown).name if Path(shown).is_absolute() else shown
+    return f"{shown}:{line} in {function.encode(errors='backslashreplace').decode()}"
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a file is neither of Python's library, nor of an installed package, nor of these packages."""
+    return not file.startswith(("<", *_folders_of_libraries()))
+
+
+def shown_file(file: str) -> str:
+    """Return a path, relative to the working folder if it is below it; file names need not be UTF-8."""
     try:
-        shown = str(path.relative_to(Path.cwd()))
+        shown = str(Path(file).relative_to(Path.cwd()))
     except (ValueError, OSError):
-        shown = path.name
-    return f"{shown}:{line} in {function}".encode(errors="backslashreplace").decode()  # file names need not be UTF-8
+        shown = file
+    return shown.encode(errors="backslashreplace").decode()
 
 
 def innermost_user_line(trace: TracebackType | None) -> str:

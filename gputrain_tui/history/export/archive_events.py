@@ -10,7 +10,7 @@ import msgspec
 
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.recipe.allow_list import AllowList
-from trainer.contract.record import Failure, RankState, RunEnded, Sample, encode_event
+from trainer.contract.record import Failure, RankStacks, RankState, RunEnded, Sample, ThreadStack, encode_event
 from trainer.contract.record.downsampled import DownsampledBlock, DownsampledNote
 from trainer.contract.record.events import AnyEvent
 from trainer.contract.record.json_lines import DECODE_ERRORS
@@ -71,6 +71,10 @@ class EventFilter:
             if isinstance(text, str):
                 masked = self._allow.mask(text.encode("utf-8", "surrogatepass"))
                 setattr(event, name, masked.decode("utf-8", "surrogatepass"))
+        if isinstance(event, RankStacks):  # names of threads are free texts; a mask keeps the length of what it hides
+            named = [ThreadStack(each.name if self._texts else "", each.frames) for each in event.threads]
+            masked = self._allow.mask(msgspec.json.encode(named))
+            event.threads = msgspec.json.decode(masked, type=list[ThreadStack])
         return event
 
     def status(self, status: Status) -> Status:

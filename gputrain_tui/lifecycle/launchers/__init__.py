@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from gputrain_tui.history.slurm_file import read_job
@@ -147,6 +147,10 @@ class Launcher(ABC):
             identity: process of the node in ``attempt.json``; None if not recorded.
             leased: whether the node ends when this process does.
         """
+
+    def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
+        """Pass a request for the stacks of all ranks on to node agents that cannot see this run directory."""
+        return
 
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
         """Return the result of a run with the cause that only the launcher knows."""

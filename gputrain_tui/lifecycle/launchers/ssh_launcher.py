@@ -11,7 +11,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from trainer.contract.errors import ExitCode
 from trainer.contract.options import Distributed
-from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.record import RunDir, read_stack_request, write_atomically
 from trainer.contract.record.regular_file import open_regular, size_of
 from trainer.contract.stop_level import StopLevel
 from trainer.host.import_path import ASIDE
@@ -120,6 +120,12 @@ class SshLauncher(Launcher):
         opened = self._opened.pop(node.node, None)
         return SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened)
 
+    def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
+        """Pass on a request for the stacks of all ranks."""
+        for process in running:
+            if isinstance(process, SshProcess):
+                process.request_stacks(request)
+
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
@@ -167,8 +173,9 @@ class SshProcess:
         self._opened = opened
         """Connection of the preflight for the first session; None once used."""
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stop_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._level = StopLevel.NONE
+        self._stack_request = read_stack_request(run_dir)
         self._give_up_at = float("inf")
         self._heard_at = time.monotonic()
         self._code: int | None = None
@@ -190,7 +197,13 @@ class SshProcess:
     def stop(self, level: StopLevel) -> None:
         """Send the node agent a stop request, without waiting."""
         self._level = max(level, self._level)
-        os.eventfd_write(self._stop_event, 1)
+        os.eventfd_write(self._wake_event, 1)
+
+    def request_stacks(self, request: str) -> None:
+        """Pass on a request for the stacks of all ranks."""
+        if request != self._stack_request:
+            self._stack_request = request
+            os.eventfd_write(self._wake_event, 1)
 
     def kill(self) -> None:
         """Kill the node; on a host that cannot be reached, its host agent ends the node later."""
@@ -201,7 +214,7 @@ class SshProcess:
         """Wait for the thread, which ends with the node, and close the file descriptors."""
         self._thread.join()
         os.close(self._changed)
-        os.close(self._stop_event)
+        os.close(self._wake_event)
 
     def silent_s(self) -> float:
         """Return the seconds since the last message of the host."""
@@ -263,6 +276,7 @@ class SshProcess:
             HostError: the connection broke or ended first.
         """
         call, is_started, sent_level = channel.send("node", **request), False, StopLevel.NONE
+        sent_request = self._stack_request
         beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
         self._unwritten.clear()
         while True:
@@ -274,10 +288,13 @@ class SshProcess:
             if is_started and self._level > sent_level:
                 sent_level = self._level
                 channel.send("stop", level=int(sent_level))
+            if is_started and self._stack_request != sent_request:
+                sent_request = self._stack_request
+                channel.send("stacks", request=sent_request)
             if is_started and now >= beat_at:
                 beat_at = now + BEAT_S
                 channel.send("beat")
-            for arrived in channel.frames(BEAT_S / 2, self._stop_event):
+            for arrived in channel.frames(BEAT_S / 2, self._wake_event):
                 self._heard_at = time.monotonic()
                 if arrived.call != call:
                     continue
@@ -292,7 +309,7 @@ class SshProcess:
                     case _:
                         return decoded(arrived, EXIT_CODE)
             with suppress(BlockingIOError):
-                os.eventfd_read(self._stop_event)
+                os.eventfd_read(self._wake_event)
 
     def _accept_start(self, started: _Started) -> None:
         self.identity = started.agent

@@ -16,6 +16,7 @@ from trainer.contract.record.events import (
     AnyEvent as AnyEvent,
     Checkpoint as Checkpoint,
     Checksum as Checksum,
+    CodeFrame as CodeFrame,
     Doing as Doing,
     Event as Event,
     Failure as Failure,
@@ -27,6 +28,7 @@ from trainer.contract.record.events import (
     NodeSample as NodeSample,
     Queued as Queued,
     RankSample as RankSample,
+    RankStacks as RankStacks,
     RankState as RankState,
     RankStateName as RankStateName,
     RunEnded as RunEnded,
@@ -34,10 +36,15 @@ from trainer.contract.record.events import (
     RunStatusName as RunStatusName,
     Sample as Sample,
     Step as Step,
+    ThreadStack as ThreadStack,
     TrainingPlan as TrainingPlan,
     Validation as Validation,
 )
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
-from trainer.contract.record.run_dir import RunDir as RunDir, write_atomically as write_atomically
+from trainer.contract.record.run_dir import (
+    RunDir as RunDir,
+    read_stack_request as read_stack_request,
+    write_atomically as write_atomically,
+)
 from trainer.contract.record.step_expansion import single_steps as single_steps
 from trainer.contract.record.writer import EventWriter as EventWriter

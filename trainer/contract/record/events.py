@@ -367,6 +367,38 @@ class Finding(Event, kw_only=True, tag="finding"):
     advice: str = ""
 
 
+class CodeFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A call on a stack."""
+
+    file: str
+    """Path; below the working folder it is relative."""
+    line: Count
+    function: str
+    user: bool = False
+    """Whether it is code of the user, not of Python, of an installed package or of these packages."""
+
+
+class ThreadStack(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Stack of one thread."""
+
+    name: str
+    frames: list[CodeFrame]
+    """The innermost call first."""
+
+
+class RankStacks(Event, kw_only=True, tag="rank_stacks"):
+    """Answer to a request for the Python stacks of a rank."""
+
+    rank: Rank
+    request: str
+    """The request that is answered."""
+    pid: Count | None = None
+    threads: list[ThreadStack] = []
+    """The main thread first; empty if the rank did not answer."""
+    problem: str = ""
+    """Why there is no stack, or what its process was found to be, in a few words."""
+
+
 class Failure(Event, kw_only=True, tag="failure"):
     """Failure of a rank, a node or the run."""
 
@@ -431,6 +463,7 @@ AnyEvent = (
     | NodeSample
     | Finding
     | Failure
+    | RankStacks
     | Lost
     | RunEnded
 )

@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from trainer.contract.record.regular_file import read_part
+
 
 class _Entry:
     """File or folder of a run directory; its path is made when it is asked for, as a list reads many directories."""
@@ -43,6 +45,8 @@ class RunDir:
     """Lock file of the supervisor, which touches it once a second."""
     stop = _Entry("stop")
     """Stop level for the supervisor, written by a host that sees the run directory but not the process."""
+    stack_request = _Entry("stack_request")
+    """The newest request for the stacks of all ranks, a text that is new for each; the node agents answer it."""
     on_end_log = _Entry("logs/on_end.log")
     """Output of the command after the end of the run; the process that creates this file runs the command."""
 
@@ -76,6 +80,15 @@ class RunDir:
     def node_result(self, node: int) -> Path:
         """Return the outcome of a node; written before its agent exits."""
         return self.nodes / f"{node}.json"
+
+
+def read_stack_request(run_dir: RunDir) -> str:
+    """Return the newest request for the stacks of all ranks; empty if there is none."""
+    max_bytes = 64
+    try:
+        return read_part(run_dir.stack_request, 0, max_bytes).decode("ascii", "replace")
+    except OSError:
+        return ""
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -1,0 +1,79 @@
+"""Request for the Python stacks of all ranks of a run, through a file that the node agents and the supervisor read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.history.status_file import is_over
+from gputrain_tui.lifecycle.attempt_outcome import event_file_sizes
+from trainer.contract.errors import RecordError, RequestError
+from trainer.contract.record import RankStacks, RunDir, write_atomically
+
+TIMEOUT_S = 5.0
+"""Time for all answers: a second each for supervisor and node agent, then twice the time of a rank."""
+POLL_S = 0.05
+"""Time between two readings of the record."""
+
+
+def request_stacks(run_dir: RunDir) -> str:
+    """Ask all ranks for their stacks; return the request, which their answers repeat.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    request = str(time.time_ns())
+    write_atomically(run_dir.stack_request, request.encode())
+    return request
+
+
+def collect_stacks(run: Run, ranks: Collection[int], *, timeout_s: float = TIMEOUT_S) -> list[RankStacks]:
+    """Ask a run for the stacks of its ranks; return the answers that came, one per rank.
+
+    Args:
+        run: a running run.
+        ranks: the ranks whose answers are waited for.
+        timeout_s: longest wait.
+
+    Raises:
+        RequestError: the run directory cannot be written.
+    """
+    reader = RunReader(run.dir, begin=event_file_sizes(run.dir))
+    try:
+        try:
+            request = request_stacks(run.dir)
+        except OSError as error:
+            raise RequestError(f"{run.dir.stack_request} cannot be written: {error.strerror}") from None
+        answers: dict[int, RankStacks] = {}
+        deadline = time.monotonic() + timeout_s
+        while not answers.keys() >= set(ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            over = is_over(run.dir)
+            for event in reader.poll():
+                if isinstance(event, RankStacks) and event.request == request:
+                    answers[event.rank] = event
+            if over:
+                break
+        return [answers[rank] for rank in sorted(answers.keys() & set(ranks))]
+    finally:
+        reader.close()
+
+
+def recorded_stacks(run: Run, ranks: Collection[int]) -> list[RankStacks]:
+    """Return the newest recorded stacks of each rank of an ended run.
+
+    Raises:
+        RecordError: the record cannot be read.
+    """
+    reader = RunReader(run.dir)
+    answers: dict[int, RankStacks] = {}
+    try:
+        while events := reader.poll():
+            answers |= {event.rank: event for event in events if isinstance(event, RankStacks)}
+    except OSError as error:
+        raise RecordError(f"{run.dir.events} cannot be read: {error.strerror}") from None
+    finally:
+        reader.close()
+    return [answers[rank] for rank in sorted(answers.keys() & set(ranks))]

@@ -1,0 +1,103 @@
+"""Stacks of real ranks: waiting, hanging in the user's code, with their interpreter held, and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import LIMIT_S, Bench, rank_pid, until
+
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.run_reader import RunReader
+from trainer.contract.record import Step
+
+SCRIPT = Path(__file__).with_name("odd_stacks.py")
+RECIPE = f"""\
+name = "stacks"
+
+[[cluster.nodes]]
+cpu_ranks = 6
+
+[train]
+script = "{SCRIPT}"
+"""
+
+
+class Stacks:
+    """A run of the script, and ``gputrain stacks`` of it."""
+
+    def __init__(self, bench: Bench) -> None:
+        path = bench.folder / "stacks.toml"
+        path.write_text(RECIPE)
+        self.bench = bench
+        self.process = bench.start("run", path)
+        self.run: Run = until(bench.runs)[0]
+        until(lambda: all((self.run.dir.path / f"held{rank}").exists() for rank in range(4)))
+        until(lambda: self.steps(4) >= 20 and self.steps(5) >= 20)
+
+    def steps(self, rank: int) -> int:
+        reader = RunReader(self.run.dir)
+        try:
+            return max((each.step for each in reader.poll() if isinstance(each, Step) and each.rank == rank), default=0)
+        finally:
+            reader.close()
+
+    def call(self, *flags: str) -> tuple[int, dict[str, Any]]:
+        """Return the exit code and the JSON of the command."""
+        process = self.bench.start("stacks", "last", "--json", *flags)
+        out, err = process.communicate(timeout=LIMIT_S)
+        print(err)
+        return process.returncode, json.loads(out)
+
+
+@pytest.fixture
+def stacks(bench: Bench) -> Iterator[Stacks]:
+    run = Stacks(bench)
+    yield run
+    if run.process.poll() is None:
+        for _ in range(2):
+            run.process.send_signal(signal.SIGINT)
+    run.process.communicate(timeout=LIMIT_S)
+
+
+def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stacks) -> None:
+    code, answer = stacks.call()
+    of_ranks = {tuple(group["ranks"]): group for group in answer["groups"]}
+    print(json.dumps(of_ranks.get((0,)), indent=1))
+    assert code == 1  # three ranks have no stack
+    assert answer["silent"] == []
+    assert of_ranks[0,]["line"].endswith("odd_stacks.py:20 in hold_interpreter")
+    assert of_ranks[0,]["problem"] == "the interpreter is held"
+    assert of_ranks[1,]["problem"] == "the interpreter is held, and the script handles SIGQUIT itself"
+    assert of_ranks[2,]["problem"] == "the interpreter is held, and the process does not take SIGQUIT"
+    assert "odd_stacks.py:40 in hang" in of_ranks[3,]["line"]
+    assert of_ranks[4, 5]["line"].startswith("synchronising gradients, ")
+    assert [frame["function"] for frame in of_ranks[4, 5]["threads"][0]["frames"]][-2:] == ["main", "<module>"]
+    for _ in range(10):
+        assert stacks.call("--rank", "4")[0] == 0
+    assert stacks.process.poll() is None
+    logs = "".join(path.read_text() for path in stacks.run.dir.logs.glob("*.log"))
+    assert "the script's own handler ran" not in logs
+
+
+def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: Stacks) -> None:
+    pid = rank_pid(stacks.run, 5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        _, answer = stacks.call("--rank", "4", "--rank", "5")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [(group["ranks"], group["problem"]) for group in answer["groups"]] == [
+        ([4], ""),
+        ([5], "the process is stopped (state T)"),
+    ]
+    subprocess.run(["kill", str(rank_pid(stacks.run, 0))], check=True)
+    stacks.process.communicate(timeout=LIMIT_S)
+    code, kept = stacks.call("--rank", "4")
+    assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])

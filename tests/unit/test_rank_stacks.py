@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from gputrain_tui.state.rank_stacks import group_stacks
+from trainer.contract.record import CodeFrame, RankStacks, ThreadStack
+
+C10D = "/opt/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
+LOADER = "/opt/venv/lib/python3.12/site-packages/torch/utils/data/dataloader.py"
+
+
+def answer(rank: int, *frames: CodeFrame, problem: str = "") -> RankStacks:
+    threads = [ThreadStack("MainThread", list(frames))] if frames else []
+    return RankStacks(time=1.0, rank=rank, request="1", threads=threads, problem=problem)
+
+
+def user(line: int, function: str = "step") -> CodeFrame:
+    return CodeFrame("train.py", line, function, True)
+
+
+def test_ranks_at_the_same_place_are_together_and_the_odd_one_comes_first() -> None:
+    waiting = [answer(rank, CodeFrame(C10D, 2501 + rank, "all_reduce"), user(41)) for rank in (3, 0, 2)]
+    groups = group_stacks([*waiting, answer(1, user(12, "augment"), user(40))])
+    assert [group.ranks for group in groups] == [[1], [0, 2, 3]]
+    assert [group.line for group in groups] == ["train.py:12 in augment", "in all_reduce, train.py:41 in step"]
+
+
+def test_another_line_of_the_users_code_is_another_place() -> None:
+    assert [group.ranks for group in group_stacks([answer(0, user(1)), answer(1, user(2))])] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "line"),
+    [
+        ([CodeFrame(LOADER, 700, "_next_data"), user(5)], "waiting for a batch of the DataLoader, train.py:5 in step"),
+        ([CodeFrame(C10D, 1, "_helper"), CodeFrame(C10D, 2, "barrier"), user(5)], "in barrier, train.py:5 in step"),
+        ([user(5), CodeFrame(C10D, 2, "barrier")], "train.py:5 in step"),
+        ([CodeFrame("/usr/lib/python3.12/threading.py", 9, "wait")], "threading.py:9 in wait"),
+        ([], ""),
+    ],
+)
+def test_the_line_says_what_a_rank_waits_for_and_where(frames: list[CodeFrame], line: str) -> None:
+    (group,) = group_stacks([answer(0, *frames)])
+    assert group.line == line
+
+
+def test_ranks_without_an_answer_are_together_by_the_reason() -> None:
+    groups = group_stacks([answer(0, problem="no answer"), answer(1, problem="no answer"), answer(2, user(1))])
+    assert [(group.ranks, group.problem, group.line) for group in groups] == [
+        ([2], "", "train.py:1 in step"),
+        ([0, 1], "no answer", ""),
+    ]
