@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention
+from gputrain_tui.diagnosis.hang import hang
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
 from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
@@ -23,7 +24,7 @@ from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
 from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, HISTORY, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
-from trainer.contract.record import Finding
+from trainer.contract.record import Failure, Finding
 
 __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
@@ -77,6 +78,10 @@ class Diagnosis:
                         row.straggling = True
                 events.append(finding)
         return events
+
+    def hang(self, state: RunState, now: float, *, timeout_s: float | None, limit_s: float) -> Failure | None:
+        """Return the failure of a rank that hangs for good, by ``hang.hang``; None if none does."""
+        return hang(state, self._activity, now, timeout_s=timeout_s, limit_s=limit_s)
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
         """Return all symptoms that are present now; a check that fails does not keep the others from being made."""

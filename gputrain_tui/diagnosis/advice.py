@@ -66,12 +66,12 @@ ADVICE = {
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
-    "stalled_behind": "in the console (gputrain attach), K on the rank's page prints its Python stack; a rank "
+    "stalled_behind": "`gputrain stacks` prints where each rank is; a rank "
     "whose code takes another branch keeps all the others waiting",
     "stalled_left": "give all ranks the same number of batches (drop_last, a DistributedSampler), or leave the loop "
     "on all of them at the same step",
     "stalled_left_at_once": "its script ended with exit code 0 before it met the others: look for a branch on "
     "the rank that leaves it, and have all ranks call init_process_group()",
-    "stalled_together": "in the console (gputrain attach), K on a rank's page prints its Python stack; an "
+    "stalled_together": "`gputrain stacks` prints where each rank is; an "
     "unequal number of collectives and a network failure are the usual causes",
 }

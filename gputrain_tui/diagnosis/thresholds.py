@@ -306,6 +306,10 @@ MIN_COMMON_STALL_S = threshold(
 """Minimum threshold when no rank is behind: a watched script may evaluate between two steps."""
 MIN_STEPS_ALONE = threshold(2, "steps", test="")
 """Lead in steps of a rank that trains without another one; ranks that synchronise each step lead by at most one."""
+HANG_MULTIPLE = threshold(10.0, "ratio", test="test_hang.py::test_a_hang_is_taken_to_last_by_what_the_run_has_shown")
+"""Time after which a stall ends the run, as a multiple of the longest stay in the same stage so far."""
+MIN_HANG_S = threshold(60.0, "s", test="test_hang.py::test_a_hang_is_taken_to_last_by_what_the_run_has_shown")
+"""Least time after which a stall ends the run: file systems and networks pause for tens of seconds."""
 NEW_STAGE_IDLE_S = threshold(
     60.0, "s", test="test_diagnosis.py::test_while_ranks_join_those_that_are_missing_are_named"
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.state import RunState
-from trainer.contract.record import Finding, RunDir
+from trainer.contract.record import Failure, Finding, RunDir
 
 INTERVAL_S = 0.1
 """Minimum time between two checks: the interval at which ranks write."""
@@ -61,6 +61,10 @@ class LiveDiagnosis:
         self._usual_s = usual_s + (RISES if spent_s > usual_s else FALLS) * (spent_s - usual_s)
         self._due = self._clock() + max(pause_s, self._usual_s / DUTY)
         return found
+
+    def hang(self, *, timeout_s: float | None, limit_s: float) -> Failure | None:
+        """Return the failure of a rank that hangs for good; None if none does."""
+        return self._diagnosis.hang(self._state, self._now(), timeout_s=timeout_s, limit_s=limit_s)
 
     @property
     def step_s(self) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from gputrain_tui.lifecycle.run_checkpoints import resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import Plan, with_flags
+from gputrain_tui.recipe.model import ClusterOptions
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import Failure, RunDir
 from trainer.contract.record.regular_file import read_whole
@@ -22,15 +24,20 @@ RUN_FLAG = "--checkpoint-run"
 SCRIPT_FLAG = "--script"
 
 
-def max_restarts(run_dir: RunDir) -> int:
-    """Return ``cluster.max_restarts`` of the run's recipe; 0 if it cannot be read."""
+def cluster_options(run_dir: RunDir) -> ClusterOptions:
+    """Return ``[cluster]`` of the run's recipe, without its nodes; the defaults if it cannot be read."""
     try:
         recipe = tomllib.loads(read_whole(run_dir.recipe, RECIPE_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return 0
-    cluster = recipe.get("cluster")
-    value = cluster.get("max_restarts", 0) if isinstance(cluster, dict) else 0
-    return value if isinstance(value, int) else 0
+        cluster = recipe.get("cluster", {})
+        own = {name: value for name, value in cluster.items() if name in ClusterOptions.__struct_fields__}
+        return msgspec.convert(own, ClusterOptions)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return ClusterOptions()
+
+
+def on_stall(options: ClusterOptions) -> Literal["report", "stop", "restart"]:
+    """Return what to do when a rank hangs."""
+    return options.on_stall or ("restart" if options.max_restarts else "stop")
 
 
 def is_repeated(failure: Failure, before: Failure | None) -> bool:

@@ -6,12 +6,18 @@ import math
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
+from gputrain_tui.lifecycle.stack_request import TIMEOUT_S, request_stacks
+from gputrain_tui.plan.planner import distributed_timeout
 from trainer.contract.record import Failure, Finding, RunDir
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
+    from gputrain_tui.plan.planner import Plan
     from gputrain_tui.state import RunState
 
 T = TypeVar("T")
@@ -33,6 +39,10 @@ class RunDiagnosis:
         self._dir = run_dir
         self._now = now
         self._watch: LiveDiagnosis | None = None
+        self._stack_request = ""
+        """The newest request for stacks that a stall has caused."""
+        self._stacks_due = 0.0
+        """Time until which its answers are waited for, monotonic seconds."""
         self.due = time.monotonic() + FIRST_DIAGNOSIS_S
         """Time of the next check, monotonic seconds; infinite after a defect."""
 
@@ -57,7 +67,34 @@ class RunDiagnosis:
             self.due = math.inf
             message = f"this run is no longer diagnosed: {type(error).__name__}: {error}"
             return [Finding(time=self._now(), kind="not_diagnosed", severity="info", message=message)]
+        if any(finding.kind == "stalled" and finding.state == "raised" for finding in findings):
+            self._stacks_due = time.monotonic() + TIMEOUT_S
+            with suppress(OSError):  # on a full disk a hang is named without its line
+                self._stack_request = request_stacks(self._dir)
         return findings
+
+    def hang(self, plan: Plan) -> Failure | None:
+        """Return the failure of a rank that hangs for good, if ``cluster.on_stall`` ends the attempt then."""
+        if self.state is None or not any(kind == "stalled" for kind, _ in self.state.findings):
+            return None
+        answers = [answer for answer in self.state.stacks.values() if answer.request == self._stack_request]
+        if len(answers) < len(self.state.ranks) and time.monotonic() < self._stacks_due:
+            return None
+        from gputrain_tui.lifecycle import restart  # imported only after a stall
+
+        options = restart.cluster_options(self._dir)
+        if (action := restart.on_stall(options)) == "report":
+            return None
+        limit_s = max(distributed_timeout(node.argv) for node in plan.nodes)
+        failure = self._guarded(lambda: self._open().hang(timeout_s=options.stall_timeout, limit_s=limit_s))
+        if failure is None:
+            return None
+        saved = self.state.checkpoints[-1] if self.state.checkpoints else None
+        kept = (
+            "no checkpoint was saved before" if saved is None else f"the newest checkpoint is that of step {saved.step}"
+        )
+        ended = f'cluster.on_stall = "{action}" ended it; {kept}'
+        return msgspec.structs.replace(failure, message=f"{failure.message}; {ended}")
 
     def state_at_end(self) -> RunState | None:
         """Return the run's state after its whole record; None if it cannot be read."""

@@ -133,7 +133,10 @@ class Supervisor:
                 return ended
             from gputrain_tui.lifecycle import restart  # imported only after a failure
 
-            restarts = restart.max_restarts(self.dir) if restarts is None else restarts
+            options = restart.cluster_options(self.dir)
+            restarts = options.max_restarts if restarts is None else restarts
+            if ended.failure.kind == "stalled" and restart.on_stall(options) != "restart":
+                return ended
             if not restarts or self._stop_request.reason is not None or self._sweep():
                 return ended
             if restart.is_repeated(ended.failure, failed_before):
@@ -212,7 +215,7 @@ class Supervisor:
                     self._status_writer.record(finding)
                 self._warn([] if self._report is None else self._report.problems())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
-                self._diagnose()
+                self._diagnose(attempt)
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
                 attempt.deadline = None
                 for process in attempt.running.values():
@@ -229,8 +232,8 @@ class Supervisor:
         self._stop_request.drain()
         return ready
 
-    def _diagnose(self) -> None:
-        """Diagnose the run and record its findings."""
+    def _diagnose(self, attempt: Attempt) -> None:
+        """Diagnose the run and record its findings; end an attempt in which a rank hangs, by ``cluster.on_stall``."""
         if self._silent:
             self._diagnosis.due = self._directory.due
             return
@@ -238,6 +241,9 @@ class Supervisor:
             self._status_writer.record(finding)
         if self._diagnosis.state is not None:
             self._status_writer.validated(self._diagnosis.state)
+        if (failure := self._diagnosis.hang(self._plan)) is not None:
+            attempt.failure = failure
+            self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]

@@ -158,9 +158,17 @@ def with_run_dir(plan: Plan, run_dir: str) -> Plan:
 
 def stop_grace(argv: Sequence[str]) -> float:
     """Return ``--stop-grace`` of a command, seconds."""
-    flag = "--stop-grace"
+    return _number(argv, "--stop-grace", Distributed().stop_grace)
+
+
+def distributed_timeout(argv: Sequence[str]) -> float:
+    """Return ``--distributed-timeout`` of a command, seconds."""
+    return _number(argv, "--distributed-timeout", Distributed().distributed_timeout)
+
+
+def _number(argv: Sequence[str], flag: str, default: float) -> float:
     own = argv[: argv.index("--")] if "--" in argv else argv  # without the arguments of a script
-    return float(own[own.index(flag) + 1]) if flag in own else Distributed().stop_grace
+    return float(own[own.index(flag) + 1]) if flag in own else default
 
 
 def with_flags(argv: Sequence[str], *flags: str) -> list[str]:

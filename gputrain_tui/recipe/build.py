@@ -174,6 +174,9 @@ def _cluster(source: Source) -> Cluster:
     options = _check(ClusterOptions, given, source, "cluster")
     _check_init_method(options, source)
     _check_place(options, source, "cluster")
+    if options.on_stall == "restart" and not options.max_restarts:
+        where = source.where(("cluster", "on_stall"))
+        raise RecipeError(f'{where} is "restart", but cluster.max_restarts is 0: set it to 1 or more')
     scalars: dict[str, Any] = {key: getattr(options, key) for key in ClusterOptions.__struct_fields__}
     scalars["env"] = _env(source, table.get("env", {}), "cluster")
     if "nodes" not in table:

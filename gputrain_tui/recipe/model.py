@@ -95,6 +95,24 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="auto is local for this machine, slurm with [slurm] or in an allocation, ssh otherwise"),
     ] = "auto"
     max_restarts: Annotated[int, Meta(ge=0, description="how many times to restart after a failure")] = 0
+    on_stall: (
+        Annotated[
+            Literal["report", "stop", "restart"],
+            Meta(description="what to do when a rank hangs; default: restart with max_restarts, else stop"),
+        ]
+        | None
+    ) = None
+    stall_timeout: (
+        Annotated[
+            float,
+            Meta(
+                ge=10,
+                le=86400,
+                description="seconds without progress until on_stall; default: ten times the longest step, at least 60",
+            ),
+        ]
+        | None
+    ) = None
     port: (
         Annotated[
             int,

@@ -25,7 +25,7 @@ class HangOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``datasets``, ``model``, ``first`` (in the first step), ``valid`` or ``epoch`` (before the second epoch)."""
     rank: int = 1
     how: str = "sleep"
-    """``sleep`` or ``spin``."""
+    """``sleep``, ``spin``, or ``once``: sleep, but not where a rank of this run has hung before."""
 
 
 class HangTask(Task):
@@ -54,9 +54,12 @@ class HangTask(Task):
         """Hang at the place that the options name."""
         if where != self.options.where or dist.get_rank() != self.options.rank:
             return
-        Path(os.environ["GPUTRAIN_RUN"], "hangs").touch()
+        hangs = Path(os.environ["GPUTRAIN_RUN"], "hangs")
+        if self.options.how == "once" and hangs.exists():
+            return
+        hangs.touch()
         while True:
-            if self.options.how == "sleep":
+            if self.options.how != "spin":
                 time.sleep(600)
 
 

@@ -16,10 +16,11 @@ from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, until
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
-from trainer.contract.record import AnyEvent, Doing, Finding, NodeSample
+from trainer.contract.record import AnyEvent, Doing, Failure, Finding, NodeSample, RankStacks, Step
 
 SPEED = 10
 """How much faster than time the clock of the diagnosis runs: a rank is given up after a minute or five."""
@@ -315,3 +316,52 @@ def test_a_killed_fork_server_is_the_cause_and_no_rank(bench: Bench) -> None:
     assert "exit code 255" not in err
     state, _ = read(run)
     assert [event.rank for event in state.failures] == [None]
+
+
+# --- cluster.on_stall -----------------------------------------------------------------------------------------------
+
+SOON = ("--set", "cluster.stall_timeout=10", "--set", "train.save_every_updates=4")
+
+
+def test_a_hang_ends_with_the_rank_its_line_and_the_checkpoint_that_is_kept(bench: Bench) -> None:
+    err = failed(bench, recipe(bench, "epoch", ranks=3), *SOON)
+    run = bench.runs()[0]
+    message = run.status.message or ""
+    print(message)
+    assert message.startswith("rank 1 on ")
+    assert re.search(
+        r"hangs after step \d+: (.*, )?\S*hang_task\.py:\d+ in reach; the others waited \d\d s for it", message
+    )
+    assert 'cluster.on_stall = "stop" ended it; the newest checkpoint is that of step 8' in message
+    assert message in err
+    _, events = read(run)
+    answers = [event for event in events if isinstance(event, RankStacks)]
+    assert {event.rank for event in answers} == {0, 1, 2}
+    assert leftovers.processes_of(run.dir.path) == []
+
+
+def test_a_hang_is_restarted_from_the_checkpoint_where_the_recipe_says_so(bench: Bench) -> None:
+    words = [*SOON, "--set", "cluster.max_restarts=1", "--set", "cluster.on_stall=restart"]
+    process = bench.start("run", recipe(bench, "epoch", how="once"), *words)
+    _, err = process.communicate(timeout=LIMIT_S)
+    print(err)
+    assert process.returncode == 0
+    state, events = read(bench.runs()[0])
+    steps = [event.step for event in events if isinstance(event, Step) and event.rank == 0]
+    assert state.step == max(steps) == 24
+    failures = [event.message for event in events if isinstance(event, Failure) and event.kind == "stalled"]
+    assert len(failures) == 1
+    assert 'cluster.on_stall = "restart" ended it' in failures[0]
+
+
+def test_a_hang_is_only_reported_where_the_recipe_says_so(bench: Bench, hanging: Callable[..., Hanging]) -> None:
+    path = recipe(bench, "epoch")
+    path.write_text(path.read_text().replace("[train]", '[cluster]\non_stall = "report"\nstall_timeout = 10\n[train]'))
+    path.write_text(path.read_text().replace("[[cluster.nodes]]\ncpu_ranks = 2\n", ""))
+    path.write_text(path.read_text().replace("[train]", "[[cluster.nodes]]\ncpu_ranks = 2\n\n[train]"))
+    found = hanging(path)
+    until(lambda: any(isinstance(event, Finding) and event.kind == "stalled" for event in read(found.run)[1]))
+    until(lambda: sum(isinstance(event, RankStacks) for event in read(found.run)[1]) >= 2)
+    begun = time.monotonic()
+    until(lambda: time.monotonic() - begun > 5)  # the time-out has long passed
+    assert found.process.poll() is None

@@ -28,7 +28,17 @@ from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state.step_losses import loss_at
-from trainer.contract.record import Checkpoint, Doing, Finding, Step
+from trainer.contract.record import (
+    Checkpoint,
+    CodeFrame,
+    Doing,
+    Finding,
+    RankStacks,
+    Step,
+    ThreadStack,
+    encode_event,
+    read_stack_request,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -350,13 +360,20 @@ async def test_the_next_rank_is_a_key_away(tmp_path: Path) -> None:
 
 
 @played
-async def test_a_process_that_is_gone_gives_no_stack_and_is_not_signalled(tmp_path: Path) -> None:
-    app = console(straggler(tmp_path))
+async def test_a_stack_is_asked_for_and_shown_when_it_is_in_the_record(tmp_path: Path) -> None:
+    app = console(run := straggler(tmp_path))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "enter", "K")
         assert app.screen.query_one(StackView).display
-        assert "rank 0 runs on node000: send SIGQUIT to process 40000 there" in "\n".join(rows(app))
+        assert "requested the stack of rank 0" in "\n".join(rows(app))
+        request = read_stack_request(run.dir)
+        thread = ThreadStack("MainThread", [CodeFrame("train.py", 8, "augment", True)])
+        answer = RankStacks(time=NOW, rank=0, request=request, threads=[thread])
+        with run.dir.node_events(0).open("ab") as file:
+            file.write(encode_event(answer))
+        await settle(pilot)
+        assert "augment  train.py:8" in "\n".join(rows(app))
 
 
 @played

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import select
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import pytest
+from waiting import until
 
-from gputrain_tui.console.stack_request import request_stack
-from gputrain_tui.lifecycle.launchers.ssh_launcher import SshLauncher, forwarded_environment, request_stacks
+from gputrain_tui.lifecycle.launchers.ssh_launcher import SshLauncher, forwarded_environment
 from gputrain_tui.lifecycle.leftovers import processes_of
 from gputrain_tui.lifecycle.node_process import NodeProcess
-from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.state import RankView
-from trainer.contract.record import RunDir, write_atomically
+from gputrain_tui.plan.planner import PlannedNode
+from trainer.contract.record import RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel
 
 LIMIT_S = 60.0
@@ -27,16 +23,6 @@ HERE = 'while [ "$1" != -- ]; do shift; done; shift 2; exec sh -c "$*"'
 STARTS_NOTHING = """for mark; do :; done
 printf '%s{"call": 1, "kind": "started", "name": "", "offset": 0, "bytes": 2}\\n{}' "$mark"; sleep 600"""
 PRINTS = "import os, sys; print(sys.argv[1:], os.environ.get('NCCL_DEBUG'), os.getcwd(), flush=True)"
-SHOWS_STACKS = """
-import faulthandler, os, signal, sys
-log = open(sys.argv[1] + ".new", "w")
-faulthandler.register(signal.SIGQUIT, file=log)
-print(os.getpid(), file=log, flush=True)
-os.rename(sys.argv[1] + ".new", sys.argv[1])
-def reads_until_the_end():
-    sys.stdin.read()
-reads_until_the_end()
-"""
 WAITS = f"{PRINTS}; sys.stdin.read()"
 """Until the end of its lease."""
 
@@ -150,23 +136,13 @@ def test_a_node_outlives_its_connection_and_another_supervisor_adopts_it(run_dir
     assert processes_of(run_dir.path) == []
 
 
-def test_a_stack_request_reaches_a_remote_rank_and_no_foreign_process(run_dir: RunDir) -> None:
-    log = run_dir.rank_log(0)
-    planned = node(sys.executable, "-c", SHOWS_STACKS, str(log))
-    write_atomically(run_dir.plan, msgspec.json.encode(Plan(
-        world_size=1, init_method=None, backend="gloo", launcher="ssh", nodes=[planned]
-    )))  # fmt: skip
-    process = launch(planned, run_dir)
-    while not log.exists():
-        assert select.select([process], [], [], 0.05)[0] or process.poll() is None
-    view = RankView(0)
-    view.host, view.node, view.pid = "far", 0, int(log.read_text())
-    request = request_stack(run_dir, view)
-    deadline = time.monotonic() + LIMIT_S
-    while not any("reads_until_the_end" in line for line in request.answer()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert not request_stacks(planned, run_dir, os.getpid())
+def test_a_request_for_stacks_reaches_the_host(run_dir: RunDir) -> None:
+    process = launch(node(sys.executable, "-c", WAITS), run_dir)
+    while process.identity is None:
+        assert select.select([process], [], [], LIMIT_S)[0]
+        assert process.poll() is None
+    SshLauncher().request_stacks([process], "7")
+    until(lambda: read_stack_request(run_dir) == "7")
     process.kill()
     assert ended(process) < 0
 

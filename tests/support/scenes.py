@@ -29,7 +29,7 @@ from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.recipe.build import build
-from trainer.contract.record import NodeSample, RankSample
+from trainer.contract.record import CodeFrame, NodeSample, RankSample, ThreadStack
 
 THEMES = {
     "dark": "textual-dark",
@@ -161,13 +161,11 @@ def zoomed(key: str) -> Play:
 async def stack(pilot: Pilot[Any]) -> None:
     await press(pilot, *["down"] * 6, "enter", "K")
     frames = [
-        ("trainer/engine/loop.py", 212, "_step"),
-        ("torch/_tensor.py", 647, "backward"),
-        ("torch/autograd/graph.py", 829, "_engine_run_backward"),
+        CodeFrame("torch/autograd/graph.py", 829, "_engine_run_backward"),
+        CodeFrame("torch/_tensor.py", 647, "backward"),
+        CodeFrame("train.py", 212, "step", True),
     ]
-    lines = ["Thread 0x00007f31 (most recent call first):"]
-    lines += [f'  File "{file}", line {line} in {name}' for file, line, name in reversed(frames)]
-    pilot.app.screen.query_one(StackView).show(lines, "rank 5 at 12:00:00")
+    pilot.app.screen.query_one(StackView).show([ThreadStack("MainThread", frames)], "rank 5 at 12:00:00")
     await settle(pilot)
 
 

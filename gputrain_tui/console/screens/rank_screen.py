@@ -20,7 +20,6 @@ from gputrain_tui.console.panel_container import (
     place_in_grid,
 )
 from gputrain_tui.console.screens.charts_screen import ChartScreen
-from gputrain_tui.console.stack_request import StackRequest, request_stack
 from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.log_view import LogView
@@ -28,14 +27,13 @@ from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_heig
 from gputrain_tui.console.widgets.root_cause import RootCause, failure_text
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import StackView
-from trainer.contract.errors import RequestError
+from gputrain_tui.lifecycle.stack_request import TIMEOUT_S, request_stacks
+from trainer.contract.record import RankStacks
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
 CHART_IDS = ("loss", "sync", "step")
-STACK_TIMEOUT_S = 3.0
-"""Seconds before a request for a stack counts as unanswered."""
 
 
 def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
@@ -89,7 +87,8 @@ class RankScreen(ChartScreen):
         super().__init__(live)
         self.rank = rank
         self._panel_below = "loss"
-        self._request: StackRequest | None = None
+        self._request = ""
+        """Request for stacks whose answer is awaited; empty if none is."""
         self._requested_at = 0.0
 
     def compose(self) -> ComposeResult:
@@ -178,7 +177,7 @@ class RankScreen(ChartScreen):
             return
         index = ranks.index(self.rank) + step if self.rank in ranks else 0
         self.rank = ranks[index % len(ranks)]
-        self._request = None
+        self._request = ""
         self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
         self._highlight_rank(self.rank)
@@ -202,31 +201,39 @@ class RankScreen(ChartScreen):
             )
 
     def action_stack(self) -> None:
-        """Request the Python stack of the rank's process."""
+        """Ask the run's ranks for their Python stacks, and show that of this rank."""
         self._panel_below = "stack"
         self.place_panels()
         view = self.query_one(StackView)
+        self._request = ""
+        if self.live.state.ended is not None:
+            self._show_stack(self.live.state.stacks.get(self.rank), "the run has ended")
+            return
         try:
-            self._request = request_stack(self.live.run.dir, self.live.state.rank(self.rank))
-        except RequestError as error:
-            self._request = None
-            view.show([], str(error))
+            self._request = request_stacks(self.live.run.dir)
+        except OSError as error:
+            view.show([], f"{self.live.run.dir.stack_request} cannot be written: {error.strerror}")
             return
         self._requested_at = time.monotonic()
         view.show([], f"requested the stack of rank {self.rank}")
 
     def _show_arrived_stack(self) -> None:
-        """Show the stack once it is in the log, or after ``STACK_TIMEOUT_S`` that no answer came."""
-        if self._request is None:
+        """Show the stack once it is in the record, or after the time-out that no answer came."""
+        if not self._request:
             return
-        lines = self._request.answer()
-        waited = time.monotonic() - self._requested_at
-        if lines:
-            at = time.strftime("%H:%M:%S")
+        answer = self.live.state.stacks.get(self.rank)
+        if answer is not None and answer.request == self._request:
+            self._request = ""
+            self._show_stack(answer, "")
+        elif time.monotonic() - self._requested_at > TIMEOUT_S:
+            self._request = ""
             view = self.query_one(StackView)
-            view.show(lines, f"rank {self.rank} at {at}")
-            if waited > STACK_TIMEOUT_S / 3:
-                self._request = None
-        elif waited > STACK_TIMEOUT_S:
-            self.query_one(StackView).show([], f"rank {self.rank} does not answer; it may be stopped")
-            self._request = None
+            view.show([], f"no answer from rank {self.rank}: its node agent or its host does not answer")
+
+    def _show_stack(self, answer: RankStacks | None, remark: str) -> None:
+        if answer is None:
+            self.query_one(StackView).show([], f"{remark}; its record has no stack of rank {self.rank}")
+            return
+        at = time.strftime("%H:%M:%S", time.localtime(answer.time))
+        title = "; ".join(text for text in (f"rank {self.rank} at {at}", answer.problem, remark) if text)
+        self.query_one(StackView).show(answer.threads, title)

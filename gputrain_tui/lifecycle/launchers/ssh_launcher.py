@@ -28,8 +28,8 @@ from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
+from gputrain_tui.plan.planner import distributed_timeout
 from trainer.contract.errors import ExitCode
-from trainer.contract.options import Distributed
 from trainer.contract.record import RunDir, read_stack_request, write_atomically
 from trainer.contract.record.regular_file import open_regular, size_of
 from trainer.contract.stop_level import StopLevel
@@ -76,7 +76,7 @@ class _Started(msgspec.Struct):
     agent: ProcessIdentity
 
 
-STARTED, EXIT_CODE, FOUND = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int), msgspec.json.Decoder(bool)
+STARTED, EXIT_CODE = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int)
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
@@ -374,21 +374,9 @@ def session_request(
         "attempt": attempt,
         "start": start,
         "leased": leased,
-        "idle_s": distributed_timeout(node),
+        "idle_s": distributed_timeout(node.argv),
         "sizes": sizes,
     }
-
-
-def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
-    """Have a rank on another host print its stacks into its log; return whether the process exists.
-
-    Raises:
-        HostError: the host does not answer, or has no agent of this run.
-    """
-    attempt = attempt_folders(run_dir, node.node)[-1].name
-    with Ssh().channel(node.host) as channel:
-        channel.send("node", **session_request(node, run_dir, attempt))
-        return channel.call("stacks", FOUND, HELLO_S, pid=pid)
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -398,9 +386,3 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
     }
-
-
-def distributed_timeout(node: PlannedNode) -> float:
-    """Return ``--distributed-timeout`` of a node's command, seconds."""
-    flag = "--distributed-timeout"
-    return float(node.argv[node.argv.index(flag) + 1]) if flag in node.argv else Distributed().distributed_timeout

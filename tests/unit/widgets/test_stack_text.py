@@ -5,27 +5,22 @@ from __future__ import annotations
 import pytest
 
 from gputrain_tui.console.widgets.stack_view import frame_lines, stack_lines
+from trainer.contract.record import CodeFrame, ThreadStack
 
-FRAME = '  File "/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py", line 829 in _engine_run_backward'
-STACK = [
-    "Thread 0x00007f01 (most recent call first):",
-    '  File "/opt/trainer/contract/record/writer.py", line 168 in _run',
-    "",
-    "Current thread 0x00007f02 (most recent call first):",
-    FRAME,
-    '  File "/opt/trainer/engine/loop.py", line 212 in _step',
-    "step 12 loss 2.5",
-    '  File "printed by somebody else", line 1 in nothing',
+FRAME = CodeFrame("/opt/venv/lib/python3.11/site-packages/torch/autograd/graph.py", 829, "_engine_run_backward")
+THREADS = [
+    ThreadStack("MainThread", [FRAME, CodeFrame("train.py", 212, "step", True)]),
+    ThreadStack("event-writer", [CodeFrame("/opt/trainer/contract/record/writer.py", 168, "_run")]),
 ]
 
 
-def test_the_main_thread_comes_first_and_later_output_is_no_part_of_it() -> None:
-    lines = stack_lines(STACK, 100)
-    assert [text for text, is_heading in lines if is_heading] == ["main thread", "other thread 1 of 1"]
-    assert [text.split()[0] for text, is_heading in lines if not is_heading] == [
-        "_engine_run_backward",
-        "_step",
-        "_run",
+def test_the_main_thread_comes_first_and_the_users_code_stands_out() -> None:
+    lines = stack_lines(THREADS, 100)
+    assert [text for text, style in lines if style == "accent"] == ["main thread", "event-writer"]
+    assert [(text.split()[0], style) for text, style in lines if style != "accent"] == [
+        ("_engine_run_backward", "dim"),
+        ("step", "bright"),
+        ("_run", "dim"),
     ]
 
 
@@ -40,6 +35,6 @@ def test_a_function_keeps_its_whole_name_and_a_file_its_end(width: int) -> None:
 
 def test_a_name_longer_than_the_panel_is_wrapped() -> None:
     name = "test_a_function_keeps_its_whole_name_and_a_file_its_end.<locals>.inner"
-    lines = frame_lines(f'  File "a.py", line 3 in {name}', 30)
+    lines = frame_lines(CodeFrame("a.py", 3, name), 30)
     assert "".join(lines[:-1]) == name
     assert lines[-1].strip() == "a.py:3"

@@ -1,0 +1,69 @@
+"""Decides when a stalled rank is taken to hang for good, so that the run is ended by ``cluster.on_stall``."""
+
+from __future__ import annotations
+
+from gputrain_tui.diagnosis.stall import RankActivity
+from gputrain_tui.diagnosis.thresholds import HANG_MULTIPLE, MIN_HANG_S
+from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.rank_stacks import group_stacks
+from trainer.contract.record import Failure
+
+DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/ipdb/", "/rpdb")
+"""Parts of the paths of debuggers' files, which are on the stack of a rank that waits for a person."""
+
+
+def hang(
+    state: RunState, activity: RankActivity, now: float, *, timeout_s: float | None, limit_s: float
+) -> Failure | None:
+    """Return the failure of the rank that hangs; None if none does yet.
+
+    A rank hangs if it is stalled, the others wait for it, and it has made no progress for the time-out. A learned
+    time-out also asks that its processes did nothing: a rank that computes or writes a large checkpoint goes on. A rank
+    in which a debugger waits for a person does not hang.
+
+    Args:
+        state: the run.
+        activity: the ranks' progress and activity.
+        now: time, on the clock of ``activity``.
+        timeout_s: ``cluster.stall_timeout``; None learns it from the longest stay of a rank in the same stage.
+        limit_s: time-out of the collectives: the limit of a learned one, and its value where nothing was learned.
+    """
+    for (kind, _), finding in state.findings.items():
+        view = None if finding.rank is None else state.ranks.get(finding.rank)
+        if kind != "stalled" or view is None or finding.cause == "left" or _is_debugged(state, view):
+            continue
+        silence_s = activity.silence_s(view, now, since=state.silence_changed_at)
+        if timeout_s is None:
+            longest_s = state.longest_stay_s.get(view.stage)
+            learned_s = limit_s if longest_s is None else max(MIN_HANG_S, HANG_MULTIPLE * longest_s)
+            if min(silence_s, now - activity.active_at.get(view.rank, now)) < min(learned_s, limit_s):
+                continue
+        elif silence_s < timeout_s:
+            continue
+        return Failure(
+            time=now,
+            kind="stalled",
+            rank=view.rank,
+            host=view.host,
+            step=view.step if view.last is not None else None,
+            message=f"{_where(state, view)}; the others waited {int(silence_s)} s for it",
+        )
+    return None
+
+
+def _where(state: RunState, view: RankView) -> str:
+    answer = state.stacks.get(view.rank)
+    (group,) = group_stacks([answer]) if answer is not None else (None,)
+    line = (group.line or group.problem) if group is not None else ""
+    line = line or (view.doing.line if view.doing is not None else "")
+    host = f" on {view.host}" if view.host else ""
+    after = f" after step {view.step}" if view.step else ""
+    return f"rank {view.rank}{host} hangs{after}" + (f": {line}" if line else "")
+
+
+def _is_debugged(state: RunState, view: RankView) -> bool:
+    if view.process is not None and view.process.held == "t":
+        return True
+    answer = state.stacks.get(view.rank)
+    files = [frame.file for thread in answer.threads[:1] for frame in thread.frames] if answer is not None else []
+    return any(part in file for part in DEBUGGERS for file in files)
