@@ -52,6 +52,7 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("train", {"eval_only": "x", "resume": "y"}, r"train\.eval_only does not train, and train\.resume does"),
     ("train", {"checkpoint_run": "x"}, r"train\.checkpoint_run needs train\.resume or train\.eval_only"),
     ("train", {"eval_only": "x", "eval_split": "test"}, r"train\.eval_split is \w+, but the task has no such split"),
+    ("cluster", {"on_stall": "restart"}, r"cluster\.on_stall is \"restart\", but cluster\.max_restarts is 0"),
     ("train", {"required_batch_size_multiple": 2}, r"train\.required_batch_size_multiple cuts the batches"),
     ("train", {"batch_size": [1, 2], "max_tokens": 9}, r"train\.batch_size has \d+ values, but train\.max_tokens"),
     ("train", {"task": "mnist", "max_tokens": 9}, r"train\.max_tokens needs the tokens of each sample"),
