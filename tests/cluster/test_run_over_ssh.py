@@ -247,6 +247,28 @@ def results(record: Path) -> list[dict[str, Any]]:
     return [json.loads((record / "nodes" / f"{node}.json").read_text()) for node in range(3)]
 
 
+def test_a_rank_that_hangs_on_a_host_is_seen_in_its_stacks_and_ends_the_run_everywhere(cluster: SshCluster) -> None:
+    cluster.write("stall_timeout = 10", **ENDLESS)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    spawned = [event for event in events(cluster.record, "node-1") if event.get("state") == "spawned"]
+    (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    code, output = cluster.run("stacks", "last", "--json")
+    took_s = time.monotonic() - begun
+    answer = json.loads(output)
+    assert (code, answer["silent"]) == (1, [])
+    assert {rank: group["problem"] for group in answer["groups"] for rank in group["ranks"]} == {
+        0: "", 1: "", 2: "the process is stopped (state T)", 3: "",
+    }  # fmt: skip
+    assert took_s < LIMIT_S
+    output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 1
+    assert re.search(r"rank 2 on h2 hangs after step \d+: the process is stopped \(state T\)", output), output
+    assert cluster.nothing_is_left()
+
+
 @pytest.mark.parametrize("supervisor", ["lives", "is gone"])
 def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"
