@@ -164,7 +164,7 @@ def read_rest(reader: RunReader, state: RunState) -> None:
 
 
 def end_lease(supervisor: subprocess.Popen[bytes]) -> None:
-    """End the lease of a supervisor, which then stops every process of the run at once and exits."""
+    """End the lease of a supervisor, which then saves, stops every process of the run and exits."""
     if supervisor.stdin is not None:
         supervisor.stdin.close()
     else:

@@ -80,7 +80,7 @@ class Supervisor:
         self.leased = leased
         self._adopting = adopting
         self._now = now
-        self._stop_request = StopRequest(lease=leased)
+        self._stop_request = StopRequest(lease=leased, saves_without_lease=True)
         self._poll = select.poll()
         self._plan = plan
         self._launcher = node_launcher

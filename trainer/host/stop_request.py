@@ -65,13 +65,19 @@ class StopRequest:
     """Stop request of this process, from signals and the lease; its descriptor is readable after each signal."""
 
     def __init__(
-        self, signals: Collection[int] = STOP_SIGNALS, *, lease: bool = False, main_thread_is_free: bool = True
+        self,
+        signals: Collection[int] = STOP_SIGNALS,
+        *,
+        lease: bool = False,
+        saves_without_lease: bool = False,
+        main_thread_is_free: bool = True,
     ) -> None:
         """Start without a request; signals are caught from ``catch`` or ``with`` on.
 
         Args:
             signals: signals that request a stop.
-            lease: whether the end of standard input requests an exit without saving.
+            lease: whether the end of standard input requests an exit, without saving.
+            saves_without_lease: whether it requests to save first, unless the holder has ended the lease on purpose.
             main_thread_is_free: whether the main thread runs signal handlers in time; if it may be in C++ for long,
                 another thread receives the signals in ``wait``.
         """
@@ -82,6 +88,7 @@ class StopRequest:
         """Time of the first request, Unix seconds."""
         self._signals = signals
         self._lease = lease
+        self._saves_without_lease = saves_without_lease
         self._main_thread_is_free = main_thread_is_free
         self._reported = StopLevel.NONE
         """The level that ``risen`` returned last."""
@@ -207,4 +214,5 @@ class StopRequest:
             returned = True
         if not self._released:
             self.reason = self.reason or (STOP_REASONS[STARTER_SIGNAL] if returned else LEASE_LOST)
-            signal.pthread_kill(threading.main_thread().ident or 0, NOW_SIGNAL)
+            saves = self._saves_without_lease and not returned
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM if saves else NOW_SIGNAL)
