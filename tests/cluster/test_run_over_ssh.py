@@ -269,6 +269,27 @@ def test_a_rank_that_hangs_on_a_host_is_seen_in_its_stacks_and_ends_the_run_ever
     assert cluster.nothing_is_left()
 
 
+def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_stopped_one(
+    cluster: SshCluster,
+) -> None:
+    cluster.write(**ENDLESS)
+    code, name = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, name
+    cluster.train()
+    os.kill(cluster.supervisor(), signal.SIGKILL)
+    spawned = [event for event in events(cluster.record, "node-1") if event.get("state") == "spawned"]
+    (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
+    os.kill(pid, signal.SIGKILL)
+    ranks = [words for host in cluster.lab.hosts for words in cluster.on(host).values() if "forkserver" in words]
+    print(ranks)
+    code, output = cluster.run("stop", "last")
+    print(output)
+    assert code == 0
+    assert " has failed: " in output
+    assert "SIGKILL" in output
+    assert cluster.status()["exit_code"] == 1
+
+
 @pytest.mark.parametrize("supervisor", ["lives", "is gone"])
 def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"
