@@ -110,6 +110,15 @@ def test(argv: Sequence[str], script: str) -> str:
     return _call(["sbatch", "--test-only", *argv], script, from_stderr=True)
 
 
+def requeue(number: int) -> None:
+    """Put a batch job back into the queue; Slurm ends it first.
+
+    Raises:
+        RequestError: Slurm refuses, with its message in one line.
+    """
+    _call(["scontrol", "requeue", str(number)])
+
+
 def job(number: int) -> Job | None:
     """Return a job; None if Slurm has forgotten it.
 

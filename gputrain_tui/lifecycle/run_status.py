@@ -19,7 +19,7 @@ from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import marking
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import exit_code_of
-from trainer.contract.record import Event, RunDir, RunEnded, RunStarted, encode_event
+from trainer.contract.record import Event, Finding, RunDir, RunEnded, RunStarted, encode_event
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.boot import BootMoment
 from trainer.host.process_identity import identify
@@ -85,6 +85,16 @@ class RunStatusWriter:
     def stopping(self) -> None:
         """Write into the status that a stop was requested."""
         self._status.status = "stopping"
+        self._write_status()
+
+    def requeued(self, ended: AttemptResult) -> None:
+        """Write into the status and the record that the run waits for a scheduler to start it again, and why."""
+        kept = attempt_outcome.describe_kept(self._dir, [node.node for node in self._plan.nodes])
+        message = " ".join(filter(None, [ended.reason, kept]))
+        status = self._status
+        status.status, status.supervisor, status.message = "queued", None, message
+        status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
+        self.record(Finding(time=self._now(), kind="requeued", severity="info", message=message))
         self._write_status()
 
     def record(self, event: Event) -> None:

@@ -51,6 +51,7 @@ from trainer.host.temporary_folder import system_folder
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.report import RunReport
+    from gputrain_tui.state import RunState
 
 STOP_GRACE_S = 5.0
 """Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
@@ -134,10 +135,11 @@ class Supervisor:
             from gputrain_tui.lifecycle import restart  # imported only after a failure
 
             options = restart.cluster_options(self.dir)
-            restarts = options.max_restarts if restarts is None else restarts
+            if restarts is None:
+                restarts = options.max_restarts - self._status_writer.status.restarts
             if ended.failure.kind == "stalled" and restart.on_stall(options) != "restart":
                 return ended
-            if not restarts or self._stop_request.reason is not None or self._sweep():
+            if restarts <= 0 or self._stop_request.reason is not None or self._sweep():
                 return ended
             if restart.is_repeated(ended.failure, failed_before):
                 return replace(ended, failure=restart.with_repetition(ended.failure))
@@ -315,6 +317,13 @@ class Supervisor:
         state = self._diagnosis.state_at_end()
         if state is not None and self._status_writer.remark:
             state.add_gap(self._now(), self._status_writer.remark)
+        if self._launcher.continues(ended, self.dir) and not left and _has_progressed(state):
+            self._status_writer.requeued(ended)
+            try:
+                self._launcher.requeue(ended, self.dir)
+                return ExitCode.STOPPED
+            except RequestError as error:
+                ended = replace(ended, reason=f"{ended.reason}, and Slurm does not start it again: {error}")
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
@@ -329,6 +338,11 @@ class Supervisor:
 
     def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:
         return Failure(time=self._now(), kind=kind, message=message, host=host)
+
+
+def _has_progressed(state: RunState | None) -> bool:
+    """Whether the ranks have made a step since they were started last: a job that makes none would go on for ever."""
+    return state is not None and state.step > (state.plan.first_update if state.plan is not None else 0)
 
 
 def main() -> int:

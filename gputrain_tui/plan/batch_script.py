@@ -48,7 +48,28 @@ def sbatch_arguments(plan: Plan, options: SlurmOptions, *, name: str, output: st
         if gpus:
             arguments.append(f"--gpus-per-node={options.gpu_type + ':' if options.gpu_type else ''}{gpus}")
         arguments += options.extra
+    if options.requeue:
+        arguments[:0] = ["--requeue", f"--signal=B:USR1@{save_before_limit_s(options)}"]
     return arguments
+
+
+def save_before_limit_s(options: SlurmOptions) -> int:
+    """Return how long before its time limit a job that requeues itself gets SIGUSR1, seconds.
+
+    That is two minutes, and for a short limit a quarter of it.
+    """
+    most_s = 120
+    match = re.fullmatch(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", options.time or "")
+    if match is None:
+        return most_s
+    first, second, third = (int(match[name] or 0) for name in "abc")
+    if match["d"] is not None:  # D-HH[:MM[:SS]]
+        limit_s = (int(match["d"]) * 24 + first) * 3600 + second * 60 + third
+    elif match["c"] is not None:  # HH:MM:SS
+        limit_s = first * 3600 + second * 60 + third
+    else:  # MM[:SS]
+        limit_s = first * 60 + second
+    return max(1, min(most_s, limit_s // 4))
 
 
 def _resource_arguments(options: SlurmOptions) -> list[str]:

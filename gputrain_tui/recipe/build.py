@@ -91,11 +91,15 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     train, launch, script = _train(source)
     slurm = _slurm(source)
     typed_options, task_options = _task_options(source, train.task)
+    cluster = _with_slurm_nodes(_cluster(source), slurm, source)
+    if slurm is not None and slurm.requeue and cluster.launcher not in ("auto", "slurm"):
+        where = source.where(("slurm", "requeue"))
+        raise RecipeError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
     if script is None:
         _require_consistent(source, train, typed_options)
     return Recipe(
         name=_name(source),
-        cluster=_with_slurm_nodes(_cluster(source), slurm, source),
+        cluster=cluster,
         slurm=slurm,
         train=train,
         launch=launch,

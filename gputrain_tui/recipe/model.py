@@ -161,6 +161,9 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     setup: (
         Annotated[str, Meta(min_length=1, description="shell command before the run, such as module load cuda")] | None
     ) = None
+    requeue: Annotated[
+        bool, Meta(description="go on in the same run after a time limit, a pre-emption or a lost node")
+    ] = False
     extra: Annotated[tuple[str, ...], Meta(description="more options for sbatch, such as --cpus-per-task=16")] = ()
 
 

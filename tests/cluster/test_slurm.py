@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -419,6 +420,61 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 2
 
 
+def released(cluster: Slurm, number: int) -> bool:
+    """Whether a requeued job runs again; Slurm lets it wait for two minutes, which are cut short."""
+    state = cluster.job(number)["JobState"]
+    if state == "PENDING":
+        cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+    return state == "RUNNING"
+
+
+@pytest.mark.parametrize("limits", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: SlurmUser, limits: int) -> None:
+    """The signal that the job asks for comes before the limit; here it is sent at once."""
+    cluster = user.cluster
+    straight = SlurmUser(cluster, user.folder / "straight")
+    straight.folder.mkdir()
+    text = recipe([None, None], [2, 1], max_updates=REQUEUED_STEPS) + "[slurm]\n"
+    (straight.folder / "long.toml").write_text(text)
+    straight.run("run", "long.toml")
+    (user.folder / "long.toml").write_text(text + "requeue = true\n")
+    process = user.start("run", "long.toml")
+    for times in range(1, limits + 1):
+        wait_until(lambda: starts(user.record()) == times, "it trains", [process])  # noqa: B023
+        cluster.run("scancel", "--batch", "--signal=USR1", str(user.job()))
+        wait_until(lambda: user.status()["status"] == "queued", "it is in the queue", [process])
+        assert user.status()["message"].startswith("its time limit in Slurm is near at step ")
+        wait_until(lambda: released(cluster, user.job()), "it has left the queue", [process])
+    assert process.wait(LIMIT_S) == 0
+    assert (user.status()["status"], user.status().get("restarts", 0)) == ("finished", 0)
+    assert starts(user.record()) == limits + 1
+    for rank in range(3):
+        done = 0
+        for event in events(user.record(), rank):
+            if event["type"] == "step":
+                assert event["step"] - event.get("steps", 1) == done
+                done = event["step"]
+        assert done == REQUEUED_STEPS
+    assert parameters(user.record()) == parameters(straight.record())
+    own = events(user.record(), "run")
+    assert sum(event.get("kind") == "requeued" for event in own) == limits
+    assert sum(event["type"] == "run_ended" for event in own) == 1
+
+
+REQUEUED_STEPS = 8000
+
+
+def starts(record: Path) -> int:
+    """Return how often rank 0 was started and has made a step since."""
+    found = [event["type"] for event in events(record, 0) if event["type"] in ("training_plan", "step")]
+    return sum((before, after) == ("training_plan", "step") for before, after in itertools.pairwise(found))
+
+
+def parameters(record: Path) -> str:
+    """Return the checksum of the final parameters of rank 0."""
+    return str([event["parameters"] for event in events(record, 0) if event["type"] == "checksum"][-1])
+
+
 @pytest.mark.parametrize(
     ("setting", "code", "line"),
     [
@@ -458,6 +514,19 @@ def test_a_run_whose_time_limit_is_over_has_saved(user: SlurmUser) -> None:
     user.cluster.wait(user.job())
     assert "it reached its time limit in Slurm at step " in user.status()["message"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 1
+
+
+def test_a_run_with_requeue_whose_time_limit_is_near_waits_in_the_queue(user: SlurmUser) -> None:
+    text = (user.folder / "endless.toml").read_text()
+    (user.folder / "endless.toml").write_text(f"{text}requeue = true\n")
+    user.run("run", "endless.toml", "--detach", "--set", "train.stop_time=0")
+    user.await_steps()
+    user.cluster.run("scontrol", "update", f"JobId={user.job()}", "TimeLimit=00:00:01")
+    wait_until(lambda: user.cluster.job(user.job())["JobState"] == "PENDING", "it is in the queue")
+    assert user.status()["message"].startswith("its time limit in Slurm is near at step ")
+    assert user.status()["status"] == "queued"
+    user.run("stop", "last")
+    assert user.status()["status"] == "stopped"
 
 
 @pytest.mark.parametrize("mode", ["cancel", "requeue"])

@@ -152,6 +152,18 @@ class Launcher(ABC):
         """Pass a request for the stacks of all ranks on to node agents that cannot see this run directory."""
         return
 
+    def continues(self, ended: AttemptResult, run_dir: RunDir) -> bool:
+        """Whether a scheduler, or ``requeue``, starts a run again that was stopped, as after its time limit."""
+        return False
+
+    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> None:
+        """Put a run that ``continues`` back into the queue; called last, as the scheduler then ends this process.
+
+        Raises:
+            RequestError: the scheduler refuses.
+        """
+        return
+
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
         """Return the result of a run with the cause that only the launcher knows."""
         return ended

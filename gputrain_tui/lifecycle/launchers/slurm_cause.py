@@ -26,6 +26,8 @@ from trainer.host.stop_request import LEASE_LOST, STOP_REASONS
 LINES = 40
 """Last lines of a log that are searched for messages of Slurm."""
 REQUEUED = "Slurm put it back into its queue"
+LIMIT_IS_NEAR = "its time limit in Slurm is near"
+PUT_BACK = "and put the run back into its queue"
 SLURM_MESSAGES = (
     ("DUE TO TIME LIMIT", slurm_commands.WORDS["TIMEOUT"]),
     ("DUE TO PREEMPTION", slurm_commands.WORDS["PREEMPTED"]),
@@ -47,6 +49,17 @@ KILLED_WORKER = "killed by signal"
 """Part of the error of torch's DataLoader if one of its worker processes was killed."""
 USER_STOP_SUFFIXES = ("USR1", "USR2", "INT", "on another host", *STOP_REASONS.values())
 """Ends of the reasons of stops that were requested by a person, not by Slurm."""
+
+
+def is_for_slurm(reason: str) -> bool:
+    """Whether a stop has a reason of Slurm's after which a run with ``slurm.requeue`` goes on."""
+    words = slurm_commands.WORDS
+    return reason.startswith((LIMIT_IS_NEAR, words["TIMEOUT"], words["PREEMPTED"])) or is_put_back(reason)
+
+
+def is_put_back(reason: str) -> bool:
+    """Whether a stop has the reason that Slurm itself has put the job back into its queue."""
+    return reason.startswith(REQUEUED) or reason.endswith(PUT_BACK)
 
 
 def requeues(run_dir: RunDir) -> bool:
@@ -121,7 +134,7 @@ def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult
         else slurm_commands.WORDS["NODE_FAIL"]
     )
     if requeued:
-        return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")
+        return AttemptResult(status="stopped", reason=f"{message}, {PUT_BACK}")
     if not hosts:
         return failed("node_lost", message)
     return failed("node_lost", f"{message}; see `scontrol show node {','.join(hosts)}`", host=hosts[0])

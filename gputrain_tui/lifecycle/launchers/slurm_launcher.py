@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,8 +18,10 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.launchers.slurm_steps import AdoptedStep, StepProcess, launch_step, place_on_allocation
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
+from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.record.regular_file import read_whole
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.attempt import AttemptResult
     from gputrain_tui.plan.planner import Plan, PlannedNode
     from gputrain_tui.recipe.model import Recipe
+
+
+LIMIT_SIGNAL = "stopped by SIGUSR1"
+"""Reason of a stop on the signal that a job with ``slurm.requeue`` asks for before its time limit."""
 
 
 class SlurmLauncher(LocalLauncher):
@@ -124,7 +132,37 @@ class SlurmLauncher(LocalLauncher):
         """Return the result of a run with the cause that Slurm printed into its logs."""
         from gputrain_tui.lifecycle.launchers import slurm_cause
 
+        if ended.status == "stopped" and ended.reason == LIMIT_SIGNAL and _requeues_itself(run_dir):
+            return replace(ended, reason=slurm_cause.LIMIT_IS_NEAR)
         return slurm_cause.with_slurm_cause(ended, plan, run_dir, since=self._log_sizes)
+
+    def continues(self, ended: AttemptResult, run_dir: RunDir) -> bool:
+        """Whether the run goes on by ``slurm.requeue`` after its time limit, a pre-emption or a lost node."""
+        from gputrain_tui.lifecycle.launchers import slurm_cause
+
+        return ended.status == "stopped" and slurm_cause.is_for_slurm(ended.reason or "") and _requeues_itself(run_dir)
+
+    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> None:
+        """Put the job back into the queue, unless Slurm does.
+
+        Raises:
+            RequestError: Slurm refuses.
+        """
+        from gputrain_tui.lifecycle.launchers import slurm_cause
+
+        job = read_job(run_dir)
+        if job is not None and not slurm_cause.is_put_back(ended.reason or ""):
+            slurm_commands.requeue(job.number)
+
+
+def _requeues_itself(run_dir: RunDir) -> bool:
+    """Whether the recipe asks for it, and the job is one that ``gputrain run`` has submitted."""
+    job = read_job(run_dir)
+    try:
+        recipe = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
+        return job is not None and job.batch and recipe["slurm"]["requeue"] is True
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return False
 
 
 def _in_job() -> bool:
