@@ -21,12 +21,7 @@ class DeviceUnavailableError(RequestError):
     """A machine lacks devices that a node requests; the recipe itself is valid."""
 
     def __init__(self, where: str, reason: str) -> None:
-        """Keep location and reason.
-
-        Args:
-            where: ``FILE:LINE: KEY``.
-            reason: requested and existing devices, without the location.
-        """
+        """Keep the location, ``FILE:LINE: KEY``, and the reason, which has no location."""
         super().__init__(f"{where} {reason}")
         self.where = where
         self.reason = reason
@@ -45,7 +40,6 @@ class NodeDevices:
 
     @property
     def cpu(self) -> bool:
-        """Whether these ranks run on the CPU."""
         return "cpu" in self.devices
 
 
@@ -53,13 +47,7 @@ class DeviceAllocator:
     """Allocates the devices of all nodes, each GPU once unless sharing is allowed."""
 
     def __init__(self, inventories: Mapping[str, Inventory], *, share: bool, cuda_visible_devices: str | None) -> None:
-        """Start with all devices unallocated.
-
-        Args:
-            inventories: by machine, the argument of ``allocate``.
-            share: allow two ranks on one GPU.
-            cuda_visible_devices: CUDA_VISIBLE_DEVICES of this machine, ``localhost``; None if it is not set.
-        """
+        """Take the inventories by machine, and this machine's CUDA_VISIBLE_DEVICES, None if it is not set."""
         self._inventories = inventories
         self._share = share
         self._cuda_visible_devices = cuda_visible_devices
@@ -121,7 +109,6 @@ class DeviceAllocator:
         where: str,
         inventory: Inventory,
     ) -> NodeDevices:
-        """Return devices on a machine with an inventory."""
         unallocated = [gpu for gpu in gpus if gpu.uuid not in allocated]
         if isinstance(node.gpus, tuple):
             chosen = self._find_listed(node.gpus, gpus, shown, where, inventory)

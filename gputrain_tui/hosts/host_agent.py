@@ -57,11 +57,6 @@ def node_command(argv: Sequence[str], setup: str) -> list[str]:
 def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
     """Start an agent that outlives this process, unless another session of this attempt has done so.
 
-    Args:
-        folder: of the attempt, below the run directory.
-        run_dir: run directory on this host.
-        request: of the call ``node``.
-
     Raises:
         RefusedCallError: the node's folder or interpreter is missing.
         OSError: the run directory cannot be made or written.

@@ -135,11 +135,6 @@ class HostChannel:
         channel._unsent = program
         return channel
 
-    @classmethod
-    def inherited(cls, host: str, mark: str, descriptors: tuple[int, int, int, int]) -> HostChannel:
-        """Take over the connection of a channel of the process that started this one, which uses it no more."""
-        return cls(host, HostPipes(*descriptors), mark)
-
     @property
     def noise_bytes(self) -> int:
         """What start-up files of the host have printed on its standard output."""
@@ -215,7 +210,6 @@ class HostChannel:
             self._unsent = b""
 
     def _failure(self) -> HostError:
-        """Return the reason for the end of the host's output."""
         code = self.pipes.exit_code(EXIT_S)
         if self.answered and code in (0, None, SSH_FAILED):
             return HostError("the connection ended")
@@ -227,11 +221,9 @@ class HostChannel:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Return this channel."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the channel; at once after an error."""
         self.close(at_once=error[0] is not None)
 
     def close(self, *, at_once: bool = False) -> None:

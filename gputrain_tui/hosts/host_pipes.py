@@ -66,15 +66,12 @@ class HostPipes:
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
-        """Descriptors that another process passes to this class: stdin, stdout, stderr and pidfd."""
         return self.stdin, self.stdout, self._stderr, self._pidfd
 
     def stderr_bytes(self) -> int:
-        """Return the number of bytes on standard error."""
         return os.fstat(self._stderr).st_size
 
     def stderr(self) -> str:
-        """Return the first ``STDERR_BYTES`` of standard error."""
         return os.pread(self._stderr, STDERR_BYTES, 0).decode("utf-8", "replace")
 
     def exit_code(self, timeout_s: float) -> int | None:
@@ -95,7 +92,6 @@ class HostPipes:
             kill_session(self._process)
 
     def close_stdin(self) -> None:
-        """Close the pipe to the program, which then reads the end of its input."""
         if self.stdin >= 0:
             os.close(self.stdin)
             self.stdin = -1

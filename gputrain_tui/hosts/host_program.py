@@ -25,6 +25,7 @@ FUNCTIONS = {
     "route": "node_facts",
     "token": "node_facts",
     "reach": "node_facts",
+    "release": "node_facts",
     "node": "host_session",
     "probe": "push_target",
     "prepare": "push_target",

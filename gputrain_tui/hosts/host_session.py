@@ -111,7 +111,6 @@ class Session:
     # --- calls --------------------------------------------------------------------------------------------------
 
     def beat(self, _: Mapping[str, Any]) -> None:
-        """Record that the launching side is connected."""
         with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
             write_heartbeat(self.folder, leased=self._leased)
 
@@ -136,7 +135,6 @@ class Session:
     # --- the node -----------------------------------------------------------------------------------------------
 
     def exit_code(self) -> int | None:
-        """Return the node's exit code; None while it runs."""
         alive = is_alive(self.agent) or is_alive(self.agent["node"])
         ended = read_object(self.folder / EXIT)  # read last: a process that has ended wrote it before
         if ended is not None:

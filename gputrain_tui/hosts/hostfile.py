@@ -29,7 +29,6 @@ class HostEntry:
 
     @property
     def node(self) -> Node:
-        """The recipe's node for this host; without ranks if the line gives none."""
         return Node(host=self.host, gpus=self.gpus, ranks=self.slots)
 
 

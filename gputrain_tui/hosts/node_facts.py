@@ -148,6 +148,11 @@ def _delete(path: str) -> None:
         Path(path).unlink()
 
 
+def release(server: CallServer, _: Mapping[str, Any]) -> None:
+    """End what the checks keep open on this host: its port, and the token."""
+    server.held.close()
+
+
 def reach(_: CallServer, request: Mapping[str, Any]) -> dict[int, str]:
     """Return the nodes that this host cannot reach at their endpoints, with the reasons."""
     endpoints = {int(index): (host, port) for index, (host, port) in request["endpoints"].items()}

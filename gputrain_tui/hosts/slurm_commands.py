@@ -62,7 +62,6 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended or is being ended."""
         return self.state in OVER
 
 

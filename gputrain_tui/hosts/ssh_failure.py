@@ -31,13 +31,7 @@ OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
 
 
 def explain_failure(host: str, code: int, stderr: str) -> str:
-    """Explain in one line why ssh or the program on the host failed.
-
-    Args:
-        host: its name as the user wrote it.
-        code: exit code of ssh.
-        stderr: standard error of ssh and the host.
-    """
+    """Explain in one line why ssh, or the program on the host, has ended with this code and standard error."""
     lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
     # ssh goes on without a shared connection whose process has ended.
     lines = [line for line in lines if not line.startswith("Control socket connect")]

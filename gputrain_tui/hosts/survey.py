@@ -51,7 +51,6 @@ class HostSurvey:
         self._lock = threading.Lock()
 
     def __call__(self, host: str) -> HostReport:
-        """Query one host."""
         try:
             with self._lock:
                 if self._ssh is None:
@@ -64,7 +63,6 @@ class HostSurvey:
         return query_host(host, ssh)
 
     def close(self) -> None:
-        """Kill all running queries."""
         with self._lock:
             self._closed = True
             if self._ssh is not None:

@@ -109,14 +109,7 @@ def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int
 
 
 def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
-    """Return the root cause of a failed attempt.
-
-    Args:
-        run_dir: the record.
-        since: sizes of the event files when the attempt began.
-        ended: per node, in the order in which they ended.
-        now: Unix seconds, the time of a failure that is derived from an exit code.
-    """
+    """Return the root cause of a failed attempt; ``since``: sizes of the event files when it began."""
     missing = [(node, end) for node, end in ended.items() if end.unfinished]
     recorded = recorded_cause(run_dir, since, [node for node, _ in missing])
     killed = [(node, end) for node, end in missing if end.host_error or (end.exit_code < 0 and not end.killed_by_us)]
@@ -161,22 +154,13 @@ def is_deleted(run_dir: RunDir) -> bool:
 
 
 def deletion_failure(run_dir: RunDir, now: float) -> Failure:
-    """Return the failure of a run whose directory was deleted during the run.
-
-    Args:
-        run_dir: the deleted directory.
-        now: Unix seconds.
-    """
+    """Return the failure of a run whose directory was deleted during the run."""
     message = f"the run directory {run_dir.path} was deleted during the run"
     return Failure(time=now, kind="run_directory", message=message)
 
 
 def first_stopped_node(ended: Mapping[int, NodeEnd]) -> int | None:
-    """Return the first node to end, if a stop on its own machine ended it; None otherwise.
-
-    Args:
-        ended: per node, in the order in which they ended, of an attempt without a stop request to the supervisor.
-    """
+    """Return the first node to end, if a stop on its own machine and not the supervisor ended it; None otherwise."""
     first = next(((node, end) for node, end in ended.items() if end.unfinished), None)
     return first[0] if first is not None and first[1].exit_code in STOPPED else None
 
@@ -223,13 +207,7 @@ def largest_rank(run_dir: RunDir, node: int) -> int | None:
 
 
 def last_lines(path: Path, count: int, *, since: int = 0) -> list[str]:
-    """Return the last non-blank lines of a text file; none when it cannot be read.
-
-    Args:
-        path: the file.
-        count: maximum number of lines.
-        since: byte offset before which the file is not read.
-    """
+    """Return the last non-blank lines of a text file after byte ``since``; none when it cannot be read."""
     try:
         text = read_tail(path, min(LOG_BYTES, max(size_of(path) - since, 0))).decode("utf-8", "replace")
     except OSError:

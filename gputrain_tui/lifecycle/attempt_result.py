@@ -23,10 +23,10 @@ def attempt_result(
     missing_rank: Callable[[], Failure | None],
     now: float,
 ) -> AttemptResult:
-    """Return the result of an attempt.
+    """Return the result of an attempt, of which no node runs.
 
     Args:
-        attempt: the attempt, of which no node runs.
+        attempt: the attempt.
         plan: its plan.
         run_dir: the record.
         stop_request: stop request of the supervisor.

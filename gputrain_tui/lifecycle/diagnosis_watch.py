@@ -44,7 +44,6 @@ class LiveDiagnosis:
         """Average CPU time of a check; None before the first."""
 
     def due_in_s(self) -> float:
-        """Return the seconds until the next check."""
         return max(0.0, self._due - self._clock())
 
     def check(self) -> list[Finding]:
@@ -70,7 +69,6 @@ class LiveDiagnosis:
 
     @property
     def state(self) -> RunState:
-        """State of the run after the events read so far."""
         return self._state
 
     def state_at_end(self) -> RunState:
@@ -85,5 +83,4 @@ class LiveDiagnosis:
         return [found for found in self._diagnosis.update(self._state, self._now()) if found.kind != "stalled"]
 
     def close(self) -> None:
-        """Close the files of the record."""
         self._reader.close()

@@ -22,13 +22,6 @@ class DirectoryWatch:
     """Watch of one run directory."""
 
     def __init__(self, run_dir: RunDir, stop_request: StopRequest, *, now: Callable[[], float]) -> None:
-        """Check nothing yet.
-
-        Args:
-            run_dir: the run directory.
-            stop_request: stop request of the supervisor.
-            now: clock, Unix seconds.
-        """
         self._dir = run_dir
         self._stop_request = stop_request
         self._now = now

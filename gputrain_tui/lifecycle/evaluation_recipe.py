@@ -34,7 +34,7 @@ def evaluation_recipe(
         overrides: ``KEY=VALUE`` settings.
         checkpoint: a file, or a folder for its newest good checkpoint.
         run: run that the checkpoint must belong to; empty for any.
-        split: evaluated split, ``test`` or ``valid``; None for ``test``, or ``valid`` of a task without one.
+        split: None for ``test``, or ``valid`` of a task without one.
         stdin: stream that ``-`` reads.
 
     Raises:

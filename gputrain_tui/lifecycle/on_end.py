@@ -22,11 +22,7 @@ POLL_S = 0.1
 def run_on_end(command: str, run_dir: RunDir, status: Status, *, is_interrupted: Callable[[], bool]) -> str:
     """Run the command unless it was run before; return a warning, empty if it succeeded.
 
-    Args:
-        command: shell command, which gets the facts of the run as environment variables only.
-        run_dir: run directory, which holds the log of the command.
-        status: final status of the run.
-        is_interrupted: whether to kill the command and return.
+    It gets the facts of the run as environment variables only.
     """
     log = run_dir.on_end_log
     try:

@@ -57,10 +57,6 @@ def plan_with_inventories(
     ``all``, ``free``, ``ranks`` or a list of GPUs. A count of GPUs is accepted unchecked, and so is a list if the host
     does not answer.
 
-    Args:
-        recipe: the recipe.
-        query: returns the inventories of hosts; by default over ssh.
-
     Raises:
         RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
             whose inventory is needed does not answer.
@@ -78,11 +74,7 @@ def _inventories_for(
     query: Callable[[Sequence[str]], Sequence[HostReport]] | None,
     warn: Callable[[str], None],
 ) -> dict[str, Inventory]:
-    """Return the inventories that a plan needs, by host as in the plan.
-
-    Raises:
-        DeviceUnavailableError: a host whose inventory is needed does not answer.
-    """
+    """Return the inventories that a plan needs, by host as in the plan."""
     inventories: dict[str, Inventory] = {}
     if recipe.is_for_slurm:
         return inventories  # Slurm assigns the GPUs
@@ -115,11 +107,7 @@ def needs_inventory(node: Node) -> bool:
 
 
 def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, warn: Callable[[str], None]) -> None:
-    """Warn that a node's list of GPUs is unchecked, as its host did not answer.
-
-    Raises:
-        DeviceUnavailableError: the node does not list its GPUs.
-    """
+    """Warn that a node's list of GPUs is unchecked, as its host did not answer."""
     if isinstance(node.gpus, tuple):
         warn(f"{node.host}: {problem}; its list of GPUs is used unchecked")
         return

@@ -20,7 +20,6 @@ from trainer.contract.option_rules import require_end
 from trainer.contract.schema import check
 
 if TYPE_CHECKING:
-    from gputrain_tui.hosts.open_connections import OpenConnections
     from gputrain_tui.preflight.host_facts import HostAnswer
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -37,30 +36,18 @@ class Prepared:
     """Results of the preflight, none of which is an error."""
 
 
-def prepare(recipe: Recipe, *, connections: OpenConnections | None = None) -> Prepared:
+def prepare(recipe: Recipe) -> Prepared:
     """Plan a run and check its machines.
-
-    Args:
-        recipe: the recipe.
-        connections: receives the connections to other hosts, which the launch continues to use.
 
     Raises:
         NotReadyError: the recipe is right, but the machines are not ready for it.
         RequestError: the recipe contradicts itself, or would never end.
     """
-    return check_planned(recipe, plan_recipe(recipe), connections=connections)
+    return check_planned(recipe, plan_recipe(recipe))
 
 
-def check_planned(
-    recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0, connections: OpenConnections | None = None
-) -> Prepared:
+def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prepared:
     """Run the preflight checks of a planned run.
-
-    Args:
-        recipe: the recipe.
-        planned: its plan.
-        max_age_s: maximum age of cached answers of other hosts.
-        connections: receives the connections to other hosts, which the launch continues to use.
 
     Raises:
         NotReadyError: a check failed.
@@ -70,7 +57,7 @@ def check_planned(
         raise RequestError(problem)
     chosen = launcher(planned.plan.launcher)
     results = chosen.check(recipe, planned.plan)
-    answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s, connections=connections)
+    answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s)
     asked = {
         answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
     }
@@ -87,10 +74,7 @@ def check_planned(
 
 
 def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
-    """Return the plan with the network interface of each host that leads to the other hosts, in its environment.
-
-    A variable that the user has set is not changed.
-    """
+    """Return the plan with each host's interface towards the others in its environment, unless the user has set one."""
     interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
     if not interfaces:
         return plan

@@ -155,16 +155,7 @@ def _plan_host(
     imports: Sequence[Path],
     shared: set[Path],
 ) -> HostPush:
-    """Return the plan for one host, from its answer to the probe.
-
-    Args:
-        destination: the host.
-        answer: of ``probe``.
-        code: the working folder.
-        files: files of the working folder to be copied.
-        imports: folders of imports that the host does not share.
-        shared: folders that the host shares with this machine.
-    """
+    """Return the plan for one host; ``imports`` are the folders of imports that it does not share."""
     transfers, lines = [], []
     if code in shared and answer.workdir == str(code):
         lines.append(f"code: {code} is shared with this machine; nothing to copy")
@@ -233,11 +224,6 @@ def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
 
 
 def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
-    """Copy one folder with rsync; return the bytes sent.
-
-    Raises:
-        PushError: rsync is missing here, or failed.
-    """
     # rsync runs `SHELL HOST COMMAND`. The shell words contain the host already, so `env` stands in the place of HOST.
     shell = " ".join(f'"{word}"' if " " in word else word for word in ssh.command_line(host))
     argv = ["rsync", "-a", "-s", "--stats", "-e", shell]
@@ -329,11 +315,7 @@ def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
 
 
 def _call(ssh: Ssh, host: str, function: str, decoder: Decoder[T], timeout_s: float, **arguments: Any) -> T:
-    """Call a function of ``push_target`` on a host; return its answer.
-
-    Raises:
-        PushError: the host does not answer, its answer is an error or invalid, or its shell prints.
-    """
+    """Call a function of ``push_target`` on a host; return its answer."""
     try:
         with ssh.shared_channel(host) as channel:
             answer = channel.call(function, decoder, timeout_s, **arguments)

@@ -67,11 +67,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
 
 
 def recipe_of(run: Run) -> str:
-    """Return the path of a run's recipe, which must be a regular file.
-
-    Raises:
-        RecordError: it cannot be read.
-    """
+    """Return the path of a run's recipe; raise RecordError if it is no regular file that can be read."""
     try:
         os.close(open_regular(run.dir.recipe))
     except OSError as error:

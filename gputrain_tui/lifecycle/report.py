@@ -42,7 +42,6 @@ class LiveSink:
     """Process that writes the record of a run to one sink, TensorBoard or wandb."""
 
     def __init__(self, run_dir: RunDir, name: str, target: str) -> None:
-        """Start the process; it ends with this one."""
         self.name = name
         self._log = run_dir.logs / f"report-{name}.log"
         self._reported = False
@@ -60,7 +59,6 @@ class LiveSink:
             os.close(output)
 
     def pids(self) -> set[int]:
-        """Return the process and its descendants; none once it has ended."""
         pid = self._process.pid
         return {pid, *descendants(pid)} if self._process.poll() is None else set()
 
@@ -122,12 +120,7 @@ class RunReport:
         return [problem for sink in self._sinks if (problem := sink.problem())]
 
     def end(self, writer: RunStatusWriter, *, is_interrupted: Callable[[], bool] = bool) -> None:
-        """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock.
-
-        Args:
-            writer: writes the warnings into the status.
-            is_interrupted: whether to kill what has not ended and return.
-        """
+        """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock."""
         problems = [sink.end(is_interrupted=is_interrupted) for sink in self._sinks]
         if self._options.on_end:
             problems.append(run_on_end(self._options.on_end, self._dir, writer.status, is_interrupted=is_interrupted))
@@ -154,11 +147,6 @@ def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
 
 
 def _was_started_here(run_dir: RunDir) -> bool:
-    """Whether a run directory is in the runs folder and no copy.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     status = read_status(run_dir)
     known = None if status is None else status.inode
     return run_dir.path.parent.samefile(paths.runs_folder()) and known == run_dir.path.stat().st_ino

@@ -24,12 +24,6 @@ class RunDiagnosis:
     """Findings and state of a run from its record, as long as the record can be read."""
 
     def __init__(self, run_dir: RunDir, *, now: Callable[[], float]) -> None:
-        """Read nothing yet.
-
-        Args:
-            run_dir: the record.
-            now: clock, Unix seconds.
-        """
         self._dir = run_dir
         self._now = now
         self._watch: LiveDiagnosis | None = None
@@ -38,12 +32,10 @@ class RunDiagnosis:
 
     @property
     def step_s(self) -> float:
-        """Duration of the last step on the slowest rank, seconds; 0 before the first step."""
         return 0.0 if self._watch is None else self._watch.step_s
 
     @property
     def state(self) -> RunState | None:
-        """State of the run after the events read so far; None before the first check."""
         return None if self._watch is None else self._watch.state
 
     def check(self) -> list[Finding]:
@@ -60,7 +52,6 @@ class RunDiagnosis:
         return findings
 
     def state_at_end(self) -> RunState | None:
-        """Return the run's state after its whole record; None if it cannot be read."""
         return self._guarded(lambda: self._open().state_at_end())
 
     def last_findings(self) -> list[Finding]:

@@ -32,10 +32,7 @@ TAIL_BYTES = 1 << 16
 def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
     """Take the lock of a run directory; return False if another process holds it.
 
-    Args:
-        lock: the open lock file.
-        patience_s: how long to wait: a process that a killed supervisor was forking holds the lock until its exec.
-        give_up: whether to end the wait early.
+    A process that a killed supervisor was forking holds it until its exec: hence ``patience_s``.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -83,12 +80,7 @@ def record_end(
 ) -> int:
     """Kill the processes of a run without a supervisor and write its end; return its exit code.
 
-    Args:
-        run_dir: the run directory.
-        plan: plan of the run.
-        returncode: exit code of the last supervisor, a negative signal number if it was killed.
-        give_up: whether to end the wait for another supervisor that has adopted the run.
-        now: clock, Unix seconds.
+    ``returncode`` is of the last supervisor; ``give_up`` ends the wait for another one that has adopted the run.
     """
     try:
         lock = os.fdopen(open_to_append(run_dir.lock), "ab")

@@ -29,13 +29,6 @@ class RunStatusWriter:
     """Writer of a run's status and own events; used by its supervisor, or by the holder of its lock."""
 
     def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
-        """Continue the status in the run directory.
-
-        Args:
-            run_dir: the run directory.
-            plan: plan of the run.
-            now: clock, Unix seconds.
-        """
         self._dir = run_dir
         self._plan = plan
         self._now = now
@@ -47,7 +40,6 @@ class RunStatusWriter:
 
     @property
     def status(self) -> Status:
-        """Status as last written."""
         return self._status
 
     def take_over(self) -> None:
@@ -78,17 +70,14 @@ class RunStatusWriter:
         )
 
     def restarting(self) -> None:
-        """Count a restart in the status."""
         self._status.restarts += 1
         self._write_status()
 
     def stopping(self) -> None:
-        """Write into the status that a stop was requested."""
         self._status.status = "stopping"
         self._write_status()
 
     def record(self, event: Event) -> None:
-        """Append an event to the run's own events."""
         line = encode_event(event)
         try:
             # Kept open: a reader of the open file gets the end of the run even if the directory was deleted.
@@ -109,10 +98,7 @@ class RunStatusWriter:
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
         """Write the end of the run into its events and status; return its exit code.
 
-        Args:
-            ended: result of the last attempt.
-            left: processes that could not be killed.
-            state: state after the whole record; None if the record could not be read.
+        ``left`` are processes that could not be killed; ``state`` is None if the record could not be read.
         """
         message = None
         if ended.status == "stopped":

@@ -17,13 +17,7 @@ class SilentHosts(set[int]):
     """Nodes whose hosts do not answer."""
 
     def update_from(self, running: Iterable[NodeProcess], plan: Plan, now: float) -> list[Finding]:
-        """Return a finding for each host that has become silent or answers again since the last call.
-
-        Args:
-            running: the node processes.
-            plan: plan of the run.
-            now: Unix seconds.
-        """
+        """Return a finding for each host that has become silent or answers again since the last call."""
         findings = []
         for process in running:
             if (process.silent_s() >= SILENT_S) == (process.node in self):

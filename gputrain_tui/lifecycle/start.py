@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,28 +15,20 @@ from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 
-if TYPE_CHECKING:
-    from gputrain_tui.hosts.open_connections import OpenConnections
 
-
-def launch(
-    prepared: Prepared, *, leased: bool, connections: OpenConnections | None = None
-) -> tuple[Run, subprocess.Popen[bytes]]:
+def launch(prepared: Prepared, *, leased: bool) -> tuple[Run, subprocess.Popen[bytes]]:
     """Write the run directory and start the run's supervisor in a session of its own, or submit the run as a job.
 
-    Args:
-        prepared: recipe and plan.
-        leased: whether closing the standard input, a pipe, of the returned process ends the run.
-        connections: connections of the preflight to the hosts, which the supervisor takes over.
+    Closing the standard input, a pipe, of the returned process of a leased run ends the run.
 
     Raises:
         NotReadyError: the run directory cannot be written, or the scheduler refuses the run.
     """
     run, recipe, plan = _create(prepared), prepared.recipe, prepared.plan
-    return run, launcher(plan.launcher).start(run, recipe, plan, leased=leased, connections=connections)
+    return run, launcher(plan.launcher).start(run, recipe, plan, leased=leased)
 
 
-def launch_detached(prepared: Prepared, *, connections: OpenConnections | None = None) -> Run:
+def launch_detached(prepared: Prepared) -> Run:
     """Write the run directory and start the run, to continue without this process; return once it has started.
 
     Raises:
@@ -45,7 +36,7 @@ def launch_detached(prepared: Prepared, *, connections: OpenConnections | None =
         RequestError: the supervisor did not start.
     """
     run = _create(prepared)
-    launcher(prepared.plan.launcher).start_detached(run, prepared.recipe, prepared.plan, connections=connections)
+    launcher(prepared.plan.launcher).start_detached(run, prepared.recipe, prepared.plan)
     return run
 
 

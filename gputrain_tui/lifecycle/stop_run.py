@@ -42,13 +42,6 @@ MAX_SUPERVISORS = 3
 def stop_by_name(wanted: str, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run by its id, a prefix of it or ``last``; also a run with processes but without a readable directory.
 
-    Args:
-        wanted: the run.
-        origin: signal that names the origin of the request, one of ``STOP_REASONS``.
-
-    Returns:
-        One line about the end of the run, and the processes that do not end.
-
     Raises:
         RequestError: there is no such run, or it belongs to another machine.
     """
@@ -126,11 +119,7 @@ def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]
 
 
 def _stop_through_file(found: Run, host: str, origin: int) -> tuple[str, list[int]]:
-    """Stop a run whose supervisor is on another host, through the stop file in the shared run directory.
-
-    Raises:
-        RequestError: the file cannot be written, or the run does not end.
-    """
+    """Stop a run whose supervisor is on another host, through the stop file in the shared run directory."""
     try:
         write_stop_file(found.dir, STOP_REASONS[origin])
     except OSError as error:
@@ -168,10 +157,7 @@ def _recorded_nodes(run_dir: RunDir) -> list[int]:
 def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> tuple[str, list[int]]:
     """Stop the processes of a run whose directory was deleted or cannot be read.
 
-    Args:
-        path: the directory.
-        origin: signal that names the origin of the request.
-        complete: whether its own supervisor has ended all of them before.
+    ``complete``: its own supervisor has ended all of them before.
     """
     complete |= _end_supervisors(path, _stop_timeout_s(RunDir(path)), origin)
     left = kill_processes(path)

@@ -19,10 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnection
+from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
@@ -218,18 +216,13 @@ class Supervisor:
                     process.kill()
 
     def _wait(self, due: float) -> list[int]:
-        """Sleep until a signal, an event of a node process or a time; return the readable file descriptors.
-
-        Args:
-            due: time to wake at the latest, monotonic seconds; may be infinite.
-        """
+        """Sleep until a signal, an event of a node process or ``due``, monotonic seconds; return what is readable."""
         timeout_ms = None if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
         ready = [descriptor for descriptor, _ in self._poll.poll(timeout_ms)]
         self._stop_request.drain()
         return ready
 
     def _diagnose(self) -> None:
-        """Diagnose the run and record its findings."""
         if self._silent:
             self._diagnosis.due = self._directory.due
             return
@@ -331,13 +324,15 @@ def main() -> int:
     run_dir = RunDir(Path(arguments[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         leased, adopting = "--lease" in arguments[1:], "--adopt" in arguments[1:]
-        inherited = next((word.removeprefix(CONNECTIONS) for word in arguments if word.startswith(CONNECTIONS)), "{}")
         if not run_end.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor holds the lock of {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        connections = msgspec.json.decode(inherited, type=dict[int, OpenConnection])
         plan = read_plan(run_dir)
-        node_launcher = launcher(plan.launcher, connections)
+        node_launcher = launcher(plan.launcher)
+        if arguments[-1].startswith(CHANNELS):
+            from gputrain_tui.hosts.ssh import keep_inherited  # imported only for a run over ssh
+
+            keep_inherited(arguments[-1].removeprefix(CHANNELS))
         if adopting or not node_launcher.is_requeued:
             code = run_end.recorded_exit_code(run_dir, plan)
             if code is not None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import msgspec
 
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
-from gputrain_tui.hosts.open_connections import CONNECTIONS
+from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
@@ -25,7 +25,7 @@ from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from gputrain_tui.hosts.open_connections import OpenConnections
+    from gputrain_tui.hosts.host_channel import HostChannel
 
 
 def start_supervisor(
@@ -33,20 +33,13 @@ def start_supervisor(
     *,
     leased: bool,
     adopting: bool = False,
-    connections: OpenConnections | None = None,
+    channels: Sequence[HostChannel] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start the supervisor of a run.
-
-    Args:
-        run_dir: run directory.
-        leased: whether closing the supervisor's standard input, a pipe, ends the run.
-        adopting: whether it takes over the run of a supervisor that was killed.
-        connections: connections to the hosts of the run, which the supervisor takes over.
-    """
+    """Start the supervisor of a run; closing the standard input, a pipe, of the one of a leased run ends the run."""
     argv = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
-    by_node = {} if connections is None else connections.by_node
-    if by_node:
-        argv.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")
+    if channels:
+        inherited = [(channel.host, channel.mark, channel.pipes.descriptors) for channel in channels]
+        argv.append(f"{CHANNELS}{msgspec.json.encode(inherited).decode()}")
     # The supervisor inherits the signal mask and unblocks the signals once it has handlers: a Ctrl-C while its modules
     # load stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -59,12 +52,12 @@ def start_supervisor(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[descriptor for opened in by_node.values() for descriptor in opened.descriptors],
+                pass_fds=[descriptor for channel in channels for descriptor in channel.pipes.descriptors],
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if connections is not None:
-        connections.hand_over()
+    for channel in channels:
+        channel.pipes.detach()
     return supervisor
 
 
@@ -97,12 +90,6 @@ def await_supervisor(
     run: Run, supervisor: subprocess.Popen[bytes], *, previous: ProcessIdentity | None, patience_s: float = 30.0
 ) -> None:
     """Wait until a new supervisor is in the status of its run, which other commands take for lost until then.
-
-    Args:
-        run: the run.
-        supervisor: the new supervisor.
-        previous: the supervisor before, as in the status.
-        patience_s: time limit.
 
     Raises:
         RequestError: the new supervisor did not start.

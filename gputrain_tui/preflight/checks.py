@@ -41,17 +41,7 @@ LOW_DISK_BYTES = GIB
 
 
 def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: LocalFacts) -> list[CheckResult]:
-    """Run all checks of this machine and of the known inventories.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        facts: the facts of this machine, and the inventories of others.
-        local: names and addresses of this machine.
-
-    Returns:
-        The results in the order of a recipe: what to train, where, with what.
-    """
+    """Run all checks of this machine and of the known inventories, in the order of a recipe: what, where, with what."""
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     found = [
         *_inputs(recipe, facts, local_nodes),
@@ -67,14 +57,7 @@ def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: Loca
 def machine_checks(
     recipe: Recipe, plan: Plan, facts: PreflightFacts, nodes: Sequence[PlannedNode]
 ) -> Iterator[CheckResult]:
-    """Check rendezvous, torch, memory, cores, /dev/shm and open-file limit of one machine.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        facts: the facts of the machine, which is ``localhost`` in the inventories.
-        nodes: the nodes on the machine.
-    """
+    """Check rendezvous, torch, memory, cores, /dev/shm and open files of one machine, ``localhost`` in its facts."""
     yield from _rendezvous(recipe, facts)
     yield from _torch(facts, nodes)
     yield from _processors(recipe, facts, nodes)

@@ -45,14 +45,7 @@ if TYPE_CHECKING:
 def collect_facts(
     recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[str, Inventory]
 ) -> PreflightFacts:
-    """Collect the facts of this machine that concern a plan.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        local: names and addresses of this machine.
-        inventories: by host, of the machines that were queried; ``localhost`` is this one.
-    """
+    """Collect the facts of this machine that concern a plan; ``inventories`` are of the queried machines, by host."""
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     if not local_nodes:
         home = folder_facts(paths.runs_folder())

@@ -1,8 +1,7 @@
 """Collects over ssh the facts of all hosts of a plan in parallel, and tries the connections between the hosts.
 
 It uses the ssh, folder, line of shell, environment and interpreter of the launch. Each host has one channel, and calls
-the functions of ``gputrain_tui.hosts.node_facts``. The channels are closed after the collection, unless the launch
-continues on them.
+the functions of ``gputrain_tui.hosts.node_facts``. Afterwards it is idle, and the launch continues on it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import msgspec
 from gputrain_tui.hosts import environment_facts
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
@@ -65,20 +63,12 @@ def collect_hosts(
     *,
     env: Mapping[str, str],
     max_age_s: float = 0.0,
-    connections: OpenConnections | None = None,
 ) -> tuple[HostAnswer, ...]:
     """Return the facts of the hosts of a plan that is started over ssh, or the problem of a host that does not answer.
 
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        local: names and addresses of this machine.
-        env: variables of this machine that the launch passes to other hosts.
-        max_age_s: greatest age of answers to the same request: an edited form repeats it after every key.
-        connections: takes over the open connections to other hosts that have answered.
-
-    Returns:
-        An answer for each host, folder, setup, interpreter and environment, by its first node.
+    There is an answer for each host, folder, setup, interpreter and environment, by its first node. An edited form
+    repeats a request after every key: ``max_age_s`` is the greatest age of answers to the same request. ``env`` are the
+    variables that the launch passes to other hosts.
 
     Raises:
         RequestError: ``GPUTRAIN_SSH`` is no command line.
@@ -90,17 +80,13 @@ def collect_hosts(
     with _COLLECTING:
         if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
             return _CACHE["answers"]  # type: ignore[no-any-return]
-        answers = _Collection(recipe, plan, local, env, connections).run(nodes)
+        answers = _Collection(recipe, plan, local, env).run(nodes)
         _CACHE.update(request=request, time=time.monotonic(), answers=answers)
     return answers
 
 
 def _require_addresses(addresses: Sequence[str], port: int) -> None:
-    """Raise if a host's addresses or port are invalid: other hosts would fail on them, and the error name the others.
-
-    Raises:
-        HostError: an address or the port is invalid.
-    """
+    """Raise HostError for invalid addresses of a host: other hosts would fail on them, and the error name those."""
     try:
         for text in addresses:
             ipaddress.ip_address(text)
@@ -129,10 +115,8 @@ class _Collection:
         plan: Plan,
         local: LocalFacts,
         env: Mapping[str, str],
-        connections: OpenConnections | None,
     ) -> None:
         self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, Ssh()
-        self._connections = connections
         self._channels: dict[int, HostChannel] = {}
         self._found: dict[int, HostAnswer] = {}
         self._lock = threading.Lock()
@@ -148,7 +132,6 @@ class _Collection:
         self._token = str(Path(self._file).with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
 
     def run(self, nodes: Sequence[PlannedNode]) -> tuple[HostAnswer, ...]:
-        """Take all steps with the hosts of some nodes; return their answers in the same order."""
         with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
             try:
                 self._on_all(pool, nodes, self._facts)
@@ -285,7 +268,8 @@ class _Collection:
 
     def _close(self, node: PlannedNode) -> None:
         channel = self._channels[node.node]
-        if self._connections is None or self._found[node.node].is_local:
+        if self._found[node.node].is_local:
             channel.close()
         else:
-            self._connections.add(node.node, channel)
+            channel.send("release")
+            self._ssh.keep(channel)

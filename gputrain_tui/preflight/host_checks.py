@@ -33,13 +33,7 @@ from trainer.contract.builtin_tasks import BUILT_IN
 
 
 def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> list[CheckResult]:
-    """Run all checks of the hosts of a run over ssh.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        answers: of ``collect_hosts``; empty if no host was queried.
-    """
+    """Run all checks of the hosts of a run over ssh, by the answers of ``collect_hosts``."""
     if not answers:
         return []
     found: list[CheckResult] = []

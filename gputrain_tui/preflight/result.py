@@ -47,12 +47,7 @@ class NotReadyError(RequestError):
     """The recipe is valid, but the machines are not ready for it; exit code 3."""
 
     def __init__(self, results: Sequence[CheckResult], *, plan: Plan | None = None) -> None:
-        """Keep the results.
-
-        Args:
-            results: the results of all checks; at least one is an error.
-            plan: the run's plan; None if devices are missing.
-        """
+        """Keep the results, at least one of which is an error; no plan if devices are missing."""
         self.results = tuple(results)
         self.plan = plan
         self.errors = errors(results)

@@ -40,34 +40,28 @@ class LocalProcess:
         self._pidfd = os.pidfd_open(process.pid)
 
     def fileno(self) -> int:
-        """Return the pidfd, which becomes readable when the process ends."""
         return self._pidfd
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
         return self._process.poll()
 
     def stop(self, level: StopLevel) -> None:
-        """Send the node agent the signal of a stop level; above ``SAVE``, end its lease too."""
         for number in (signal_of(level), signal.SIGCONT):  # a stopped process runs no handler
             self._process.send_signal(number)
         if level > StopLevel.SAVE:
             self._end_lease()
 
     def kill(self) -> None:
-        """Kill the process group of the node agent."""
         with suppress(ProcessLookupError):
             if self._process.poll() is None:
                 os.killpg(self.pid, signal.SIGKILL)
         self._end_lease()
 
     def close(self) -> None:
-        """End the lease and close the pidfd."""
         self._end_lease()
         os.close(self._pidfd)
 
     def silent_s(self) -> float:
-        """Return 0: it is on this machine."""
         return 0.0
 
     def _end_lease(self) -> None:
@@ -88,7 +82,6 @@ class AdoptedProcess:
         self._run_dir = run_dir
 
     def fileno(self) -> int:
-        """Return the pidfd, which becomes readable when the process ends."""
         return self._pidfd
 
     def poll(self) -> int | None:
@@ -103,20 +96,16 @@ class AdoptedProcess:
         self._signal(signal.SIGCONT)
 
     def stop(self, level: StopLevel) -> None:
-        """Send the node agent the signal of a stop level."""
         self._signal(signal_of(level))
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the node agent."""
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the pidfd."""
         os.close(self._pidfd)
 
     def silent_s(self) -> float:
-        """Return 0: it is on this machine."""
         return 0.0
 
     def _signal(self, number: signal.Signals) -> None:
@@ -139,7 +128,6 @@ class LocalLauncher(Launcher):
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> AdoptedProcess | None:
-        """Take over a node of a killed supervisor; None if it has ended."""
         pidfd = None if identity is None else open_process(identity.pid, run_dir.path)
         if identity is None or pidfd is None:
             return None
@@ -151,11 +139,7 @@ class LocalLauncher(Launcher):
         return adopted
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
-        """Start a node's command in a session of its own, so that no signal of a terminal reaches it.
-
-        Raises:
-            OSError: the command cannot be started.
-        """
+        """Start a node's command in a session of its own, so that no signal of a terminal reaches it."""
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(

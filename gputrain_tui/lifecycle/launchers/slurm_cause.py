@@ -74,13 +74,7 @@ def with_slurm_cause(
 ) -> AttemptResult:
     """Return the result of a run with the cause that Slurm printed into its logs: time limit, memory, lost node.
 
-    Args:
-        ended: result by the record of the run.
-        plan: plan of the run.
-        run_dir: run directory, with the logs.
-        since: sizes of the logs at the start of the last attempt.
-        environ: environment of the job.
-        requeues: returns whether Slurm requeues the job after the loss of a node.
+    ``since`` has the sizes of the logs at the start of the last attempt.
     """
     if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
         return ended

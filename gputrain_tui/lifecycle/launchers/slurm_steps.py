@@ -69,7 +69,6 @@ class StepProcess(LocalProcess):
         self._step_name = step_name
 
     def poll(self) -> int | None:
-        """Return the exit code of the node agent, negative for a signal, or None while it runs."""
         code = super().poll()
         if code is not None and code > 128 and code != ExitCode.STOPPED:
             return 128 - code  # 128 + signal number, as in a shell
@@ -85,7 +84,6 @@ class StepProcess(LocalProcess):
             self._process.send_signal(signal.SIGTERM)  # at which srun ends the step
 
     def kill(self) -> None:
-        """Kill the step and its srun."""
         with suppress(RequestError, ValueError):
             slurm_commands.kill_step(int(os.environ.get("SLURM_JOB_ID", "")), self._step_name, address_of(self.host))
         super().kill()
@@ -104,7 +102,6 @@ class AdoptedStep(AdoptedProcess):
     """``srun`` of a step that a killed supervisor started."""
 
     def stop(self, level: StopLevel) -> None:
-        """Send the node agent a stop request."""
         self._signal(signal.SIGUSR1 if level <= StopLevel.SAVE else signal.SIGTERM)
 
 
