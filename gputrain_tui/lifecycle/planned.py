@@ -43,9 +43,8 @@ def plan_recipe(recipe: Recipe) -> Planned:
     except DeviceUnavailableError as error:
         what, _, fix = error.reason.partition("; ")
         key = error.where.rpartition(" ")[2]
-        raise NotReadyError(
-            [CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)]
-        ) from None
+        result = CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)
+        raise NotReadyError([result]) from None
 
 
 def plan_with_inventories(

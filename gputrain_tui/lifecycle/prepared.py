@@ -13,6 +13,7 @@ from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.planned import Planned, plan_recipe
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
+from gputrain_tui.preflight.result import warning
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
@@ -58,16 +59,22 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
     chosen = launcher(planned.plan.launcher)
     results = chosen.check(recipe, planned.plan)
     answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s)
-    asked = {
+    answered = {
         answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
     }
-    found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
-    results += run_checks(recipe, planned.plan, found, local=planned.local)
+    facts = collect_facts(
+        recipe,
+        planned.plan,
+        planned.local,
+        inventories={**answered, **planned.inventories},
+        queried=frozenset(answer.host for answer in answers),
+    )
+    results += run_checks(recipe, planned.plan, facts, local=planned.local)
     if answers:
         from gputrain_tui.preflight.host_checks import check_hosts
 
         results += check_hosts(recipe, planned.plan, answers)
-    results += [CheckResult(status="warning", check="other hosts", what=warning) for warning in planned.warnings]
+    results += [warning("other hosts", line) for line in planned.warnings]
     if errors(results):
         raise NotReadyError(results, plan=planned.plan)
     return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))

@@ -11,7 +11,7 @@ from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.plan.planner import with_run_dir
-from gputrain_tui.preflight.result import CheckResult, NotReadyError
+from gputrain_tui.preflight.result import NotReadyError, error
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 
@@ -53,6 +53,6 @@ def _create(prepared: Prepared) -> Run:
 
     try:
         return create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=recipe_text(recipe), plan=planned)
-    except RequestError as error:
-        what, _, fix = str(error).partition("; ")
-        raise NotReadyError([CheckResult(status="error", check="run folder", what=what, fix=fix)]) from None
+    except RequestError as refused:
+        what, _, fix = str(refused).partition("; ")
+        raise NotReadyError([error("run folder", what, fix)]) from None

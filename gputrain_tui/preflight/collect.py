@@ -43,13 +43,18 @@ if TYPE_CHECKING:
 
 
 def collect_facts(
-    recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[str, Inventory]
+    recipe: Recipe,
+    plan: Plan,
+    local: LocalFacts,
+    *,
+    inventories: Mapping[str, Inventory],
+    queried: frozenset[str] = frozenset(),
 ) -> PreflightFacts:
     """Collect the facts of this machine that concern a plan; ``inventories`` are of the queried machines, by host."""
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     if not local_nodes:
         home = folder_facts(paths.runs_folder())
-        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories)
+        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories, queried=queried)
     rendezvous, port = rendezvous_facts(plan, local)
     memory, limits = read_usable_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is local_nodes[0]
@@ -72,6 +77,7 @@ def collect_facts(
         open_files=limits.files,
         torch=installed_torch() if any("cpu" not in node.devices for node in local_nodes) else None,
         inventories=inventories,
+        queried=queried,
     )
 
 

@@ -55,6 +55,21 @@ class NotReadyError(RequestError):
         super().__init__(f"{self.errors[0].line}{more}")
 
 
+def ok(check: str, what: str, *, key: str = "", host: str = "") -> CheckResult:
+    """Return the result of a check that found nothing wrong."""
+    return CheckResult(status="ok", check=check, what=what, key=key, host=host)
+
+
+def warning(check: str, what: str, fix: str = "", *, key: str = "", host: str = "") -> CheckResult:
+    """Return a warning."""
+    return CheckResult(status="warning", check=check, what=what, fix=fix, key=key, host=host)
+
+
+def error(check: str, what: str, fix: str = "", *, key: str = "", host: str = "") -> CheckResult:
+    """Return an error."""
+    return CheckResult(status="error", check=check, what=what, fix=fix, key=key, host=host)
+
+
 def errors(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
     """Return the results that keep a run from starting."""
     return tuple(result for result in results if result.status == "error")

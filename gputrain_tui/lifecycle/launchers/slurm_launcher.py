@@ -15,7 +15,7 @@ from gputrain_tui.history.status_file import read_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.launchers.slurm_steps import AdoptedStep, StepProcess, launch_step, place_on_allocation
-from gputrain_tui.preflight.result import CheckResult, NotReadyError
+from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir, write_atomically
 
@@ -41,7 +41,7 @@ class SlurmLauncher(LocalLauncher):
 
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         if _in_job():
-            return [CheckResult(status="ok", check="Slurm", what=f"in job {os.environ.get('SLURM_JOB_ID')}")]
+            return [ok("Slurm", f"in job {os.environ.get('SLURM_JOB_ID')}")]
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
         return [slurm_submission.check(recipe, plan)]
@@ -109,6 +109,6 @@ def _submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
 
     try:
         return slurm_submission.submit(run, recipe, plan)
-    except RequestError as error:
+    except RequestError as refused:
         shutil.rmtree(run.dir.path, ignore_errors=True)
-        raise NotReadyError([CheckResult(status="error", check="Slurm", what=str(error))]) from None
+        raise NotReadyError([error("Slurm", str(refused))]) from None

@@ -29,7 +29,8 @@ from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.preflight.result import CheckResult
+from gputrain_tui.preflight.checks import with_location
+from gputrain_tui.preflight.result import CheckResult, error, ok
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Queued, RunDir
@@ -64,14 +65,11 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
     arguments, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
     try:
         accepted = slurm_commands.test(arguments, script)
-    except RequestError as error:
-        refusal = str(error)
-        key = next(
-            (("slurm", key) for word, key in KEY_OF_WORD.items() if word in refusal.lower()), ("cluster", "launcher")
-        )
-        where = recipe.where(*key)
-        return CheckResult(status="error", check="Slurm", what=refusal, fix=FIX, key=".".join(key), where=where)
-    return CheckResult(status="ok", check="Slurm", what=accepted.removeprefix("sbatch: "))
+    except RequestError as refused:
+        refusal = str(refused)
+        keys = (f"slurm.{key}" for word, key in KEY_OF_WORD.items() if word in refusal.lower())
+        return with_location(error("Slurm", refusal, FIX, key=next(keys, "cluster.launcher")), recipe)
+    return ok("Slurm", accepted.removeprefix("sbatch: "))
 
 
 def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
