@@ -20,8 +20,7 @@ import msgspec
 import gputrain_tui
 import trainer
 from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
-from gputrain_tui.hosts.host_pipes import HostPipes
-from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
+from gputrain_tui.hosts.host_pipes import SSH_FAILED, HostPipes, explain_failure
 from gputrain_tui.tables import printable
 
 MODULES = {

@@ -95,7 +95,7 @@ def read_environment(request: Mapping[str, Any]) -> tuple[Mapping[str, Any] | No
 
 
 def facts(server: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of this host for one node: the fields of ``gputrain_tui.preflight.host_facts.HostFacts``.
+    """Return the facts of this host for one node: the fields of ``gputrain_tui.preflight.collect_hosts.HostFacts``.
 
     Its ``probe_port`` accepts connections of the other hosts until the checks are over.
     """

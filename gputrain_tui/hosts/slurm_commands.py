@@ -39,6 +39,9 @@ WORDS = {
 }
 """Reason for the end of a job by its state; for COMPLETED and FAILED the exit code has it."""
 
+UNSEEN = "does not see the run directory"
+"""Message of a host of a job whose file system is another one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -1,18 +1,23 @@
-"""The recipe of a new run: read from a file, or that of the run that it continues."""
+"""The recipe of a new run: read from a file, that of the run that it continues, or of the evaluation of a training."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
-from typing import IO
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
 
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.lifecycle import run_checkpoints
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.build import load as load_recipe
-from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
+from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.option_rules import RESETS
+from trainer.contract.option_rules import RESETS, require_consistent
 from trainer.contract.record.regular_file import open_regular
 
 
@@ -84,3 +89,56 @@ def recipe_text(recipe: Recipe) -> str:
     from gputrain_tui.recipe.toml_writer import dump_toml  # a slow import (tomlkit) that few runs need
 
     return dump_toml(recipe)
+
+
+PREFIX = "eval-"
+"""Prefix of the recipe names of evaluations, which marks them in a list of runs."""
+
+
+def evaluation_recipe(
+    source: str,
+    *,
+    overrides: list[str],
+    checkpoint: Path,
+    run: str,
+    split: Literal["test", "valid"] | None,
+    stdin: IO[str] | None = None,
+) -> Recipe:
+    """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
+
+    Args:
+        source: the recipe of the training, a file or ``-``.
+        overrides: ``KEY=VALUE`` settings.
+        checkpoint: a file, or a folder for its newest good checkpoint.
+        run: run that the checkpoint must belong to; empty for any.
+        split: None for ``test``, or ``valid`` of a task without one.
+        stdin: stream that ``-`` reads.
+
+    Raises:
+        RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
+    """
+    recipe = load_recipe(source, overrides=overrides, stdin=stdin)
+    if recipe.script is not None:
+        raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
+    schema = options_schema(recipe.train.task)
+    task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
+    sizes = recipe.train.batch_size
+    train = msgspec.structs.replace(
+        recipe.train,
+        eval_only=str(checkpoint),
+        eval_split=split,
+        checkpoint_run=run,
+        resume=None,
+        save_dir=None,
+        finetune_from=None,
+        finetune_partial=False,
+        batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
+    )
+    require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
+    changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
+    return dataclasses.replace(
+        recipe,
+        name=(PREFIX + recipe.name)[:MAX_NAME_CHARS],
+        train=train,
+        origin=dataclasses.replace(recipe.origin, overridden=recipe.origin.overridden | changed),
+    )

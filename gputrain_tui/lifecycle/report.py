@@ -16,13 +16,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui import paths
-from gputrain_tui.history.status_file import read_status
+from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
-from gputrain_tui.lifecycle.on_end import run_on_end
 from gputrain_tui.lifecycle.sink_state import read_sink_state
 from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append, read_whole
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 SINK_TIMEOUT_S = 30.0
 """Time limit of a sink for the rest of the record after the end of the run, in which wandb uploads."""
+ON_END_TIMEOUT_S = 30.0
+"""Time limit of the command ``on_end``, after which it is killed; `gputrain run` in the foreground waits for it."""
 POLL_S = 0.05
-"""Time between two checks whether a sink has ended."""
+"""Time between two checks whether a stop request ends the wait for a process."""
 
 
 class LiveSink:
@@ -75,10 +77,7 @@ class LiveSink:
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
-        deadline = time.monotonic() + SINK_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline and not is_interrupted():
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(POLL_S)
+        _wait(self._process, SINK_TIMEOUT_S, is_interrupted)
         left = self.pids()
         for pid in left:
             with suppress(ProcessLookupError):
@@ -126,6 +125,66 @@ class RunReport:
             problems.append(run_on_end(self._options.on_end, self._dir, writer.status, is_interrupted=is_interrupted))
         for problem in filter(None, problems):
             writer.warn(problem)
+
+
+def run_on_end(command: str, run_dir: RunDir, status: Status, *, is_interrupted: Callable[[], bool]) -> str:
+    """Run the command unless it was run before; return a warning, empty if it succeeded.
+
+    It gets the facts of the run as environment variables only.
+    """
+    log = run_dir.on_end_log
+    try:
+        # The process that creates the log runs the command: at most once, even if a supervisor was killed meanwhile.
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return ""
+    except OSError:  # a full disk, a deleted run directory
+        output = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    environment = {
+        "GPUTRAIN_RUN_ID": status.run,
+        "GPUTRAIN_RUN_NAME": status.recipe,
+        "GPUTRAIN_RUN_STATUS": status.status,
+        "GPUTRAIN_RUN_EXIT_CODE": "" if status.exit_code is None else str(status.exit_code),
+        "GPUTRAIN_RUN_MESSAGE": printable(status.message or ""),
+        "GPUTRAIN_RUN_FINDING": printable(run_mark(status.findings)),
+        "GPUTRAIN_RUN_DIR": str(run_dir.path),
+    }
+    try:
+        with subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:
+            problem = _await_on_end(process, is_interrupted)
+    except OSError as error:
+        problem = f"could not be started: {error.strerror}"
+    finally:
+        os.close(output)
+    return problem and f"report.on_end {problem}; its output is in {log}"
+
+
+def _await_on_end(process: subprocess.Popen[bytes], is_interrupted: Callable[[], bool]) -> str:
+    if not _wait(process, ON_END_TIMEOUT_S, is_interrupted):
+        in_time = is_interrupted()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return "was killed before it ended" if in_time else f"took longer than {ON_END_TIMEOUT_S:.0f} s and was killed"
+    code = process.returncode
+    if not code:
+        return ""
+    return f"was killed by signal {-code}" if code < 0 else f"has failed with exit code {code}"
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, is_interrupted: Callable[[], bool]) -> bool:
+    """Wait for the end of a process; return whether it has ended before the time limit and the interrupt."""
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline and not is_interrupted():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+    return process.returncode is not None
 
 
 def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:

@@ -15,9 +15,9 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, launchers
+from gputrain_tui.lifecycle.directory_watch import await_end, supervisor_beats, write_stop_file
 from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
-from gputrain_tui.lifecycle.stop_file import await_end, supervisor_beats, write_stop_file
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted

@@ -25,17 +25,16 @@ from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
+    NodeProcess,
+    attempt_result,
     delete_temporary_files,
     read_attempt,
     write_attempt,
 )
-from gputrain_tui.lifecycle.attempt_result import attempt_result
-from gputrain_tui.lifecycle.directory_watch import DirectoryWatch
+from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
-from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.run_diagnosis import RunDiagnosis
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.lifecycle.silent_hosts import SilentHosts
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s, exit_code_of
@@ -89,7 +88,8 @@ class Supervisor:
         self._directory = DirectoryWatch(run_dir, self._stop_request, now=now)
         self._over_before: set[int] = set()
         """Nodes that had ended, with unfinished ranks, when the run was adopted."""
-        self._silent = SilentHosts()
+        self._silent: set[int] = set()
+        """Nodes whose hosts do not answer."""
         self._report: RunReport | None = None
         """Report by ``[report]`` of the recipe; None without one."""
 
@@ -205,7 +205,7 @@ class Supervisor:
                     write_attempt(self.dir, attempt)
             if time.monotonic() >= self._directory.due:
                 self._directory.check()
-                for finding in self._silent.update_from(attempt.running.values(), self._plan, self._now()):
+                for finding in silence_findings(self._silent, attempt.running.values(), self._plan, self._now()):
                     self._status_writer.record(finding)
                 self._warn([] if self._report is None else self._report.problems())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:

@@ -23,8 +23,8 @@ from gputrain_tui.preflight.checks import (
     too_few_files,
     with_location,
 )
+from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts
 from gputrain_tui.preflight.facts import PreflightFacts
-from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted

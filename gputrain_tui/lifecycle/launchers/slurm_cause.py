@@ -14,7 +14,6 @@ from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.tables import size
 from trainer.contract.errors import RequestError
@@ -95,7 +94,7 @@ def with_slurm_cause(
         return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
-            if UNSEEN in line:
+            if slurm_commands.UNSEEN in line:
                 return failed("slurm", line, host=node.host)
     return failed("slurm", cause) if cause and cause != REQUEUED else ended
 

@@ -24,7 +24,6 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import failed
-from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
@@ -133,7 +132,7 @@ def _record_end(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
         state, status = "" if job is None else job.state, read_status(run_dir)
         began = status is not None and status.status != "queued"
         if job is not None and not job.launched and not began:
-            fix = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
+            fix = f"{slurm_commands.UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
             ended = failed("slurm", f"the job could not start on {job.nodes}, which {fix}")
         elif job is not None and job.exit_code == ExitCode.REFUSED and not began:
             ended = failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")

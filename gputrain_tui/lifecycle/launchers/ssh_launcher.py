@@ -25,6 +25,7 @@ from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
@@ -40,9 +41,8 @@ from trainer.host.process_identity import ProcessIdentity
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.host_names import LocalFacts
-    from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan, PlannedNode
-    from gputrain_tui.preflight.host_facts import HostAnswer
+    from gputrain_tui.preflight.collect_hosts import HostAnswer
     from gputrain_tui.recipe.model import Recipe
 
 FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
@@ -119,7 +119,7 @@ class SshLauncher(Launcher):
         return SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased)
 
 
-class SshProcess:
+class SshProcess(NodeProcess):
     """Node on another host, and the connection to its host agent."""
 
     def __init__(
@@ -132,11 +132,7 @@ class SshProcess:
         leased: bool,
     ) -> None:
         """Start the thread that connects; without ``start`` the host agent must run already."""
-        self.node = node.node
-        self.host = node.host
-        self.host_error = ""
-        self.identity: ProcessIdentity | None = None
-        """Host agent; None until it has answered."""
+        super().__init__(node.node, node.host, None)
         self._planned = node
         self._run_dir = run_dir
         self._attempt = attempt
