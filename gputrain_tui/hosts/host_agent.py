@@ -44,6 +44,14 @@ the newest session, the agent at its end."""
 HOME = "GPUTRAIN_HOME"
 
 
+def home_folder(request: Mapping[str, Any]) -> Path:
+    """Return gputrain's folder on this host, set by the recipe, this host's environment or the launching side's."""
+    chosen = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
+    if chosen:
+        return expand_home(chosen).absolute()
+    return expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "gputrain"
+
+
 def node_command(argv: Sequence[str], setup: str) -> list[str]:
     """Return the command line that runs the line of shell ``setup``, if any, and then ``argv`` in its place."""
     if not setup:

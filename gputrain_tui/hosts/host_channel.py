@@ -102,7 +102,6 @@ class HostChannel:
         """Take a connection whose program runs, or gets its source from the caller."""
         self.host = host
         self.answered = False
-        """Whether a frame has arrived."""
         self.mark = mark
         self.pipes = pipes
         self._input = FrameBuffer(mark.encode())

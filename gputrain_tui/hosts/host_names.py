@@ -37,7 +37,6 @@ class LocalFacts:
     slurm: bool = False
     """Whether this process is inside a Slurm allocation."""
     slurm_hosts: tuple[str, ...] = ()
-    """The hosts of that allocation."""
 
 
 def address_of(host: str) -> str:

@@ -43,7 +43,6 @@ class CallServer:
         self._mark = mark
         self._input = FrameBuffer()
         self.call = 0
-        """Number of the newest call."""
         self.of_node: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
         """Further functions, of the node that this connection serves."""
         self.held = ExitStack()

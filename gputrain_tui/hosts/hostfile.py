@@ -23,7 +23,6 @@ class HostEntry:
     host: str
     """As ssh and a recipe take it: ``gpu1``, ``ada@gpu1``, ``[fd00::1]``, ``ssh://gpu1:2222``."""
     slots: int | None = None
-    """Number of ranks; None if the line gives none."""
     gpus: Gpus | None = None
     """As the key ``gpus`` of a recipe's node."""
 

@@ -49,7 +49,6 @@ class Job:
 
     number: int
     state: str
-    """``PENDING``, ``RUNNING``, …"""
     reason: str
     """Why it is pending; empty otherwise."""
     starts: float | None
@@ -180,8 +179,7 @@ def signal_steps(number: int, step_name: str, name: str) -> None:
     Raises:
         RequestError: Slurm does not answer.
     """
-    steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j"]).splitlines()
-    named = [line.split()[0] for line in steps if line.split()[1:] == [step_name]]
+    named = [step for step, its_name, _ in _steps(number) if its_name == step_name]
     if named:
         with suppress(RequestError):  # they have ended meanwhile
             _call(["scancel", f"--signal={name}", *named])
@@ -193,8 +191,7 @@ def kill_step(number: int, step_name: str, host: str) -> None:
     Raises:
         RequestError: Slurm does not answer.
     """
-    steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
-    named = [line.split()[0] for line in steps if line.split()[1:] == [step_name, host]]
+    named = [step for step, *name_and_host in _steps(number) if name_and_host == [step_name, host]]
     kill_timeout_s = 2.0  # time limit for killing a step; a live host needs hundredths of a second, a lost one 11 s
     if named:
         try:
@@ -202,6 +199,12 @@ def kill_step(number: int, step_name: str, host: str) -> None:
         except RequestError:
             with suppress(RequestError):  # it has ended meanwhile
                 _call(["scancel", *named])
+
+
+def _steps(number: int) -> list[list[str]]:
+    """Return number, name and hosts of each step of a job."""
+    lines = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
+    return [words for line in lines if len(words := line.split()) == 3]
 
 
 def _call(

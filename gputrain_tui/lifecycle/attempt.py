@@ -89,7 +89,6 @@ class Attempt:
     failure: Failure | None = None
     """Failure of the supervisor itself."""
     stop_level: StopLevel = StopLevel.NONE
-    """Stop level sent to the nodes."""
     deadline: float | None = None
     """Time at which running nodes are killed, monotonic seconds; None for never."""
 
@@ -98,11 +97,9 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """Contents of ``attempt.json``, from which a new supervisor adopts the nodes of an attempt."""
 
     since: dict[str, Count]
-    """Sizes of the event files at the start of the attempt, by file name."""
     processes: dict[Rank, ProcessIdentity]
     """By node; nodes on hosts that have not answered yet are absent."""
     tmp: str
-    """Folder in which the nodes of this machine have their temporary folders."""
 
 
 def delete_temporary_files(run_dir: RunDir, nodes: Iterable[int], tmp: Path) -> None:

@@ -23,7 +23,6 @@ from trainer.contract.record.regular_file import open_regular, read_part, read_t
 TAIL_BYTES = 1 << 20
 """Bytes at the end of an event file that are searched for the end of its rank."""
 LOG_BYTES = 64 << 10
-"""Bytes at the end of a log that are searched."""
 ROOM_BYTES = 16 << 10
 """Free space below which ranks may have been unable to write their last events."""
 ACCEPTED_STATES = ("training", "validating", "saving", "finished")
@@ -42,7 +41,6 @@ class NodeEnd:
     unfinished: list[int]
     """Its ranks without a record of having finished."""
     host_error: str = ""
-    """Error of its host or of the connection, which did not start or keep it; empty if its log has the cause."""
     killed_by_us: bool = False
     """Whether the supervisor killed it; its end is then no cause, even if it was seen first."""
 

@@ -21,14 +21,11 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import StopRequest
 
 CHECK_S = 1.0
-"""Time between two checks of the run directory."""
 SILENT_S = 5.0
 """Silence of a host, which answers once a second, from which it is reported; the run is not diagnosed meanwhile, as
 the record of its ranks ends where the connection broke."""
 POLL_S = 0.1
-"""Time between two checks for the supervisor's answer."""
 MAX_STOP_BYTES = 80
-"""Bytes of the stop file that are read."""
 BEAT_TIMEOUT_S = 5.0
 """Time for the mtime of the lock to change; a supervisor updates it once a second, a network file system delays it."""
 
@@ -87,7 +84,6 @@ class DirectoryWatch:
         self.due = 0.0
         """Time of the next check, monotonic seconds."""
         self.deleted: Failure | None = None
-        """Failure of a run whose directory was deleted."""
 
     def check(self) -> None:
         """Touch the lock, and stop the run at a request in the stop file or if its directory was deleted.

@@ -65,7 +65,6 @@ class Transfer:
 
     source: Path
     target: str
-    """Folder on the host."""
     files: tuple[str, ...] | None = None
     """Paths relative to the folder; None for all files except ``__pycache__``."""
 
@@ -81,7 +80,6 @@ class HostPush:
     imports: tuple[str, ...] = ()
     """Copied folders of code that the environment installed on the host imports from."""
     lines: tuple[str, ...] = ()
-    """Description of the plan, for people."""
 
 
 class HostPlatform(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +88,11 @@ class HostPlatform(msgspec.Struct, frozen=True, kw_only=True):
     libc: str
     """Name and version of its C library."""
     machine: str
-    """Its architecture."""
     base: str
     """Version of the interpreter at the path of this machine's; empty if there is none."""
     rsync: bool
     workdir: str
     shared: tuple[str, ...]
-    """Visible tokens."""
 
 
 PLATFORM, PREPARED = msgspec.json.Decoder(HostPlatform), msgspec.json.Decoder(None)

@@ -92,7 +92,6 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 PREFIX = "eval-"
-"""Prefix of the recipe names of evaluations, which marks them in a list of runs."""
 
 
 def evaluation_recipe(

@@ -19,9 +19,7 @@ class RemoteNode(msgspec.Struct, frozen=True, kw_only=True):
     """Node that writes into a run directory of its own host."""
 
     host: str
-    """As in the plan."""
     run_dir: str
-    """Path on that host."""
 
 
 _decode = msgspec.json.Decoder(RemoteNode)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from gputrain_tui import paths
 from gputrain_tui.history.status_file import Status, read_status
-from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.lifecycle.sink_state import read_sink_state
 from gputrain_tui.recipe.report_options import ReportOptions
@@ -27,6 +26,7 @@ from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append, read_whole
 from trainer.contract.schema import check
+from trainer.host.proc_environ import RUN
 from trainer.host.processes import descendants
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LiveSink:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
-                env={**os.environ, leftovers.MARK: str(run_dir.path)},
+                env={**os.environ, RUN: str(run_dir.path)},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -54,7 +54,6 @@ class ChosenCheckpoint:
     path: Path
     """A file, or a folder for its newest good checkpoint; absolute."""
     run: Run | None
-    """Run of the checkpoint; None if not known."""
     run_id: str = ""
     """The run's id as the checkpoint names it, if a run was named; empty for a named file."""
     description: str

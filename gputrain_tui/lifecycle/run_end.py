@@ -24,7 +24,6 @@ from trainer.contract.record import Failure, RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
 
 LOCK_POLL_S = 0.02
-"""Time between two attempts to take the lock."""
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the run's own events in which the last one is searched."""
 

@@ -31,9 +31,9 @@ from gputrain_tui.lifecycle.attempt import (
     read_attempt,
     write_attempt,
 )
+from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
 from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
-from gputrain_tui.lifecycle.run_diagnosis import RunDiagnosis
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
@@ -43,6 +43,7 @@ from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import kill_descendants, reap
+from trainer.host.proc_environ import RUN, SUPERVISOR
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 from trainer.host.temporary_folder import system_folder
 
@@ -55,7 +56,6 @@ ranks to answer and to save."""
 FAILURE_GRACE_S = 1.5
 """Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
 SWEEP_S = 5.0
-"""Time for killed processes to end."""
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
 
@@ -83,7 +83,6 @@ class Supervisor:
         self._launcher = node_launcher
         self._status_writer = RunStatusWriter(run_dir, self._plan, now=now)
         self._tmp = system_folder()
-        """Folder in which the nodes of this machine have their temporary folders."""
         self._diagnosis = RunDiagnosis(run_dir, now=now)
         self._directory = DirectoryWatch(run_dir, self._stop_request, now=now)
         self._over_before: set[int] = set()
@@ -91,7 +90,6 @@ class Supervisor:
         self._silent: set[int] = set()
         """Nodes whose hosts do not answer."""
         self._report: RunReport | None = None
-        """Report by ``[report]`` of the recipe; None without one."""
 
     def run(self) -> ExitCode:
         """Supervise the run to its end; return its exit code."""
@@ -146,7 +144,7 @@ class Supervisor:
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
         self._launcher.begin_attempt(self.dir)
-        env = {leftovers.MARK: str(self.dir.path)}
+        env = {RUN: str(self.dir.path)}
         for node in plan.nodes:
             if self._stop_request.reason is not None:
                 break
@@ -228,8 +226,7 @@ class Supervisor:
             return
         for finding in self._diagnosis.check():
             self._status_writer.record(finding)
-        if self._diagnosis.state is not None:
-            self._status_writer.validated(self._diagnosis.state)
+        self._status_writer.validated(self._diagnosis.state)
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
@@ -319,7 +316,7 @@ class Supervisor:
 
 def main() -> int:
     """Supervise the run of a directory, unless another supervisor does; return the exit code."""
-    os.environ.pop(leftovers.SUPERVISOR, None)  # its children are no supervisors
+    os.environ.pop(SUPERVISOR, None)  # its children are no supervisors
     arguments = sys.argv[1:]
     run_dir = RunDir(Path(arguments[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:

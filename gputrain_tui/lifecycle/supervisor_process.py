@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -16,11 +16,10 @@ import msgspec
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.hosts.host_names import CHANNELS
-from gputrain_tui.lifecycle.leftovers import SUPERVISOR
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
-from trainer.host.proc_environ import RUN
+from trainer.host.proc_environ import RUN, SUPERVISOR
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import STOP_SIGNALS
 
@@ -40,6 +39,8 @@ def start_supervisor(
     if channels:
         inherited = [(channel.host, channel.mark, channel.pipes.descriptors) for channel in channels]
         argv.append(f"{CHANNELS}{msgspec.json.encode(inherited).decode()}")
+    # Without the variable of the run whose script has started this command, and with which its processes end.
+    outside_of_runs = {name: value for name, value in os.environ.items() if name != RUN}
     # The supervisor inherits the signal mask and unblocks the signals once it has handlers: a Ctrl-C while its modules
     # load stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -47,7 +48,7 @@ def start_supervisor(
         with _supervisor_log(run_dir) as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *argv],
-                env={**_outside_of_runs(os.environ), SUPERVISOR: str(run_dir.path.absolute())},
+                env={**outside_of_runs, SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -59,11 +60,6 @@ def start_supervisor(
     for channel in channels:
         channel.pipes.detach()
     return supervisor
-
-
-def _outside_of_runs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the mark of the run whose script has started this command, which ends with it."""
-    return {name: value for name, value in environ.items() if name != RUN}
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:

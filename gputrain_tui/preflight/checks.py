@@ -30,7 +30,6 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 MIN_RECORD_BYTES = 4 * MIB
-"""Least free space for a run's record."""
 RECORD_FILES = 24
 """Files and folders of a run directory besides those of its ranks."""
 RECORD_FILES_PER_RANK = 4

@@ -41,9 +41,7 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the run directories."""
     save_dir: Folder | None = None
     shm_free_bytes: int | None = None
-    """Free space in ``/dev/shm``."""
     limits: ResourceLimits | None = None
-    """Limits of processes and memory."""
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     cores: int | None = None
@@ -53,6 +51,5 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     torch: Torch | None = None
     """Read only when ranks use GPUs."""
     queried: frozenset[str] = frozenset()
-    """Hosts that the launcher has queried."""
     inventories: Mapping[str, Inventory] = msgspec.field(default_factory=dict)
     """By host as in the recipe, ``localhost`` for this machine."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
+from gputrain_tui.preflight.result import CheckResult, ok
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
@@ -137,7 +136,7 @@ class SlurmLauncher(LocalLauncher):
             return super().start(run, recipe, plan, leased=leased)
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
-        _submit(run, recipe, plan)
+        slurm_submission.submit(run, recipe, plan)
         return slurm_submission.watch(run.dir, leased=leased)
 
     def start_detached(self, run: Run, recipe: Recipe, plan: Plan) -> None:
@@ -146,7 +145,7 @@ class SlurmLauncher(LocalLauncher):
             return
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
-        slurm_submission.record_queued(run.dir, _submit(run, recipe, plan))
+        slurm_submission.record_queued(run.dir, slurm_submission.submit(run, recipe, plan))
 
     def take_over(self, run: Run) -> subprocess.Popen[bytes]:
         if _in_job():
@@ -209,13 +208,3 @@ class SlurmLauncher(LocalLauncher):
 
 def _in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
-
-
-def _submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
-    from gputrain_tui.lifecycle.launchers import slurm_submission
-
-    try:
-        return slurm_submission.submit(run, recipe, plan)
-    except RequestError as refused:
-        shutil.rmtree(run.dir.path, ignore_errors=True)
-        raise NotReadyError([error("Slurm", str(refused))]) from None
