@@ -181,25 +181,25 @@ class _Lease:
     """The right of a node to go on: a live session for a leased run, and beats or growing events for every run."""
 
     def __init__(self, folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
-        self._beat = folder / BEAT
+        self._heartbeat = folder / BEAT
         self._events = [run_dir / "events" / f"{rank}.ndjson" for rank in request["ranks"]]
         self._idle_s: float = request["idle_s"]
-        self._last_beat: dict[str, Any] = {"leased": request["leased"]}
+        self._last_heartbeat: dict[str, Any] = {"leased": request["leased"]}
         self._event_bytes = -1
         self._active_at = self._session_at = time.monotonic()
 
     def is_over(self) -> bool:
         """Whether a leased run has no session for ``LEASE_S``, or neither beats nor events came for ``idle_s``."""
         now = time.monotonic()
-        beat = read_object(self._beat)
-        if beat is not None and beat != self._last_beat:
-            self._last_beat, self._active_at = beat, now
-        if "pid" not in self._last_beat or is_alive(self._last_beat):
+        heartbeat = read_object(self._heartbeat)
+        if heartbeat is not None and heartbeat != self._last_heartbeat:
+            self._last_heartbeat, self._active_at = heartbeat, now
+        if "pid" not in self._last_heartbeat or is_alive(self._last_heartbeat):
             self._session_at = now
         event_bytes = sum(_size(path) for path in self._events)
         if event_bytes != self._event_bytes:
             self._event_bytes, self._active_at = event_bytes, now
-        lease_ended = self._last_beat["leased"] and now - self._session_at > LEASE_S
+        lease_ended = self._last_heartbeat["leased"] and now - self._session_at > LEASE_S
         return lease_ended or now - self._active_at > self._idle_s
 
 

@@ -57,20 +57,20 @@ def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
     Raises:
         RequestError: the text names no host, or a line is wrong.
     """
-    found: dict[str, tuple[int, HostEntry]] = {}
+    entries: dict[str, tuple[int, HostEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         entry = _parse_entry(words, f"{name}:{number}")
-        if entry.host in found:
+        if entry.host in entries:
             raise RequestError(
-                f"{name}:{number}: {entry.host} is already on line {found[entry.host][0]}; keep one line per host"
+                f"{name}:{number}: {entry.host} is already on line {entries[entry.host][0]}; keep one line per host"
             )
-        found[entry.host] = number, entry
-    if not found:
+        entries[entry.host] = number, entry
+    if not entries:
         raise RequestError(f"{name} names no host; write one per line, such as `gpu1` or `gpu1 gpus=0,2`")
-    return tuple(entry for _, entry in found.values())
+    return tuple(entry for _, entry in entries.values())
 
 
 def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...]:
@@ -79,14 +79,14 @@ def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...
     Raises:
         RequestError: a word is no host, or the list is empty.
     """
-    found: dict[str, HostEntry] = {}
+    entries: dict[str, HostEntry] = {}
     for word in text.split(","):
         if word.strip():
             entry = _parse_entry([word.strip()], name)
-            found[entry.host] = entry
-    if not found:
+            entries[entry.host] = entry
+    if not entries:
         raise RequestError(f"{name} is {quoted(text)}, but must name hosts, separated by commas, such as gpu1,gpu2")
-    return tuple(found.values())
+    return tuple(entries.values())
 
 
 def _parse_entry(words: list[str], where: str) -> HostEntry:

@@ -94,16 +94,16 @@ def disk_is_full(run_dir: RunDir) -> bool:
 
 def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
     """Return the failures that ranks and nodes recorded in this attempt."""
-    found: list[Failure] = []
+    events: list[Failure] = []
     for path in run_dir.events.glob("*.ndjson"):
-        found += [event for event in _tail(path, since, b'"failure"') if isinstance(event, Failure)]
-    return found
+        events += [event for event in _tail(path, since, b'"failure"') if isinstance(event, Failure)]
+    return events
 
 
 def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int], until: float) -> bool:
     """Whether a failure that is no consequence of a stop was recorded in this attempt before a time, Unix seconds."""
-    found = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
-    return any(failure.time <= until and failure.kind not in LOST_PEER_KINDS for failure in found)
+    recorded = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
+    return any(failure.time <= until and failure.kind not in LOST_PEER_KINDS for failure in recorded)
 
 
 def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:

@@ -102,14 +102,14 @@ T = TypeVar("T")
 
 def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[Destination]:
     """Return the hosts of a recipe that are not this machine."""
-    found = {}
+    by_host = {}
     for index in range(len(recipe.cluster.nodes)):
         node = recipe.cluster.of_node(index)
         if node.host is not None and not is_here(node.host):
             workdir = node.workdir or str(Path.cwd())
             own = node.python not in (None, sys.executable)
-            found[node.host] = Destination(host=node.host, workdir=workdir, own_python=own)
-    return list(found.values())
+            by_host[node.host] = Destination(host=node.host, workdir=workdir, own_python=own)
+    return list(by_host.values())
 
 
 def data_of(recipe: Recipe) -> set[Path]:
@@ -135,12 +135,12 @@ def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[Host
 
         answers = _in_parallel(probe, to)
     sent_code = tuple(code_files(code, data))
-    found = []
+    pushes = []
     for destination, answer in zip(to, answers, strict=True):
         shared = {folder for folder, token in tokens.items() if token in answer.shared}
         missing = [path for path in imports if path not in shared]
-        found.append(_plan_host(destination, answer, code, sent_code, missing, shared))
-    return found
+        pushes.append(_plan_host(destination, answer, code, sent_code, missing, shared))
+    return pushes
 
 
 def _plan_host(
@@ -274,38 +274,38 @@ def files_of(folder: Path) -> tuple[str, ...] | None:
 def import_folders(code: Path) -> list[Path]:
     """Return the folders of ``sys.path`` and the environment, without standard library, ``/usr`` and ``code``."""
     library = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")}
-    found = [] if Path(sys.prefix).is_relative_to(SYSTEM) else [Path(sys.prefix)]
+    folders = [] if Path(sys.prefix).is_relative_to(SYSTEM) else [Path(sys.prefix)]
     for name in sys.path:
         path = Path(name)
         if not name or not path.is_dir() or any(path.is_relative_to(folder) for folder in (code, SYSTEM)):
             continue
         standard = path in library or path.name == "lib-dynload"
-        if not standard and not any(path.is_relative_to(folder) for folder in found):
-            found.append(path)
-    return found
+        if not standard and not any(path.is_relative_to(folder) for folder in folders):
+            folders.append(path)
+    return folders
 
 
 def package_versions() -> Iterator[str]:
     """Yield ``name==version`` of the installed packages, without editable and local installs (PEP 610)."""
-    found = {package.metadata["Name"]: package for package in importlib.metadata.distributions()}
-    for name in sorted(found, key=str.lower):
-        if found[name].read_text("direct_url.json") is None:
-            yield f"{name}=={found[name].version}"
+    packages = {package.metadata["Name"]: package for package in importlib.metadata.distributions()}
+    for name in sorted(packages, key=str.lower):
+        if packages[name].read_text("direct_url.json") is None:
+            yield f"{name}=={packages[name].version}"
 
 
 @contextmanager
 def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
     """Create a randomly named file in each folder; a host that finds it there shares the folder."""
     name = f".gputrain-{secrets.token_hex(8)}"
-    found: dict[Path, str] = {}
+    tokens: dict[Path, str] = {}
     try:
         for folder in folders:
             with suppress(OSError):  # a folder without write permission counts as not shared
                 (folder / name).touch()
-                found[folder] = str(folder / name)
-        yield found
+                tokens[folder] = str(folder / name)
+        yield tokens
     finally:
-        for token in found.values():
+        for token in tokens.values():
             with suppress(OSError):
                 Path(token).unlink()
 

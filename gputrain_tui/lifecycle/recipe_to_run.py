@@ -11,8 +11,8 @@ from typing import IO, Literal
 import msgspec
 
 from gputrain_tui.history.run_folders import Run, find
-from gputrain_tui.lifecycle import run_checkpoints
 from gputrain_tui.lifecycle.remote_nodes import remote_node
+from gputrain_tui.lifecycle.run_checkpoints import describe_missing_checkpoint, resumable_checkpoint, run_named_by
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
@@ -33,42 +33,40 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
     Raises:
         RequestError: the recipe is wrong, or the run has nothing to continue from.
     """
-    settings = list(overrides)
-    if resume is not None:
-        run = find(resume)
-        if run.status.archived is not None:
-            raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
-        if run.state in ("queued", "starting", "running", "stopping"):
+    if resume is None:
+        if source is None:
             raise RequestError(
-                f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
+                "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
             )
-        found = run_checkpoints.resumable_checkpoint(run.dir)
-        if found is None:
-            raise RequestError(f"--resume {resume}: {run_checkpoints.describe_missing_checkpoint(run)}")
-        if run.state == "finished" and source is None and not overrides:
-            raise RequestError(
-                f"--resume {resume}: {run.id} has finished: nothing is left to train; "
-                "to train further, raise the limit that ended it, such as --set train.max_updates=N"
-            )
-        settings += [f"train.resume={found}", f"train.checkpoint_run={run_checkpoints.run_named_by(run.dir, found)}"]
-        source = source or recipe_of(run)
-        recipe = load_recipe(source, overrides=settings, stdin=stdin)
-        # The resets of the run's own recipe are done; only overrides reset again.
-        done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
-        if done and source != "-":
-            recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
-        remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
-        if remote is not None and first != remote.host:
-            raise RequestError(
-                f"--resume {resume}: the checkpoints of {run.id} are on {remote.host}, in {found}, where rank 0 reads "
-                f"them, but the first node is {first or 'this machine'}; keep {remote.host} as the first node"
-            )
-        return recipe
-    if source is None:
+        return load_recipe(source, overrides=list(overrides), stdin=stdin)
+    run = find(resume)
+    if run.status.archived is not None:
+        raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
+    if run.state in ("queued", "starting", "running", "stopping"):
+        raise RequestError(f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`")
+    checkpoint = resumable_checkpoint(run.dir)
+    if checkpoint is None:
+        raise RequestError(f"--resume {resume}: {describe_missing_checkpoint(run)}")
+    if run.state == "finished" and source is None and not overrides:
         raise RequestError(
-            "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
+            f"--resume {resume}: {run.id} has finished: nothing is left to train; "
+            "to train further, raise the limit that ended it, such as --set train.max_updates=N"
         )
-    return load_recipe(source, overrides=settings, stdin=stdin)
+    owner = run_named_by(run.dir, checkpoint)
+    settings = [*overrides, f"train.resume={checkpoint}", f"train.checkpoint_run={owner}"]
+    source = source or recipe_of(run)
+    recipe = load_recipe(source, overrides=settings, stdin=stdin)
+    # The resets of the run's own recipe are done; only overrides reset again.
+    done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
+    if done and source != "-":
+        recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
+    remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
+    if remote is not None and first != remote.host:
+        raise RequestError(
+            f"--resume {resume}: the checkpoints of {run.id} are on {remote.host}, in {checkpoint}, where rank 0 "
+            f"reads them, but the first node is {first or 'this machine'}; keep {remote.host} as the first node"
+        )
+    return recipe
 
 
 def recipe_of(run: Run) -> str:

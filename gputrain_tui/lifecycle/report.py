@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING
 from gputrain_tui import paths
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
+from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.lifecycle.sink_state import read_sink_state
 from gputrain_tui.recipe.report_options import ReportOptions
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
-from trainer.contract.record.regular_file import open_to_append, read_whole
+from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.schema import check
 from trainer.host.proc_environ import RUN
 from trainer.host.processes import descendants
@@ -196,11 +195,8 @@ def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
     try:
         if adopted and not _was_started_here(run_dir):
             return None
-        text = read_whole(run_dir.recipe, MAX_RECIPE_BYTES)
-        if b"report" not in text:
-            return None
-        table = tomllib.loads(text.decode("utf-8")).get("report")
-        return RunReport(run_dir, check(ReportOptions, table, where=str)) if isinstance(table, dict) else None
+        table = recorded_table(run_dir, "report")
+        return RunReport(run_dir, check(ReportOptions, table, where=str)) if table else None
     except (OSError, ValueError, RecursionError):
         return None
 

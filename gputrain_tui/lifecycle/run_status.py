@@ -35,7 +35,7 @@ class RunStatusWriter:
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
         self._events = -1
         """File descriptor of the run's own events; negative before the first event."""
-        self.remark = ""
+        self.missing_record = ""
         """Note on missing parts of the record, appended to the final message."""
 
     @property
@@ -109,7 +109,7 @@ class RunStatusWriter:
             if not ended.recorded:
                 self.record(ended.failure)
             message, code = ended.failure.message, exit_code_of(ended.failure)
-        message = "; ".join(filter(None, [message, self.remark])) or None
+        message = "; ".join(filter(None, [message, self.missing_record])) or None
         if left:
             message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))
         status = self._status

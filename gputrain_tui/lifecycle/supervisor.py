@@ -289,15 +289,15 @@ class Supervisor:
         delete_temporary_files(self.dir, [node.node for node in self._plan.nodes], self._tmp)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
-        self._status_writer.remark = attempt_outcome.describe_missing_record(
+        self._status_writer.missing_record = attempt_outcome.describe_missing_record(
             self.dir, [node.node for node in self._plan.nodes]
         )
         level = self._stop_request.level
         for finding in self._diagnosis.last_findings() if ended.status == "finished" and not self._silent else []:
             self._status_writer.record(finding)
         state = self._diagnosis.state_at_end()
-        if state is not None and self._status_writer.remark:
-            state.add_gap(self._now(), self._status_writer.remark)
+        if state is not None and self._status_writer.missing_record:
+            state.add_gap(self._now(), self._status_writer.missing_record)
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
