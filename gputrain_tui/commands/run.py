@@ -10,6 +10,7 @@ from contextlib import closing
 
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared, prepare
 from gputrain_tui.lifecycle.recipe_to_run import load
 from gputrain_tui.output import print_message
@@ -107,7 +108,7 @@ def _foreground(prepared: Prepared, *, json: bool) -> int:
             if code < 0 and not run_end.is_recorded(started.dir):
                 # The supervisor was killed, and the nodes of this machine with it. A new one adopts the nodes of other
                 # hosts, or records the end of the run.
-                supervisor = start.take_over(started, prepared)
+                supervisor = launcher(prepared.plan.launcher).take_over(started)
                 if stop_request.level:
                     supervisor.terminate()  # the killed one had received the stop request
                 code = follow(supervisor)

@@ -109,11 +109,7 @@ def await_agent(folder: Path) -> dict[str, Any]:
 
 
 def node_launch(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict[str, str], str]:
-    """Return the command, the environment and the working folder of a node.
-
-    Raises:
-        RefusedCallError: the folder or the interpreter is missing.
-    """
+    """Return the command, the environment and the folder of a node; refuse one without folder or interpreter."""
     old_dir = str(request["run_dir"])  # of the launching side
     argv = [
         str(run_dir) + word[len(old_dir) :] if word == old_dir or word.startswith(f"{old_dir}/") else word
@@ -207,11 +203,7 @@ class _Lease:
 
 
 def write_heartbeat(folder: Path, *, leased: bool) -> None:
-    """Record in an attempt's folder that the launching side is connected to this process.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Record in an attempt's folder that the launching side is connected to this process."""
     _write(folder / BEAT, {"time": time.monotonic(), "leased": leased, **_identity(os.getpid())})
 
 

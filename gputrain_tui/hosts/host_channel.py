@@ -112,15 +112,10 @@ class HostChannel:
 
     @classmethod
     def started(cls, host: str, command: Callable[[Sequence[str]], list[str]], *, quoted: bool = True) -> HostChannel:
-        """Start the program on a host.
-
-        Args:
-            host: its name in messages.
-            command: turns arguments of the host's Python into the command line of a process on this machine.
-            quoted: whether a shell will read the arguments.
+        """Start the program on a host; ``command`` makes the command line here of arguments of the host's Python.
 
         Raises:
-            HostError: that process cannot be started.
+            HostError: the process here cannot be started.
         """
         mark, program = f"gputrain-{secrets.token_hex(8)}:", packed_program()
         reader = READER.format(len(program))

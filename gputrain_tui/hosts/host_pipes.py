@@ -90,11 +90,7 @@ class HostPipes:
 
     @classmethod
     def started(cls, argv: Sequence[str]) -> HostPipes:
-        """Start ssh, or another program, by its command line.
-
-        Raises:
-            OSError: the program cannot be started.
-        """
+        """Start ssh, or another program, by its command line; raise OSError if that fails."""
         with tempfile.TemporaryFile() as stderr:
             process = subprocess.Popen(
                 argv,
@@ -133,11 +129,11 @@ class HostPipes:
 
     def kill(self) -> None:
         """Kill ssh and, if it is a child of this process, its own children, such as a proxy command."""
-        if self._process is None:
-            with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
+            if self._process is None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        elif self._process.returncode is None:  # after the wait its pid may be reused
-            kill_session(self._process)
+            elif self._process.returncode is None:  # after the wait its pid may be reused
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close_stdin(self) -> None:
         if self.stdin >= 0:
@@ -156,9 +152,3 @@ class HostPipes:
         self.close_stdin()
         for descriptor in (self.stdout, self._stderr, self._pidfd):
             os.close(descriptor)
-
-
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill ssh and its children, such as a proxy command."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

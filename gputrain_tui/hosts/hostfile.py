@@ -32,11 +32,7 @@ class HostEntry:
 
 
 def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
-    """Read a hostfile.
-
-    Raises:
-        RequestError: it cannot be read, names no host, or a line is wrong.
-    """
+    """Read a hostfile; raise RequestError if it cannot be read, names no host, or a line is wrong."""
     # Enough for forty thousand hosts; a larger file was named by mistake and is not read.
     max_hostfile_bytes = 1 << 20
     try:
@@ -74,11 +70,7 @@ def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
 
 
 def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...]:
-    """Parse a comma-separated list of hosts, as in ``--hosts``.
-
-    Raises:
-        RequestError: a word is no host, or the list is empty.
-    """
+    """Parse a comma-separated list of hosts, as in ``--hosts``; raise RequestError for a word that is no host."""
     entries: dict[str, HostEntry] = {}
     for word in text.split(","):
         if word.strip():

@@ -46,11 +46,7 @@ class Ssh:
     """Opens channels to hosts, also from several threads."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Read ``GPUTRAIN_SSH``.
-
-        Raises:
-            RequestError: it is no command line.
-        """
+        """Read ``GPUTRAIN_SSH``; raise RequestError if it is no command line."""
         try:
             self._command = shlex.split(environ.get("GPUTRAIN_SSH", "")) or ["ssh"]
         except ValueError as error:
@@ -68,9 +64,7 @@ class Ssh:
     def channel(self, host: str, *, here: bool = False) -> HostChannel:
         """Return a channel to a host, an idle one if there is one; the caller closes it.
 
-        Args:
-            host: a name, ``user@host`` or ``ssh://user@host:port``.
-            here: whether the host is this machine, so that the program is started without ssh.
+        ``here``: the host is this machine, whose program is started without ssh.
 
         Raises:
             HostError: ``ssh`` cannot be started.

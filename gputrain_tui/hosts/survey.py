@@ -76,11 +76,7 @@ def query_hosts(
     query: Callable[..., HostReport] = query_host,
     ssh: Ssh | None = None,
 ) -> list[HostReport]:
-    """Query hosts in parallel; return their reports in the same order.
-
-    Raises:
-        RequestError: ``GPUTRAIN_SSH`` is no command line.
-    """
+    """Query hosts in parallel; return their reports in the same order."""
     names = list(hosts)
     if not names:
         return []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -74,6 +75,11 @@ class AttemptResult:
     """Whether the failure is in the record already."""
 
 
+def failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
+    """Return the result of a run that has failed now."""
+    return AttemptResult(status="failed", failure=Failure(time=time.time(), kind=kind, host=host, message=message))
+
+
 @dataclass
 class Attempt:
     """Node processes of one launch."""
@@ -102,11 +108,10 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     tmp: str
 
 
-def delete_temporary_files(run_dir: RunDir, nodes: Iterable[int], tmp: Path) -> None:
+def delete_temporary_files(run_dir: RunDir, nodes: Sequence[int], tmp: Path) -> None:
     """Delete the temporary folders of nodes, which a killed node agent has left."""
-    chosen = list(nodes)
     for within in {tmp, SHORT}:
-        delete_temporary_folders(run_dir.path, chosen, within)
+        delete_temporary_folders(run_dir.path, nodes, within)
 
 
 _decode = msgspec.json.Decoder(AttemptRecord)
@@ -143,7 +148,6 @@ def attempt_result(
     adopting: bool,
     over_before: Collection[int],
     missing_rank: Callable[[], Failure | None],
-    now: float,
 ) -> AttemptResult:
     """Return the result of an attempt of which no node runs: finished, stopped by whom, or failed for which cause.
 
@@ -155,7 +159,6 @@ def attempt_result(
         adopting: whether the supervisor has taken over from one that was killed.
         over_before: nodes that had ended, with unfinished ranks, when it did.
         missing_rank: returns the failure of the rank that the others have lost, by the record of all ranks.
-        now: Unix seconds.
     """
     ends = attempt.ended.values()
     if len(ends) == len(plan.nodes) and not any(end.unfinished for end in ends):
@@ -169,7 +172,7 @@ def attempt_result(
     if unasked and (stopped := attempt_outcome.first_stopped_node(attempt.ended)) is not None:
         host = attempt.ended[stopped].host
         return AttemptResult(status="stopped", reason=f"node {stopped} was stopped on {host}")
-    failure = attempt_outcome.cause(run_dir, attempt.since, attempt.ended, now)
+    failure = attempt_outcome.cause(run_dir, attempt.since, attempt.ended, time.time())
     failures = attempt_outcome.failures(run_dir, attempt.since)
     recorded = failure in failures
     only_lost = bool(failures) and all(other.kind == "lost_peer" for other in failures)
@@ -177,8 +180,7 @@ def attempt_result(
     if only_lost and failure.kind in LOST_PEER_KINDS and (missing := missing_rank()) is not None:
         failure, recorded = missing, False
     if adopting and attempt_outcome.recorded_cause(run_dir, attempt.since, attempt.ended) is None:
-        message = "the run's supervisor was killed, and its ranks ended with it"
-        failure = Failure(time=now, kind="signal", message=message)
+        return failed("signal", "the run's supervisor was killed, and its ranks ended with it")
     return AttemptResult(status="failed", failure=failure, recorded=recorded)
 
 

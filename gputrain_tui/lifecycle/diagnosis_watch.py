@@ -98,8 +98,8 @@ class LiveDiagnosis:
 class RunDiagnosis(LiveDiagnosis):
     """Diagnosis by a supervisor: a defect of it is recorded, and neither ends the run nor keeps it from ending."""
 
-    def __init__(self, run_dir: RunDir, *, now: Callable[[], float]) -> None:
-        super().__init__(run_dir, now=now)
+    def __init__(self, run_dir: RunDir) -> None:
+        super().__init__(run_dir)
         self.due = time.monotonic() + FIRST_DIAGNOSIS_S
 
     def check(self) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 from gputrain_tui.history.status_file import ENDED, read_status
@@ -40,11 +40,7 @@ def read_stop_file(run_dir: RunDir) -> tuple[StopLevel, str]:
 
 
 def write_stop_file(run_dir: RunDir, reason: str) -> None:
-    """Request a stop with a checkpoint; if there is a request already, a stop without one.
-
-    Raises:
-        OSError: the run directory cannot be written.
-    """
+    """Request a stop with a checkpoint; if there is a request already, a stop without one."""
     level = StopLevel.NOW if read_stop_file(run_dir)[0] else StopLevel.SAVE
     write_atomically(run_dir.stop, f"{int(level)} {reason}".encode())
 
@@ -77,10 +73,9 @@ def await_end(run_dir: RunDir, timeout_s: float) -> bool:
 class DirectoryWatch:
     """Watch of one run directory."""
 
-    def __init__(self, run_dir: RunDir, stop_request: StopRequest, *, now: Callable[[], float]) -> None:
+    def __init__(self, run_dir: RunDir, stop_request: StopRequest) -> None:
         self._dir = run_dir
         self._stop_request = stop_request
-        self._now = now
         self.due = 0.0
         """Time of the next check, monotonic seconds."""
         self.deleted: Failure | None = None
@@ -97,21 +92,18 @@ class DirectoryWatch:
         if level > self._stop_request.level:
             self._stop_request.ask(level, reason)
         if self.deleted is None and attempt_outcome.is_deleted(self._dir):
-            self.deleted = attempt_outcome.deletion_failure(self._dir, self._now())
+            self.deleted = attempt_outcome.deletion_failure(self._dir, time.time())
             print(self.deleted.message, file=sys.stderr, flush=True)
             self._stop_request.ask(StopLevel.SAVE, self.deleted.message)  # ``save_dir`` may be somewhere else
 
 
-def silence_findings(silent: set[int], running: Iterable[NodeProcess], plan: Plan, now: float) -> list[Finding]:
-    """Update the nodes whose hosts are silent; return a finding for each host that has become silent or answers again.
-
-    ``now`` is in Unix seconds.
-    """
+def silence_findings(silent: set[int], running: Iterable[NodeProcess], plan: Plan) -> list[Finding]:
+    """Update the silent nodes; return a finding for each host that has become silent or answers again."""
     changed = [process for process in running if (process.silent_s() >= SILENT_S) != (process.node in silent)]
     silent ^= {process.node for process in changed}
     return [
         Finding(
-            time=now,
+            time=time.time(),
             kind="host_silent",
             state="raised" if process.node in silent else "cleared",
             rank=plan.nodes[process.node].first_rank,

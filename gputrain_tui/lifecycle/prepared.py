@@ -42,7 +42,7 @@ class Planned:
 
 
 def plan_recipe(recipe: Recipe) -> Planned:
-    """Plan a run that is to start; as ``plan_with_inventories``, but with a missing device as a failed check.
+    """Plan a run that is to start: a missing device is a failed check.
 
     Raises:
         NotReadyError: a machine does not have the devices.

@@ -119,11 +119,7 @@ def data_of(recipe: Recipe) -> set[Path]:
 
 
 def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[HostPush]:
-    """Probe every host, and return the plan for each; nothing is copied yet.
-
-    Raises:
-        PushError: a host does not answer, or has no rsync.
-    """
+    """Probe every host, and return the plan for each; nothing is copied yet. Raise PushError for the first failure."""
     code = Path.cwd()
     imports = import_folders(code)
     base = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
@@ -198,11 +194,7 @@ def _plan_host(
 
 
 def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
-    """Carry out the plans of all hosts in parallel; return a line for each host.
-
-    Raises:
-        PushError: it failed on a host; on others it may have succeeded.
-    """
+    """Carry out the plans of all hosts in parallel; return a line for each. A PushError is of one host, not of all."""
 
     def push_host(item: HostPush) -> str:
         request = {

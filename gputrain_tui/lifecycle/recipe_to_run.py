@@ -22,13 +22,7 @@ from trainer.contract.record.regular_file import open_regular
 
 
 def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
-    """Read the recipe of a new run, or of one that continues another.
-
-    Args:
-        source: file, ``-``, or None for the recipe of the run that is continued.
-        overrides: ``KEY=VALUE`` settings.
-        resume: the run to continue: an id, a prefix of one, or ``last``.
-        stdin: stream that ``-`` reads.
+    """Read the recipe of a new run, or of one that continues another, by its id, a prefix of it or ``last``.
 
     Raises:
         RequestError: the recipe is wrong, or the run has nothing to continue from.
@@ -103,13 +97,8 @@ def evaluation_recipe(
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
-    Args:
-        source: the recipe of the training, a file or ``-``.
-        overrides: ``KEY=VALUE`` settings.
-        checkpoint: a file, or a folder for its newest good checkpoint.
-        run: run that the checkpoint must belong to; empty for any.
-        split: None for ``test``, or ``valid`` of a task without one.
-        stdin: stream that ``-`` reads.
+    The checkpoint is a file, or a folder for its newest good one; it must belong to ``run``, empty for any. Without
+    ``split`` it is ``test``, or ``valid`` of a task without one.
 
     Raises:
         RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.

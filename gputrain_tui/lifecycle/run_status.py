@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from math import isfinite
 from typing import Literal
@@ -28,7 +29,7 @@ from trainer.host.process_identity import identify
 class RunStatusWriter:
     """Writer of a run's status and own events; used by its supervisor, or by the holder of its lock."""
 
-    def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
+    def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> None:
         self._dir = run_dir
         self._plan = plan
         self._now = now

@@ -24,8 +24,8 @@ def launch(prepared: Prepared, *, leased: bool) -> tuple[Run, subprocess.Popen[b
     Raises:
         NotReadyError: the run directory cannot be written, or the scheduler refuses the run.
     """
-    run, recipe, plan = _create(prepared), prepared.recipe, prepared.plan
-    return run, launcher(plan.launcher).start(run, recipe, plan, leased=leased)
+    run = _create(prepared)
+    return run, launcher(prepared.plan.launcher).start(run, prepared.recipe, prepared.plan, leased=leased)
 
 
 def launch_detached(prepared: Prepared) -> Run:
@@ -38,11 +38,6 @@ def launch_detached(prepared: Prepared) -> Run:
     run = _create(prepared)
     launcher(prepared.plan.launcher).start_detached(run, prepared.recipe, prepared.plan)
     return run
-
-
-def take_over(run: Run, prepared: Prepared) -> subprocess.Popen[bytes]:
-    """Start a new supervisor for a leased run whose previous one was killed, or a new process in its place."""
-    return launcher(prepared.plan.launcher).take_over(run)
 
 
 def _create(prepared: Prepared) -> Run:

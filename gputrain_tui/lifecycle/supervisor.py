@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from gputrain_tui.lifecycle.attempt import (
     NodeProcess,
     attempt_result,
     delete_temporary_files,
+    failed,
     read_attempt,
     write_attempt,
 )
@@ -64,27 +65,19 @@ class Supervisor:
     """Supervisor of one plan: its attempts, its stop and the record of both."""
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        plan: Plan,
-        node_launcher: Launcher,
-        *,
-        leased: bool,
-        adopting: bool = False,
-        now: Callable[[], float] = time.time,
+        self, run_dir: RunDir, plan: Plan, node_launcher: Launcher, *, leased: bool, adopting: bool = False
     ) -> None:
         self.dir = run_dir
         self.leased = leased
         self._adopting = adopting
-        self._now = now
         self._stop_request = StopRequest(lease=leased)
         self._poll = select.poll()
         self._plan = plan
         self._launcher = node_launcher
-        self._status_writer = RunStatusWriter(run_dir, self._plan, now=now)
+        self._status_writer = RunStatusWriter(run_dir, self._plan)
         self._tmp = system_folder()
-        self._diagnosis = RunDiagnosis(run_dir, now=now)
-        self._directory = DirectoryWatch(run_dir, self._stop_request, now=now)
+        self._diagnosis = RunDiagnosis(run_dir)
+        self._directory = DirectoryWatch(run_dir, self._stop_request)
         self._over_before: set[int] = set()
         """Nodes that had ended, with unfinished ranks, when the run was adopted."""
         self._silent: set[int] = set()
@@ -102,7 +95,7 @@ class Supervisor:
         except BaseException as error:  # clean up and record the error before raising it
             left = self._sweep()
             message = f"the supervisor failed: {type(error).__name__}: {error}"
-            self._close(AttemptResult(status="failed", failure=self._failure("launch", message)), left)
+            self._close(failed("launch", message), left)
             raise
         left = self._sweep()
         return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
@@ -113,7 +106,7 @@ class Supervisor:
         try:
             plan = self._plan = self._launcher.place(self._plan, self.dir)
         except RequestError as error:
-            return AttemptResult(status="failed", failure=self._failure("request", str(error)))
+            return failed("request", str(error))
         restarts: int | None = None
         failed_before: Failure | None = None
         while True:
@@ -153,7 +146,7 @@ class Supervisor:
                 process = self._launcher.launch(node, self.dir, env=env, leased=self.leased)
             except OSError as error:
                 message = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
-                attempt.failure = self._failure("launch", message, host=node.host)
+                attempt.failure = failed("launch", message, host=node.host).failure
                 self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
                 break
             attempt.running[process.fileno()] = process
@@ -162,7 +155,7 @@ class Supervisor:
 
     def _warn(self, problems: Sequence[str]) -> None:
         for problem in problems:
-            self._status_writer.record(Finding(time=self._now(), kind="not_reported", message=problem))
+            self._status_writer.record(Finding(time=time.time(), kind="not_reported", message=problem))
 
     def _adopt(self) -> AttemptResult:
         """Take over the nodes of a killed supervisor and watch them; nodes of a leased run have ended with it."""
@@ -203,7 +196,7 @@ class Supervisor:
                     write_attempt(self.dir, attempt)
             if time.monotonic() >= self._directory.due:
                 self._directory.check()
-                for finding in silence_findings(self._silent, attempt.running.values(), self._plan, self._now()):
+                for finding in silence_findings(self._silent, attempt.running.values(), self._plan):
                     self._status_writer.record(finding)
                 self._warn([] if self._report is None else self._report.problems())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
@@ -271,7 +264,6 @@ class Supervisor:
             adopting=self._adopting,
             over_before=self._over_before,
             missing_rank=self._diagnosis.missing_rank,
-            now=self._now(),
         )
 
     # --------------------------------------------------------------------------------------------------- the end
@@ -297,7 +289,7 @@ class Supervisor:
             self._status_writer.record(finding)
         state = self._diagnosis.state_at_end()
         if state is not None and self._status_writer.missing_record:
-            state.add_gap(self._now(), self._status_writer.missing_record)
+            state.add_gap(time.time(), self._status_writer.missing_record)
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
@@ -309,9 +301,6 @@ class Supervisor:
 
         self._report = read_report(self.dir, adopted=self._adopting)
         self._warn([] if self._report is None else self._report.begin())
-
-    def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:
-        return Failure(time=self._now(), kind=kind, message=message, host=host)
 
 
 def main() -> int:

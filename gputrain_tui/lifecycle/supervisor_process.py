@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 def start_supervisor(
-    run_dir: RunDir,
-    *,
-    leased: bool,
-    adopting: bool = False,
-    channels: Sequence[HostChannel] = (),
+    run_dir: RunDir, *, leased: bool, adopting: bool = False, channels: Sequence[HostChannel] = ()
 ) -> subprocess.Popen[bytes]:
     """Start the supervisor of a run; closing the standard input, a pipe, of the one of a leased run ends the run."""
     argv = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
@@ -71,11 +67,7 @@ def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
 
 
 def adopt(run: Run) -> Run:
-    """Start a new supervisor for a run whose supervisor was killed; return once it has taken over or ended the run.
-
-    Raises:
-        RequestError: the new supervisor did not start.
-    """
+    """Start a new supervisor for a run whose supervisor was killed; return once it has taken over or ended the run."""
     status = read_status(run.dir) or run.status
     supervisor = start_supervisor(run.dir, leased=False, adopting=True)
     await_supervisor(run, supervisor, previous=status.supervisor)
@@ -88,7 +80,7 @@ def await_supervisor(
     """Wait until a new supervisor is in the status of its run, which other commands take for lost until then.
 
     Raises:
-        RequestError: the new supervisor did not start.
+        RequestError: it did not start.
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:

@@ -18,14 +18,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.machine_facts import (
-    Folder,
-    Port,
-    RendezvousFile,
-    folder_facts,
-    port_facts,
-    rendezvous_file,
-)
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.recipe.model import Recipe

@@ -107,12 +107,7 @@ WRITTEN, UNREACHABLE = msgspec.json.Decoder(bool), msgspec.json.Decoder(dict[int
 
 
 def collect_hosts(
-    recipe: Recipe,
-    plan: Plan,
-    local: LocalFacts,
-    *,
-    env: Mapping[str, str],
-    max_age_s: float = 0.0,
+    recipe: Recipe, plan: Plan, local: LocalFacts, *, env: Mapping[str, str], max_age_s: float = 0.0
 ) -> tuple[HostAnswer, ...]:
     """Return the facts of the hosts of a plan that is started over ssh, or the problem of a host that does not answer.
 

@@ -40,14 +40,7 @@ class Launcher(ABC):
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         return []
 
-    def query_hosts(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        local: LocalFacts,
-        *,
-        max_age_s: float,
-    ) -> tuple[HostAnswer, ...]:
+    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
         """Return the facts of the other hosts of a run; none if the launcher cannot ask them."""
         return ()
 
@@ -89,11 +82,7 @@ class Launcher(ABC):
         return False
 
     def place(self, plan: Plan, run_dir: RunDir) -> Plan:
-        """Return the plan on the hosts that it gets.
-
-        Raises:
-            RequestError: there are too few hosts.
-        """
+        """Return the plan on the hosts that it gets; raise RequestError if there are too few."""
         return plan
 
     def begin_attempt(self, run_dir: RunDir) -> None:
@@ -102,11 +91,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
-        """Start a node's command with the environment of the run; the node of a leased run ends when this process does.
-
-        Raises:
-            OSError: the command cannot be started.
-        """
+        """Start a node's command; the node of a leased run ends when this process does. May raise OSError."""
 
     @abstractmethod
     def adopt(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import MappingProxyType
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.tables import size
 from trainer.contract.errors import RequestError
@@ -144,9 +143,3 @@ def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None
     assert ended.failure is not None
     ended.failure.rank = rank
     return ended
-
-
-def failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
-    """Return the result of a run that has failed now."""
-    failure = Failure(time=time.time(), kind=kind, host=host, message=message)
-    return AttemptResult(status="failed", failure=failure)

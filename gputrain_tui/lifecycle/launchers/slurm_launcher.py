@@ -43,11 +43,7 @@ exit {ExitCode.REFUSED}
 
 
 def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
-    """Return a plan on the hosts of this process's allocation, with a port derived from the job's number.
-
-    Raises:
-        RequestError: the allocation has too few hosts.
-    """
+    """Return a plan on the hosts of this process's allocation, with a port derived from the job's number."""
     named = {node.host for node in plan.nodes}
     given = [host for host, _ in slurm_commands.allocation(environ)]
     free = [host for host in given if host not in named]

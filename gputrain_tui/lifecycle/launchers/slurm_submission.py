@@ -23,8 +23,7 @@ from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
-from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm_cause import failed
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
@@ -106,7 +105,7 @@ def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
     event = Queued(
         time=time.time(), job=job.number, partition=job.partition, reason=job.reason, expected_start=job.starts
     )
-    RunStatusWriter(run_dir, read_plan(run_dir), now=time.time).record(event)
+    RunStatusWriter(run_dir, read_plan(run_dir)).record(event)
 
 
 def refresh(run: Run) -> Run:
@@ -132,7 +131,7 @@ def _record_end(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
         plan = read_plan(run_dir)
         if run_end.recorded_exit_code(run_dir, plan) is not None:
             return
-        writer = RunStatusWriter(run_dir, plan, now=time.time)
+        writer = RunStatusWriter(run_dir, plan)
         writer.close(_result(run_dir, job), left=[])
         report_end(run_dir, writer)
 
@@ -182,11 +181,7 @@ class JobStop:
         """Time of the next signal, monotonic seconds."""
 
     def send(self, level: StopLevel) -> None:
-        """Signal or cancel the job if the next signal is due; to be called until the run has ended.
-
-        Raises:
-            RequestError: Slurm does not answer.
-        """
+        """Signal or cancel the job if the next signal is due; to be called until the run has ended."""
         if time.monotonic() < self._due:
             return
         status = read_status(self._dir)
@@ -206,11 +201,7 @@ def _is_pending(job: SlurmJob) -> bool:
 
 
 def stop(run: Run, job: SlurmJob, origin: int, *, timeout_s: float) -> Run:
-    """Stop a run through Slurm, from any host of the cluster; return the ended run.
-
-    Raises:
-        RequestError: Slurm does not answer, or the run does not end.
-    """
+    """Stop a run through Slurm, from any host of the cluster; return the ended run. RequestError: it does not end."""
     request, level = JobStop(run.dir, job, origin), StopLevel.SAVE
     deadline = time.monotonic() + timeout_s
     query_at = time.monotonic() + MIN_QUERY_INTERVAL_S

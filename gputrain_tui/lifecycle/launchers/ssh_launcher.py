@@ -122,15 +122,7 @@ class SshLauncher(Launcher):
 class SshProcess(NodeProcess):
     """Node on another host, and the connection to its host agent."""
 
-    def __init__(
-        self,
-        node: PlannedNode,
-        run_dir: RunDir,
-        attempt: str,
-        *,
-        start: bool,
-        leased: bool,
-    ) -> None:
+    def __init__(self, node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool, leased: bool) -> None:
         """Start the thread that connects; without ``start`` the host agent must run already."""
         super().__init__(node.node, node.host, None)
         self._planned = node
@@ -213,11 +205,9 @@ class SshProcess(NodeProcess):
                 self.host_error = why
                 return ExitCode.FAILED
             print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
-            self._pause(RETRY_S[min(failures, len(RETRY_S)) - 1])
-
-    def _pause(self, seconds: float) -> None:
-        """Sleep, at most until the thread gives up; the next connection sends a stop request that comes meanwhile."""
-        time.sleep(min(seconds, max(self._give_up_at - time.monotonic(), 0.0)))
+            # The next connection sends a stop request that comes meanwhile.
+            pause_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
+            time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
 
     def _talk(self, channel: HostChannel, request: Mapping[str, Any]) -> int:
         """Serve one connection; return the node's exit code.
@@ -247,8 +237,12 @@ class SshProcess(NodeProcess):
                     continue
                 match arrived.kind:
                     case "started":
-                        self._accept_start(decoded(arrived, STARTED))
-                        is_started = True
+                        started, is_started = decoded(arrived, STARTED), True
+                        self.identity = started.agent
+                        if not started.shared:
+                            remote = RemoteNode(host=self.host, run_dir=started.run_dir)
+                            write_remote_node(self._run_dir, self._attempt, remote)
+                        os.eventfd_write(self._changed, 1)
                     case "file":
                         self._append(arrived.name, arrived.offset, arrived.data)
                     case "whole":
@@ -257,12 +251,6 @@ class SshProcess(NodeProcess):
                         return decoded(arrived, EXIT_CODE)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._stop_event)
-
-    def _accept_start(self, started: _Started) -> None:
-        self.identity = started.agent
-        if not started.shared:
-            write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=started.run_dir))
-        os.eventfd_write(self._changed, 1)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
         """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
@@ -302,6 +290,9 @@ def session_request(
     node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
 ) -> dict[str, Any]:
     """Return the request that opens a session of the host agent."""
+    flag, timeout_s = "--distributed-timeout", Distributed().distributed_timeout
+    if flag in node.argv:
+        timeout_s = float(node.argv[node.argv.index(flag) + 1])
     sizes = {}
     for folder in (run_dir.events, run_dir.logs, run_dir.digest):
         for path in folder.glob("*"):
@@ -320,17 +311,13 @@ def session_request(
         "attempt": attempt,
         "start": start,
         "leased": leased,
-        "idle_s": distributed_timeout(node),
+        "idle_s": timeout_s,
         "sizes": sizes,
     }
 
 
 def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
-    """Have a rank on another host print its stacks into its log; return whether the process exists.
-
-    Raises:
-        HostError: the host does not answer, or has no agent of this run.
-    """
+    """Have a rank on another host print its stacks into its log; return whether it exists, or raise HostError."""
     attempt = attempt_folders(run_dir, node.node)[-1].name
     with Ssh().channel(node.host) as channel:
         channel.send("node", **session_request(node, run_dir, attempt))
@@ -344,9 +331,3 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
     }
-
-
-def distributed_timeout(node: PlannedNode) -> float:
-    """Return ``--distributed-timeout`` of a node's command, seconds."""
-    flag = "--distributed-timeout"
-    return float(node.argv[node.argv.index(flag) + 1]) if flag in node.argv else Distributed().distributed_timeout
