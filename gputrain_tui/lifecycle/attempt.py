@@ -75,9 +75,10 @@ class AttemptResult:
     """Whether the failure is in the record already."""
 
 
-def failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
+def failed(kind: str, message: str, *, host: str | None = None, rank: int | None = None) -> AttemptResult:
     """Return the result of a run that has failed now."""
-    return AttemptResult(status="failed", failure=Failure(time=time.time(), kind=kind, host=host, message=message))
+    failure = Failure(time=time.time(), kind=kind, host=host, rank=rank, message=message)
+    return AttemptResult(status="failed", failure=failure)
 
 
 @dataclass

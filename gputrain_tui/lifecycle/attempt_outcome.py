@@ -16,7 +16,14 @@ from pathlib import Path
 
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import LOST_PEER_KINDS, RECORD_END_MISSING, node_outcome, root_cause, signal_name
+from trainer.contract.outcome import (
+    LOST_PEER_KINDS,
+    RECORD_END_MISSING,
+    NodeOutcome,
+    node_outcome,
+    root_cause,
+    signal_name,
+)
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
@@ -65,8 +72,7 @@ def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[
 
 def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe why the end of the record is missing; empty when the record is complete."""
-    outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
-    why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
+    why = next((outcome.not_recorded for outcome in _outcomes(run_dir, nodes) if outcome.not_recorded), "")
     if disk_is_full(run_dir):
         return f"the disk of the run directory is full: {RECORD_END_MISSING}"
     return f"{RECORD_END_MISSING}: {why}" if why else ""
@@ -94,15 +100,13 @@ def disk_is_full(run_dir: RunDir) -> bool:
 
 def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
     """Return the failures that ranks and nodes recorded in this attempt."""
-    events: list[Failure] = []
-    for path in run_dir.events.glob("*.ndjson"):
-        events += [event for event in _tail(path, since, b'"failure"') if isinstance(event, Failure)]
-    return events
+    events = (event for path in run_dir.events.glob("*.ndjson") for event in _tail(path, since, b'"failure"'))
+    return [event for event in events if isinstance(event, Failure)]
 
 
 def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int], until: float) -> bool:
     """Whether a failure that is no consequence of a stop was recorded in this attempt before a time, Unix seconds."""
-    recorded = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
+    recorded = _all_failures(run_dir, since, nodes)
     return any(failure.time <= until and failure.kind not in LOST_PEER_KINDS for failure in recorded)
 
 
@@ -120,8 +124,18 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
 
 def recorded_cause(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int]) -> Failure | None:
     """Return the root cause among the failures that ranks and nodes recorded in this attempt; None without one."""
-    found = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
-    return root_cause((int(failure.time * 1e9), failure) for failure in found)
+    recorded = _all_failures(run_dir, since, nodes)
+    return root_cause((int(failure.time * 1e9), failure) for failure in recorded)
+
+
+def _all_failures(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int]) -> list[Failure]:
+    """Return the recorded failures, and those in the nodes' outcomes: an event may be missing, on a full disk."""
+    reported = [outcome.failure for outcome in _outcomes(run_dir, nodes) if outcome.failure is not None]
+    return [*failures(run_dir, since), *reported]
+
+
+def _outcomes(run_dir: RunDir, nodes: Iterable[int]) -> list[NodeOutcome]:
+    return [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
 
 
 def node_end(
@@ -177,7 +191,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe the update and checkpoint at which ranks stopped, and ranks that did not answer; may be empty."""
-    outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
+    outcomes = _outcomes(run_dir, nodes)
     parts = []
     stopped = [outcome.stopped_at for outcome in outcomes if outcome.stopped_at is not None]
     not_kept = next((outcome.not_kept for outcome in outcomes if outcome.not_kept), "")
@@ -227,8 +241,8 @@ def _finished(path: Path, since: Mapping[str, int]) -> bool:
     return any(isinstance(event, RankState) and event.state == "finished" for event in events)
 
 
-def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEvent]:
-    """Yield the events of this attempt in the last ``TAIL_BYTES`` of a file whose lines contain the mark."""
+def _tail(path: Path, since: Mapping[str, int], text: bytes) -> Iterator[AnyEvent]:
+    """Yield the events of this attempt in the last ``TAIL_BYTES`` of a file whose lines contain the text."""
     try:
         begin = since.get(path.name, 0)
         start = max(begin, size_of(path) - TAIL_BYTES)
@@ -236,40 +250,26 @@ def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEven
     except OSError:
         return
     for line in lines[1:] if start > begin else lines:  # the first may be cut in the middle
-        if mark in line:
+        if text in line:
             yield from decode_events(line)
-
-
-def _reported_failures(run_dir: RunDir, nodes: Iterable[int]) -> Iterator[Failure]:
-    """Yield the failures in the nodes' outcomes: an event may be missing, on a full disk for instance."""
-    for node in nodes:
-        result = node_outcome(run_dir, node)
-        if result is not None and result.failure is not None:
-            yield result.failure
 
 
 def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
     """Return the failure that a node's exit code and last log line show; for an attempt without recorded failures."""
-    host, code, ranks = end.host, end.exit_code, end.unfinished
-    if end.host_error:
-        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.host_error}")
+    code, names = end.exit_code, rank_names(end.unfinished)
     # A process prints nothing about SIGKILL: its last line is about something else.
     lines = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     last_line = lines[-1].removeprefix("gputrain: ").strip() if lines else ""
     suffix = f": {last_line}" if lines else ""
-    if code == ExitCode.BAD_REQUEST:
-        return Failure(
-            time=now,
-            kind="request",
-            host=host,
-            message=last_line or f"node {node} rejected the request without a message",
-        )
-    if code == ExitCode.REFUSED:
+    if end.host_error:
+        kind, message = "launch", f"node {node} on {end.host}: {end.host_error}"
+    elif code == ExitCode.BAD_REQUEST:
+        kind, message = "request", last_line or f"node {node} rejected the request without a message"
+    elif code == ExitCode.REFUSED:
+        kind = "refused"
         message = last_line.removeprefix("trainer: ") or f"node {node} refused to start without a message"
-        return Failure(time=now, kind="refused", host=host, message=message)
-    names = rank_names(ranks)
-    if code < 0:
-        message = f"node {node} was killed by {signal_name(-code)} before {names} finished{suffix}"
-        return Failure(time=now, kind="signal", host=host, message=message)
-    message = f"node {node} ended with exit code {code} and {names} did not finish{suffix}"
-    return Failure(time=now, kind="exit", host=host, message=message)
+    elif code < 0:
+        kind, message = "signal", f"node {node} was killed by {signal_name(-code)} before {names} finished{suffix}"
+    else:
+        kind, message = "exit", f"node {node} ended with exit code {code} and {names} did not finish{suffix}"
+    return Failure(time=now, kind=kind, host=end.host, message=message)
