@@ -20,8 +20,7 @@ import msgspec
 import gputrain_tui
 import trainer
 from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
-from gputrain_tui.hosts.host_pipes import HostPipes
-from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
+from gputrain_tui.hosts.host_pipes import SSH_FAILED, HostPipes, explain_failure
 from gputrain_tui.tables import printable
 
 MODULES = {
@@ -103,7 +102,6 @@ class HostChannel:
         """Take a connection whose program runs, or gets its source from the caller."""
         self.host = host
         self.answered = False
-        """Whether a frame has arrived."""
         self.mark = mark
         self.pipes = pipes
         self._input = FrameBuffer(mark.encode())
@@ -114,15 +112,10 @@ class HostChannel:
 
     @classmethod
     def started(cls, host: str, command: Callable[[Sequence[str]], list[str]], *, quoted: bool = True) -> HostChannel:
-        """Start the program on a host.
-
-        Args:
-            host: its name in messages.
-            command: turns arguments of the host's Python into the command line of a process on this machine.
-            quoted: whether a shell will read the arguments.
+        """Start the program on a host; ``command`` makes the command line here of arguments of the host's Python.
 
         Raises:
-            HostError: that process cannot be started.
+            HostError: the process here cannot be started.
         """
         mark, program = f"gputrain-{secrets.token_hex(8)}:", packed_program()
         reader = READER.format(len(program))
@@ -134,11 +127,6 @@ class HostChannel:
         channel = cls(host, pipes, mark)
         channel._unsent = program
         return channel
-
-    @classmethod
-    def inherited(cls, host: str, mark: str, descriptors: tuple[int, int, int, int]) -> HostChannel:
-        """Take over the connection of a channel of the process that started this one, which uses it no more."""
-        return cls(host, HostPipes(*descriptors), mark)
 
     @property
     def noise_bytes(self) -> int:
@@ -215,7 +203,6 @@ class HostChannel:
             self._unsent = b""
 
     def _failure(self) -> HostError:
-        """Return the reason for the end of the host's output."""
         code = self.pipes.exit_code(EXIT_S)
         if self.answered and code in (0, None, SSH_FAILED):
             return HostError("the connection ended")
@@ -227,11 +214,9 @@ class HostChannel:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Return this channel."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the channel; at once after an error."""
         self.close(at_once=error[0] is not None)
 
     def close(self, *, at_once: bool = False) -> None:

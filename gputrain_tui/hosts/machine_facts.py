@@ -29,7 +29,6 @@ class Folder:
     free_files: int | None = None
     """Free inodes of its file system; None if they are not reported."""
     checkpoints: int = 0
-    """Number of checkpoints in it."""
     owner: str = ""
     """Run of the newest of them; empty if it names none."""
 
@@ -123,24 +122,11 @@ def folder_facts(path: Path) -> Folder:
             return Folder(path=str(path), problem=f"{existing} is not writable")
     except OSError as error:
         return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
-    return Folder(path=str(path), free_bytes=free_bytes(existing), free_files=free_files(existing))
-
-
-def free_bytes(path: Path) -> int | None:
-    """Return the free space for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        status = os.statvfs(path)
+        status = os.statvfs(existing)
     except OSError:
-        return None
-    # Some network file systems report a size of zero, whatever is free.
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-
-def free_files(path: Path) -> int | None:
-    """Return the number of free inodes for ordinary users on the file system of a path; None if it is not reported."""
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return None
-    # File systems that allocate inodes on demand, such as btrfs, report zero.
-    return status.f_favail if status.f_files else None
+        return Folder(path=str(path))
+    # Some network file systems report a size of zero, whatever is free; those that allocate inodes on demand, such as
+    # btrfs, report no inodes.
+    free_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
+    return Folder(path=str(path), free_bytes=free_bytes, free_files=status.f_favail if status.f_files else None)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from gputrain_tui.lifecycle.run_checkpoints import resumable_checkpoint, run_named_by
+from gputrain_tui.lifecycle.run_checkpoints import recorded_table, resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.model import ClusterOptions
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import Failure, RunDir
-from trainer.contract.record.regular_file import read_whole
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
 from trainer.host.addresses import is_loopback
 from trainer.host.ports import free_port
@@ -26,12 +23,11 @@ SCRIPT_FLAG = "--script"
 
 def cluster_options(run_dir: RunDir) -> ClusterOptions:
     """Return ``[cluster]`` of the run's recipe, without its nodes; the defaults if it cannot be read."""
+    cluster = recorded_table(run_dir, "cluster")
+    own = {name: value for name, value in cluster.items() if name in ClusterOptions.__struct_fields__}
     try:
-        recipe = tomllib.loads(read_whole(run_dir.recipe, RECIPE_BYTES).decode("utf-8"))
-        cluster = recipe.get("cluster", {})
-        own = {name: value for name, value in cluster.items() if name in ClusterOptions.__struct_fields__}
         return msgspec.convert(own, ClusterOptions)
-    except (OSError, ValueError, RecursionError, AttributeError):
+    except ValueError:
         return ClusterOptions()
 
 

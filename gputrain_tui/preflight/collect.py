@@ -18,14 +18,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.machine_facts import (
-    Folder,
-    Port,
-    RendezvousFile,
-    folder_facts,
-    port_facts,
-    rendezvous_file,
-)
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
 from gputrain_tui.recipe.model import Recipe
@@ -43,20 +36,18 @@ if TYPE_CHECKING:
 
 
 def collect_facts(
-    recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[str, Inventory]
+    recipe: Recipe,
+    plan: Plan,
+    local: LocalFacts,
+    *,
+    inventories: Mapping[str, Inventory],
+    queried: frozenset[str] = frozenset(),
 ) -> PreflightFacts:
-    """Collect the facts of this machine that concern a plan.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        local: names and addresses of this machine.
-        inventories: by host, of the machines that were queried; ``localhost`` is this one.
-    """
+    """Collect the facts of this machine that concern a plan; ``inventories`` are of the queried machines, by host."""
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     if not local_nodes:
         home = folder_facts(paths.runs_folder())
-        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories)
+        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories, queried=queried)
     rendezvous, port = rendezvous_facts(plan, local)
     memory, limits = read_usable_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is local_nodes[0]
@@ -79,6 +70,7 @@ def collect_facts(
         open_files=limits.files,
         torch=installed_torch() if any("cpu" not in node.devices for node in local_nodes) else None,
         inventories=inventories,
+        queried=queried,
     )
 
 
@@ -123,7 +115,7 @@ def _script(recipe: Recipe) -> MissingInput | None:
     """Return the problem of the script: missing, unreadable or no Python; None if it can be started."""
     if recipe.script is None:
         return None
-    path = Path(recipe.script.script)
+    path, key = Path(recipe.script.script), "train.script"
     if recipe.script.module:
         within = Path(*recipe.script.script.split("."))
         path = next((file for file in (within.with_suffix(".py"), within / "__main__.py") if file.is_file()), path)
@@ -132,27 +124,31 @@ def _script(recipe: Recipe) -> MissingInput | None:
     try:
         if not path.is_file():
             what = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"
-            return MissingInput(key="train.script", what=f"{path} {what}", fix="name a Python file")
+            return MissingInput(key=key, what=f"{path} {what}", fix="name a Python file")
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
-        return MissingInput(
-            key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="check its path and permissions"
-        )
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        return MissingInput(
-            key="train.script", what=f"{path}{line} is not valid Python: {reason}", fix="fix the script"
-        )
+        return _unreadable(key, path, error)
+    except SyntaxError as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        return MissingInput(key=key, what=f"{path}{line} is not valid Python: {error.msg}", fix="fix the script")
+    except ValueError as error:
+        return MissingInput(key=key, what=f"{path} is not valid Python: {error}", fix="fix the script")
     return None
+
+
+def _unreadable(key: str, path: Path, error: OSError) -> MissingInput:
+    what = f"{path} cannot be read: {error.strerror}"
+    return MissingInput(key=key, what=what, fix="check its path and permissions")
 
 
 def _missing_sink(recipe: Recipe) -> MissingInput | None:
     """Return the live sink whose package this interpreter, the supervisor's, cannot import; None if there is none."""
     for name in ("tensorboard", "wandb"):
-        spec = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
+        if not getattr(recipe.report, name):
+            continue
+        spec = importlib.util.find_spec(name)
         # A spec without origin is a mere folder of that name, such as the one in which wandb keeps its logs.
-        if getattr(recipe.report, name) and (spec is None or spec.origin is None):
+        if spec is None or spec.origin is None:
             what = f"{name} is not installed for {sys.executable}"
             return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
     return None
@@ -190,25 +186,29 @@ def _start_file(recipe: Recipe) -> MissingInput | None:
         if path.is_dir() and not any(path.glob("*.pt")):
             return MissingInput(key=key, what=f"{path} holds no checkpoint", fix="name another folder")
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        return MissingInput(key=key, what=what, fix="check its path and permissions")
+        return _unreadable(key, path, error)
     return None
 
 
 # --- rendezvous ------------------------------------------------------------------------------------------------------
 
 
-def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
-    """Return the facts of the rendezvous file, or of the port if rank 0 is on this machine; None for the others."""
+def rendezvous_of(plan: Plan) -> tuple[Path | None, str, int]:
+    """Return the rendezvous file of a plan, or the host and the port on which rank 0 listens; 0 for no known port."""
     url = parse_rendezvous_url(plan.init_method or "")
     if url is None:
-        return None, None
-    if url.scheme == "file":
-        return rendezvous_file(url.path), None
-    host, number = url.host, url.port
+        return None, "", 0
     if url.scheme == "env":
         env = plan.nodes[0].env
-        host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
-    if not number or not is_local(plan.nodes[0].host, local):
+        return None, env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
+    return (url.path, "", 0) if url.scheme == "file" else (None, url.host, url.port)
+
+
+def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
+    """Return the facts of the rendezvous file, or of the port if rank 0 is on this machine; None for the others."""
+    file, host, port = rendezvous_of(plan)
+    if file is not None:
+        return rendezvous_file(file), None
+    if not port or not is_local(plan.nodes[0].host, local):
         return None, None
-    return None, port_facts(number, host, is_own=is_local(host, local) or None)
+    return None, port_facts(port, host, is_own=is_local(host, local) or None)

@@ -13,7 +13,6 @@ from trainer.host.resource_limits import ResourceLimits
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
-    from gputrain_tui.preflight.host_facts import HostAnswer
 
 
 class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,9 +41,7 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the run directories."""
     save_dir: Folder | None = None
     shm_free_bytes: int | None = None
-    """Free space in ``/dev/shm``."""
     limits: ResourceLimits | None = None
-    """Limits of processes and memory."""
     memory_total_bytes: int | None = None
     memory_available_bytes: int | None = None
     cores: int | None = None
@@ -53,7 +50,6 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Soft limit of open files per process; None for unlimited."""
     torch: Torch | None = None
     """Read only when ranks use GPUs."""
-    hosts: tuple[HostAnswer, ...] = ()
-    """Of a run over ssh: an answer for each host, folder, setup, interpreter and environment."""
+    queried: frozenset[str] = frozenset()
     inventories: Mapping[str, Inventory] = msgspec.field(default_factory=dict)
     """By host as in the recipe, ``localhost`` for this machine."""

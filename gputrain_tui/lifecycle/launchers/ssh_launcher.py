@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 import threading
 import time
@@ -23,11 +24,12 @@ from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedE
 from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.hosts.open_connections import OpenConnection
 from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
+from gputrain_tui.lifecycle.supervisor_process import start_supervisor
 from gputrain_tui.plan.planner import distributed_timeout
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, read_stack_request, write_atomically
@@ -37,11 +39,10 @@ from trainer.host.import_path import ASIDE
 from trainer.host.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.host_names import LocalFacts
-    from gputrain_tui.hosts.open_connections import OpenConnections
-    from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan, PlannedNode
-    from gputrain_tui.preflight.host_facts import HostAnswer
+    from gputrain_tui.preflight.collect_hosts import HostAnswer
     from gputrain_tui.recipe.model import Recipe
 
 FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
@@ -83,42 +84,31 @@ STARTED, EXIT_CODE = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int)
 class SshLauncher(Launcher):
     """Launcher of nodes on their hosts over ssh, and of nodes on this machine as local processes."""
 
-    def __init__(self, opened: Mapping[int, OpenConnection] | None = None) -> None:
-        """Take over open connections of the preflight, by node."""
+    def __init__(self) -> None:
         self._local = LocalLauncher()
-        self._opened = dict(opened or {})
 
-    def query_hosts(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        local: LocalFacts,
-        *,
-        max_age_s: float,
-        connections: OpenConnections | None,
-    ) -> tuple[HostAnswer, ...]:
-        """Return the facts of the other hosts of a run over ssh."""
+    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
         if all(is_local(node.host, local) for node in plan.nodes):
             return ()
         from gputrain_tui.preflight.collect_hosts import collect_hosts
 
         env = forwarded_environment(os.environ)
-        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s, connections=connections)
+        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s)
+
+    def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
+        """Start the supervisor, which inherits the idle channels to the hosts of the plan."""
+        channels = Ssh().take_idle(node.host for node in plan.nodes)
+        return start_supervisor(run.dir, leased=leased, channels=channels)
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
-        """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process.
-
-        Raises:
-            OSError: the run directory cannot be written.
-        """
+        """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process."""
         if is_local(node.host, local_facts((node.host,))):
             return self._local.launch(node, run_dir, env=env, leased=leased)
         number = len(attempt_folders(run_dir, node.node)) + 1
         folder = run_dir.agents / f"{node.node}.{number}.{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700, parents=True)
         (folder / TOKEN).touch(mode=0o600)
-        opened = self._opened.pop(node.node, None)
-        return SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened)
+        return SshProcess(node, run_dir, folder.name, start=True, leased=leased)
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
         """Pass on a request for the stacks of all ranks."""
@@ -129,49 +119,24 @@ class SshLauncher(Launcher):
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
-        """Take over a node of a killed supervisor; None if it was local and has ended, or was not started."""
         folders = attempt_folders(run_dir, node.node)
         if not folders:  # started as a local process, or not at all
             return self._local.adopt(node, run_dir, identity, leased=leased)
         return SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased)
 
 
-class SshProcess:
+class SshProcess(NodeProcess):
     """Node on another host, and the connection to its host agent."""
 
-    def __init__(
-        self,
-        node: PlannedNode,
-        run_dir: RunDir,
-        attempt: str,
-        *,
-        start: bool,
-        leased: bool,
-        opened: OpenConnection | None = None,
-    ) -> None:
-        """Start the thread that connects.
-
-        Args:
-            node: node of the plan.
-            run_dir: run directory of this machine.
-            attempt: name of the attempt's folder.
-            start: whether the host agent starts the node; else it must run already.
-            leased: whether the node ends when this process does.
-            opened: connection of the preflight to start with.
-        """
-        self.node = node.node
-        self.host = node.host
-        self.host_error = ""
-        self.identity: ProcessIdentity | None = None
-        """Host agent; None until it has answered."""
+    def __init__(self, node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool, leased: bool) -> None:
+        """Start the thread that connects; without ``start`` the host agent must run already."""
+        super().__init__(node.node, node.host, None)
         self._planned = node
         self._run_dir = run_dir
         self._attempt = attempt
         self._start = start
         self._leased = leased
         self._ssh = Ssh()
-        self._opened = opened
-        """Connection of the preflight for the first session; None once used."""
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._level = StopLevel.NONE
@@ -185,17 +150,14 @@ class SshProcess:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when the host agent answers and when the node ends."""
         return self._changed
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the node runs."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._changed)
         return self._code
 
     def stop(self, level: StopLevel) -> None:
-        """Send the node agent a stop request, without waiting."""
         self._level = max(level, self._level)
         os.eventfd_write(self._wake_event, 1)
 
@@ -211,13 +173,11 @@ class SshProcess:
         self.stop(StopLevel.KILL)
 
     def close(self) -> None:
-        """Wait for the thread, which ends with the node, and close the file descriptors."""
         self._thread.join()
         os.close(self._changed)
         os.close(self._wake_event)
 
     def silent_s(self) -> float:
-        """Return the seconds since the last message of the host."""
         return time.monotonic() - self._heard_at
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -240,13 +200,9 @@ class SshProcess:
             request = session_request(
                 self._planned, self._run_dir, self._attempt, start=self._start, leased=self._leased
             )
-            opened, self._opened = self._opened, None
             channel = None
             try:
-                if opened is not None:
-                    channel = HostChannel.inherited(self.host, opened.mark, opened.descriptors)
-                else:
-                    channel = self._ssh.channel(self.host)
+                channel = self._ssh.channel(self.host)
                 return self._talk(channel, request)
             except HostRefusedError as refused:
                 self.host_error = str(refused)
@@ -262,11 +218,9 @@ class SshProcess:
                 self.host_error = why
                 return ExitCode.FAILED
             print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
-            self._pause(RETRY_S[min(failures, len(RETRY_S)) - 1])
-
-    def _pause(self, seconds: float) -> None:
-        """Sleep, at most until the thread gives up; the next connection sends a stop request that comes meanwhile."""
-        time.sleep(min(seconds, max(self._give_up_at - time.monotonic(), 0.0)))
+            # The next connection sends a stop request that comes meanwhile.
+            pause_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
+            time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
 
     def _talk(self, channel: HostChannel, request: Mapping[str, Any]) -> int:
         """Serve one connection; return the node's exit code.
@@ -300,8 +254,12 @@ class SshProcess:
                     continue
                 match arrived.kind:
                     case "started":
-                        self._accept_start(decoded(arrived, STARTED))
-                        is_started = True
+                        started, is_started = decoded(arrived, STARTED), True
+                        self.identity = started.agent
+                        if not started.shared:
+                            remote = RemoteNode(host=self.host, run_dir=started.run_dir)
+                            write_remote_node(self._run_dir, self._attempt, remote)
+                        os.eventfd_write(self._changed, 1)
                     case "file":
                         self._append(arrived.name, arrived.offset, arrived.data)
                     case "whole":
@@ -310,12 +268,6 @@ class SshProcess:
                         return decoded(arrived, EXIT_CODE)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_event)
-
-    def _accept_start(self, started: _Started) -> None:
-        self.identity = started.agent
-        if not started.shared:
-            write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=started.run_dir))
-        os.eventfd_write(self._changed, 1)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
         """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
@@ -345,7 +297,6 @@ class SshProcess:
             print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Replace a file of the node that is sent as a whole."""
         if name not in replaced_files(self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         with suppress(OSError):
