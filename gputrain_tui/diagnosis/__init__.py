@@ -16,6 +16,7 @@ from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.hang import hang
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
+from gputrain_tui.diagnosis.lost_hosts import lost_nodes
 from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
@@ -78,6 +79,16 @@ class Diagnosis:
                         row.straggling = True
                 events.append(finding)
         return events
+
+    def follow(self, state: RunState, now: float) -> None:
+        """Note the ranks' progress, without a diagnosis, as while a host is silent whose record ends early."""
+        self._activity.update(state, now)
+
+    def lost_nodes(
+        self, state: RunState, now: float, silent_s: Mapping[int, float], *, timeout_s: float
+    ) -> Sequence[int]:
+        """Return the nodes whose hosts are lost, by ``lost_hosts.lost_nodes``."""
+        return lost_nodes(state, self._activity, now, silent_s, timeout_s=timeout_s)
 
     def hang(self, state: RunState, now: float, *, timeout_s: float | None, limit_s: float) -> Failure | None:
         """Return the failure of a rank that hangs for good, by ``hang.hang``; None if none does."""

@@ -58,6 +58,9 @@ class NodeProcess(ABC):
     def close(self) -> None:
         """Close the file descriptors of a process that has ended."""
 
+    problem: str = ""
+    """Why the connection to its host was opened again last, in one line."""
+
     def silent_s(self) -> float:
         """Return the seconds since the last message of its host; 0 for this machine."""
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -16,10 +16,12 @@ from gputrain_tui.diagnosis import HISTORY, Diagnosis
 from gputrain_tui.lifecycle.stack_request import TIMEOUT_S, request_stacks
 from gputrain_tui.plan.planner import distributed_timeout
 from gputrain_tui.state import RunState
+from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Failure, Finding, RunDir
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_reader import RunReader
+    from gputrain_tui.lifecycle.attempt import NodeProcess
     from gputrain_tui.plan.planner import Plan
 
 INTERVAL_S = 0.1
@@ -130,6 +132,28 @@ class RunDiagnosis(LiveDiagnosis):
             with suppress(OSError):  # on a full disk a hang is named without its line
                 self._stack_request = request_stacks(self._dir)
         return findings
+
+    def follow(self) -> None:
+        """Read the new events without a diagnosis, as while a host is silent."""
+        _guarded(lambda: self.state.apply_all(self._reader.poll()))
+        _guarded(lambda: self._diagnosis.follow(self.state, self._now()))
+        self.due = time.monotonic() + INTERVAL_S
+
+    def lost_host(self, running: Sequence[NodeProcess], plan: Plan) -> Failure | None:
+        """Return the failure of a run that has lost hosts by ``cluster.host_timeout``; None if it has not."""
+        from gputrain_tui.lifecycle import restart  # imported only where a host is silent
+
+        timeout_s = restart.cluster_options(self._dir).host_timeout
+        silent_s = {process.node: process.silent_s() for process in running}
+        lost = _guarded(lambda: self._diagnosis.lost_nodes(self.state, self._now(), silent_s, timeout_s=timeout_s))
+        if not lost:
+            return None
+        first = next(process for process in running if process.node == lost[0])
+        ranks = {node.node: node.ranks for node in plan.nodes}
+        names = [f"{each.host} with {ranks_text(ranks[each.node])}" for each in running if each.node in lost]
+        why = f": {first.problem}" if first.problem else ""
+        message = f"{' and '.join(names)} lost: no contact for {int(first.silent_s())} s{why}; the other ranks waited"
+        return Failure(time=self._now(), kind="node_lost", message=message, host=first.host, rank=ranks[lost[0]][0])
 
     def ended_by_hang(self, plan: Plan) -> Failure | None:
         """Return the failure of a rank that hangs for good, if ``cluster.on_stall`` ends the attempt then."""

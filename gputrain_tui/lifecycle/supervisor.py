@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
@@ -136,6 +138,10 @@ class Supervisor:
             restarts -= 1
             if not ended.recorded:
                 self._status_writer.record(ended.failure)
+            waited_for = self._launcher.await_hosts(plan, wait_s=options.restart_wait, stop_request=self._stop_request)
+            if waited_for:
+                message = f"{ended.failure.message}; not restarted: {waited_for}"
+                return replace(ended, failure=msgspec.structs.replace(ended.failure, message=message), recorded=True)
             self._status_writer.restarting()
             plan = restart.next_plan(plan, self.dir)
 
@@ -222,7 +228,10 @@ class Supervisor:
     def _diagnose(self, attempt: Attempt) -> None:
         """Diagnose the run and record its findings; end an attempt in which a rank hangs, by ``cluster.on_stall``."""
         if self._silent:
-            self._diagnosis.due = self._directory.due
+            self._diagnosis.follow()
+            if (lost := self._diagnosis.lost_host(list(attempt.running.values()), self._plan)) is not None:
+                attempt.failure = lost
+                self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
             return
         for finding in self._diagnosis.check():
             self._status_writer.record(finding)

@@ -113,6 +113,12 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ]
         | None
     ) = None
+    host_timeout: Annotated[
+        float, Meta(ge=5, le=3600, description="seconds without contact after which a host on which ranks wait is lost")
+    ] = 30.0
+    restart_wait: Annotated[
+        float, Meta(ge=0, le=86400, description="seconds that a restart waits for a lost host to answer again")
+    ] = 600.0
     port: (
         Annotated[
             int,

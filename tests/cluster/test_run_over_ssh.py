@@ -290,6 +290,42 @@ def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_
     assert cluster.status()["exit_code"] == 1
 
 
+def test_a_lost_host_ends_the_run_on_all_others_and_the_host_ends_its_ranks_itself(cluster: SshCluster) -> None:
+    cluster.write("host_timeout = 8", **ENDLESS | {"stop_time": 0.0})
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    cluster.h3.link("down")
+    begun = time.monotonic()
+    output, _ = command.communicate(timeout=LIMIT_S)
+    took_s = time.monotonic() - begun
+    assert command.returncode == 1
+    assert re.search(r"h3 with rank 3 lost: no contact for \d+ s", output), output
+    assert not cluster.on(cluster.h1)
+    assert not cluster.on(cluster.h2)
+    wait_until(lambda: not any("trainer" in words for words in cluster.on(cluster.h3).values()), "h3 ends its ranks")
+    fenced_s = time.monotonic() - begun
+    cluster.h3.link("up")
+    print(took_s, fenced_s)
+    assert cluster.status()["exit_code"] == 1
+
+
+@pytest.mark.slow
+def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshCluster) -> None:
+    cluster.write("host_timeout = 8", "max_restarts = 1", **ENDLESS | {"stop_time": 40.0}, save_every_updates=100)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    cluster.h3.link("down")
+    run_events = cluster.record / "events" / "run.ndjson"
+    wait_until(lambda: '"node_lost"' in run_events.read_text(), "h3 is lost", [command])
+    lost = time.time()
+    wait_until(lambda: time.time() - lost > 20, "twenty seconds have passed", [command])
+    cluster.h3.link("up")
+    output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 0, output
+    assert cluster.status()["restarts"] == 1
+    assert [event["step"] for event in events(cluster.record, 3) if event["type"] == "step"]
+
+
 @pytest.mark.parametrize("supervisor", ["lives", "is gone"])
 def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gputrain_tui.recipe.model import Recipe
     from trainer.contract.record import RunDir
     from trainer.host.process_identity import ProcessIdentity
+    from trainer.host.stop_request import StopRequest
 
 LAUNCHERS: dict[str, tuple[str, str]] = {
     "local": ("gputrain_tui.lifecycle.launchers.local_launcher", "LocalLauncher"),
@@ -102,6 +103,10 @@ class Launcher(ABC):
         Its exit code is read from the node's outcome, as the kernel reports it to the parent process only.
         ``identity`` is its process in ``attempt.json``, None if not recorded.
         """
+
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
+        """Wait until all hosts of a plan answer; return why one does not, empty if all do."""
+        return ""
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
         """Pass a request for the stacks of all ranks on to node agents that cannot see this run directory."""

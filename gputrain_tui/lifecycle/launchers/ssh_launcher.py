@@ -7,6 +7,7 @@ is opened again; host agent and node continue meanwhile. Nodes on this machine a
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import subprocess
 import sys
@@ -29,8 +30,10 @@ from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
+from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.lifecycle.supervisor_process import start_supervisor
 from gputrain_tui.plan.planner import distributed_timeout
+from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, read_stack_request, write_atomically
 from trainer.contract.record.regular_file import open_regular, size_of
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from gputrain_tui.plan.planner import Plan, PlannedNode
     from gputrain_tui.preflight.collect_hosts import HostAnswer
     from gputrain_tui.recipe.model import Recipe
+    from trainer.host.stop_request import StopRequest
 
 FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
 """Prefixes of the environment variables that nodes on other hosts get."""
@@ -77,7 +81,7 @@ class _Started(msgspec.Struct):
     agent: ProcessIdentity
 
 
-STARTED, EXIT_CODE = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int)
+STARTED, EXIT_CODE, CLOCK = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int), msgspec.json.Decoder(float)
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
@@ -109,6 +113,24 @@ class SshLauncher(Launcher):
         folder.mkdir(mode=0o700, parents=True)
         (folder / TOKEN).touch(mode=0o600)
         return SshProcess(node, run_dir, folder.name, start=True, leased=leased)
+
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
+        """Wait until all hosts of a plan answer, with growing pauses; return why one does not, empty if all do."""
+        deadline = time.monotonic() + wait_s
+        local = local_facts([node.host for node in plan.nodes])
+        for host in dict.fromkeys(node.host for node in plan.nodes if not is_local(node.host, local)):
+            pause_s = 1.0
+            while True:
+                try:
+                    with Ssh().shared_channel(host) as channel:
+                        channel.call("clock", CLOCK, HELLO_S)
+                    break
+                except HostError as error:
+                    if stop_request.reason is not None or time.monotonic() >= deadline:
+                        return f"{host} did not answer within {wait_s:g} s: {error}"
+                    stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
+                    pause_s = min(2 * pause_s, 30.0)
+        return ""
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
         """Pass on a request for the stacks of all ranks."""
@@ -208,7 +230,7 @@ class SshProcess(NodeProcess):
                 self.host_error = str(refused)
                 return ExitCode.FAILED
             except HostError as error:
-                why = str(error)
+                why = self.problem = str(error)
             finally:
                 if channel is not None:
                     channel.close(at_once=True)
@@ -325,9 +347,15 @@ def session_request(
         "attempt": attempt,
         "start": start,
         "leased": leased,
-        "idle_s": distributed_timeout(node.argv),
+        "idle_s": min(distributed_timeout(node.argv), 2 * host_timeout(run_dir)),
         "sizes": sizes,
     }
+
+
+def host_timeout(run_dir: RunDir) -> float:
+    """Return ``cluster.host_timeout`` of a run, seconds."""
+    value = recorded_table(run_dir, "cluster").get("host_timeout", ClusterOptions().host_timeout)
+    return float(value) if isinstance(value, int | float) else ClusterOptions().host_timeout
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
