@@ -27,11 +27,7 @@ def batch_sizes(options: Training, world_size: int) -> tuple[int, ...]:
 def training_batches(
     task: Task, dataset: AnyDataset, options: Training, ctx: WorkerContext
 ) -> EpochBatches | StreamBatches:
-    """Return the training batches of this rank.
-
-    Raises:
-        RequestError: the options do not fit the data or the number of ranks.
-    """
+    """Return the training batches of this rank; refuse options that do not fit the data or the number of ranks."""
     common: dict[str, Any] = {
         "collate": task.collate,
         "batch_sizes": batch_sizes(options, ctx.world_size),
@@ -71,11 +67,7 @@ def training_batches(
 def evaluation_batches(
     task: Task, splits: Mapping[str, AnyDataset], options: Training, ctx: WorkerContext
 ) -> dict[str, EvalBatches | StreamEvalBatches]:
-    """Return this rank's batches of every split but ``train``.
-
-    Raises:
-        RequestError: a split is empty, or the tokens of its samples are not known.
-    """
+    """Return this rank's batches of every split but ``train``."""
     limit = None if options.valid_batch_size else token_limit(options)
     largest = max(batch_sizes(options, ctx.world_size))
     found: dict[str, EvalBatches | StreamEvalBatches] = {}
@@ -107,11 +99,7 @@ def token_limit(options: Training) -> TokenLimit | None:
 
 
 def sample_lengths(task: Task, split: str, dataset: Any, limit: TokenLimit | None) -> Sequence[int] | None:
-    """Return the length of each sample of a split, in tokens if there is a limit; None if lengths are not used.
-
-    Raises:
-        RequestError: neither the task nor the dataset gives the tokens.
-    """
+    """Return the length of each sample of a split, in tokens if there is a limit; None if lengths are not used."""
     if limit is None:
         return task.lengths(split)
     sizes = task.sizes(split)

@@ -25,18 +25,12 @@ class BestWeights:
     """
 
     def __init__(self, *, wanted: bool) -> None:
-        """Begin without weights.
-
-        Args:
-            wanted: whether ``keep`` copies weights: on rank 0, if they will be tested.
-        """
         self._wanted = wanted
         self._weights: dict[str, Any] | None = None
         self._file: Path | None = None
         self._missing_reason = ""
 
     def keep(self, model: nn.Module) -> None:
-        """Keep a model's weights as the best so far."""
         if not self._wanted:
             return
         self._file = None
@@ -72,14 +66,7 @@ class BestWeights:
             return None, str(error)
 
     def load_into(self, model: nn.Module, best: Best, ctx: WorkerContext, *, last_step: int) -> bool:
-        """Load the best weights on all ranks; return whether there are any. Every rank calls this.
-
-        Args:
-            model: model of this rank.
-            best: the best validation.
-            ctx: context of this rank, which gets a warning if there are none.
-            last_step: optimizer steps of the weights that the model has.
-        """
+        """Load the best weights on all ranks; return whether there are any. Every rank calls this."""
         ctx.before_wait()
         weights, reason = distributed.from_master(lambda: self._find(best))
         if weights is None:

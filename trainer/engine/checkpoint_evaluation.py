@@ -13,7 +13,7 @@ from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.batching import evaluation_batches
-from trainer.engine.data_sample import DataSample, NoDataSample, data_samples
+from trainer.engine.data_sample import DataSample
 from trainer.engine.ddp_model import autocast
 from trainer.engine.evaluation import evaluate
 from trainer.engine.preparation import read_splits, require_same_on_ranks
@@ -27,12 +27,6 @@ from trainer.tasks.task import Task
 
 def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start: StartingPoint) -> TrainingOutcome:
     """Evaluate one split with a checkpoint's weights, which rank 0 has read; write nothing but the record.
-
-    Args:
-        task: the task, with the state of the checkpoint.
-        options: the options.
-        ctx: context of this rank.
-        start: the opened checkpoint.
 
     Raises:
         RequestError: the task lacks the split, or the checkpoint is damaged or of another task or model.
@@ -50,8 +44,8 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     seed_all(options.seed)
     model = task.model()
     own_state = state_of(task)
-    samples = data_samples({split: splits[split]}, task.collate, num_workers=options.num_workers)
-    require_same_on_ranks(task, samples, ctx)
+    sample = DataSample(splits[split], task.collate, num_workers=options.num_workers)
+    require_same_on_ranks(task, {split: sample}, ctx)
     source = start.source
 
     def read() -> tuple[dict[str, Any], int, int, list[tuple[str, str]]]:
@@ -60,7 +54,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
         notes = [("checkpoint_passed_over", "; ".join(opened.passed_over))]
         if own_state and not found.has_task_state:
             notes.append((TASK_STATE, without_task_state(source)))
-        notes.append(("data_changed", _data_change(found.data, split, samples[split], source)))
+        notes.append(("data_changed", _data_change(found.data, split, sample, source)))
         return found.weights, found.updates, found.epoch, notes
 
     weights, updates, epoch, notes = distributed.from_master(read)
@@ -92,7 +86,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     )
 
 
-def _data_change(known: Mapping[str, DataDigests], split: str, sample: DataSample | NoDataSample, source: str) -> str:
+def _data_change(known: Mapping[str, DataDigests], split: str, sample: DataSample, source: str) -> str:
     """Describe how a split differs from that of the checkpoint's training; empty if it does not, or is not known."""
     if not known:
         return ""

@@ -24,12 +24,10 @@ class Evaluation:
     """The result of one pass over a split; equal on all ranks."""
 
     loss: float
-    """Mean over the split, in nats."""
     metrics: dict[str, float]
 
     @property
     def non_finite(self) -> str:
-        """The names of the results that are NaN or infinite, as words; empty if all are finite."""
         results = {"loss": self.loss, **self.metrics}
         return ", ".join(f"{name} {value}" for name, value in results.items() if not math.isfinite(value))
 
@@ -49,15 +47,6 @@ def evaluate(
 
     The batches are the same on any number of ranks and their sums are added exactly, so that the result does not depend
     on the world size.
-
-    Args:
-        task: gives the loss and the metrics.
-        model: the unwrapped model; its mode is restored afterwards.
-        batches: the split's batches of this rank; dummies do not count.
-        device: where the batches go.
-        autocast: the precision of the forward pass.
-        stop_requested: returns whether this rank is to stop; called after every batch.
-        before_wait: called before this rank waits for the others.
 
     Raises:
         RequestError: the loss computes a gradient.

@@ -30,19 +30,12 @@ class SampleBatches:
     """Batches for the check: of one sample, and of the same sample twice."""
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    """Empty for a stream, and where the task opts out."""
     problem: str = ""
     """Why they could not be read or computed; training raises the same error, if it has such a batch."""
 
 
 def read_sample_batches(task: Task, splits: Mapping[str, AnyDataset], *, num_workers: int) -> SampleBatches:
-    """Read the batches for ``check_loss``, before CUDA is in use.
-
-    Args:
-        task: collates the samples.
-        splits: the data; that of the validation is taken first, because it has no random augmentation.
-        num_workers: loader processes; if there are some, the samples are read in one too.
-    """
+    """Read the batches for ``check_loss``, before CUDA is in use."""
     sized = [splits[name] for name in ("valid", "test", "train") if name in splits and not is_stream(splits[name])]
     if not (task.check_loss and sized):
         return SampleBatches()
@@ -78,16 +71,6 @@ def check_loss(
 
     A mean over the batch is the same for both, while the count doubles. Random numbers, buffers and the model's mode
     are as before.
-
-    Args:
-        task: gives loss and metrics.
-        model: the unwrapped model, on its device.
-        batches: the batches to compute.
-        ctx: context of this rank.
-        autocast: the precision of the forward pass.
-
-    Returns:
-        The names of the metrics; None where they are not known.
 
     Raises:
         RequestError: the loss is a mean, or is no loss, or the forward pass makes a parameter.
@@ -148,11 +131,7 @@ def _compare(
 
 
 def require_same_parameters(model: nn.Module, names: set[str]) -> None:
-    """Require that a forward pass has made no parameter, which the optimizer would not know.
-
-    Raises:
-        RequestError: the model has a parameter that is not one of ``names``.
-    """
+    """Require that a forward pass has made no parameter, which the optimizer would not know."""
     made = [name for name, _ in model.named_parameters() if name not in names]
     if made:
         raise RequestError(

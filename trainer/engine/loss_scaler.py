@@ -11,28 +11,19 @@ from torch.optim import Optimizer
 
 
 class LossScaler:
-    """Wrapper of torch's ``GradScaler`` whose ``step`` returns whether it was taken; passes through if not enabled.
-
-    Args:
-        device: device of the model.
-        enabled: whether the precision is fp16.
-    """
+    """Wrapper of torch's ``GradScaler`` whose ``step`` returns whether it was taken; passes through if not enabled."""
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self.enabled = enabled
         self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.value = self._scaler.get_scale()
-        """The scale of the next loss; 1 in another precision than fp16."""
         self.left_out = 0
-        """Steps in a row that were not taken."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss [] times the scale."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and remember whether one of them is not finite."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
@@ -50,11 +41,11 @@ class LossScaler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the settings of its adjustment; empty in another precision than fp16."""
+        """Empty in another precision than fp16."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved scale; keep the initial one if the state, of another precision, is empty."""
+        """Keep the initial scale if the state, of another precision, is empty."""
         if state and self.enabled:
             self._scaler.load_state_dict(dict(state))
             self.value = self._scaler.get_scale()

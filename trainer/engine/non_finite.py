@@ -39,7 +39,6 @@ class _PendingNumber:
     batch: Any
     copy: HostCopy
     samples: int = 0
-    """Samples of this rank in the step, with which its ``items`` are compared."""
 
 
 class FiniteCheck:
@@ -50,20 +49,15 @@ class FiniteCheck:
     (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it does
     nothing or gets zeros, so that the parameters stay finite and the batch computed again shows the module.
 
-    Args:
-        task: computes the loss once more to find the place.
-        model: the task's own module.
-        autocast: the precision of the forward pass; an overflow in it does not show in another one.
-        scaled: whether a loss scaler checks the gradients itself and leaves steps out.
-        copies: copies numbers from the device; None on a CPU.
+    With ``scaled`` a loss scaler checks the gradients itself and leaves steps out. ``copies`` is None on a CPU.
     """
 
     def __init__(
         self,
         task: Task,
         model: nn.Module,
-        *,
         autocast: AbstractContextManager[Any],
+        *,
         scaled: bool,
         copies: HostCopies | None,
     ) -> None:
@@ -79,7 +73,6 @@ class FiniteCheck:
         self._bad_text = ""
         """The message about it, if it is a count."""
         self._overflowed: Tensor | None = None
-        """Whether a gradient was not finite, [] on the device."""
         # Without buffers that begin with infinities, such as a mask.
         self._checked_names = [
             *(name for name, parameter in model.named_parameters() if parameter.requires_grad),
@@ -87,14 +80,7 @@ class FiniteCheck:
         ]
 
     def require_loss(self, loss: Tensor, batch: Any, *, step: int) -> Tensor | float:
-        """Raise if this rank's loss [] is not finite, before it reaches the others; on a GPU check it later.
-
-        Returns:
-            The detached loss: a number on a CPU, a tensor [] on a GPU.
-
-        Raises:
-            NonFiniteError: with the step and the place.
-        """
+        """Raise if this rank's loss [] is not finite, before it reaches the others; on a GPU check it later."""
         self._batch = batch
         if self._copies is not None:
             self._check_later("loss", loss, step, self._copies)
@@ -104,14 +90,7 @@ class FiniteCheck:
         raise NonFiniteError(_loss_message(step, self._locate(batch)))
 
     def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
-        """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later.
-
-        Returns:
-            The norm: a number if it was checked, else the tensor [].
-
-        Raises:
-            NonFiniteError: with the step and the places.
-        """
+        """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later."""
         if self._scaled:
             return norm
         if self._copies is not None:
@@ -125,14 +104,7 @@ class FiniteCheck:
         raise NonFiniteError(self._gradient_message(step, self._batch))
 
     def require_count(self, count: Tensor, *, step: int) -> Tensor | float:
-        """Raise if the number of items of all ranks in a step, [], is not above 0; on a GPU check it later.
-
-        Returns:
-            A number if it was checked, else the tensor [].
-
-        Raises:
-            TrainingError: with the step.
-        """
+        """Raise if the items of all ranks in a step, [], are not above 0; on a GPU check it later."""
         if self._copies is not None:
             self._check_later("count", count, step, self._copies)
             return count
@@ -141,22 +113,14 @@ class FiniteCheck:
         return value
 
     def require_items(self, count: Tensor | float, *, samples: int, step: int) -> None:
-        """Raise unless the count of this rank's losses follows from ``count_per_sample``; on a GPU check it later.
-
-        Raises:
-            RequestError: with both counts, and the remedy.
-        """
+        """Raise unless the count of this rank's losses follows from ``count_per_sample``; on a GPU check it later."""
         if self._copies is not None and isinstance(count, Tensor):
             self._check_later("items", count, step, self._copies, samples=samples)
         elif not self._is_count(float(count), samples):
             raise RequestError(self._count_message(float(count), samples, step))
 
     def require_scale(self, scale: float, least: float, *, step: int, left_out: int) -> None:
-        """Raise on all ranks if the loss scale is below the least one, where no step will be taken any more.
-
-        Raises:
-            NonFiniteError: with the step and the places.
-        """
+        """Raise on all ranks if the loss scale is below the least one, where no step will be taken any more."""
         if scale < least:
             raise NonFiniteError(
                 f"the loss scale is {scale:.3g}, below --min-loss-scale {least:g}, and {left_out} steps in a row were "
@@ -198,7 +162,6 @@ class FiniteCheck:
             )
 
     def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
-        """Keep the optimizer from changing parameters if ``overflowed``, [] on the device, is true."""
         if all(group.get("fused") for group in optimizer.param_groups):
             # GradScaler sets these attributes on a fused optimizer, whose kernel then does nothing.
             optimizer.found_inf, optimizer.grad_scale = overflowed.to(torch.float32), None  # type: ignore[attr-defined]

@@ -21,11 +21,7 @@ from trainer.tasks.task import Task
 
 
 def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optimizer:
-    """Return the task's own optimizer, or else that of the options.
-
-    Raises:
-        RequestError: it takes no sparse gradients, or computes the loss by itself; or see ``build_optimizer``.
-    """
+    """Return the task's own optimizer, or else that of the options."""
     own = task.optimizer(model)
     if own is not None:
         _require_plain_step(own)
@@ -57,11 +53,6 @@ def build_optimizer(
     Weight decay is what torch's class of that name does, on every parameter, biases and norms included: added to the
     gradient (L2) in sgd, adam, adadelta and adagrad, apart from it in adamw. A task that wants exclusions gives an
     optimizer of its own.
-
-    Args:
-        options: name and settings.
-        params: parameters, or groups of them; a group may have an ``lr`` and other settings of its own.
-        sparse: whether a gradient may be sparse, which torch's fused optimizers do not take.
 
     Raises:
         RequestError: there is nothing to train.
@@ -96,11 +87,7 @@ def _fused(params: list[Any], name: str) -> bool:
 
 
 def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise if a saved state is not of an optimizer of this kind over the same groups of parameters.
-
-    Raises:
-        RequestError: one line that names what differs.
-    """
+    """Raise if a saved state is not of an optimizer of this kind over the same groups of parameters."""
     own, groups = optimizer.state_dict(), saved.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise RequestError("its param_groups are not a list of dicts")
@@ -187,7 +174,6 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update; with several groups, of the first."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self, num_updates: int) -> None:
@@ -203,15 +189,13 @@ class Schedule:
             group["lr"] = lr * factor
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the learning rate for the next update, which is of this epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
             self.step(self._updates)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of updates; everything else is in the options and the position in the data."""
+        """Everything else is in the options and the position in the data."""
         return {"updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the saved number of updates, on the schedule of this run's options."""
         self.step(state["updates"])

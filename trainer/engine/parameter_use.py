@@ -25,7 +25,6 @@ class ParameterUse:
     def __init__(
         self, model: nn.Module, *, raw_model: nn.Module, parameters: Sequence[nn.Parameter], ctx: WorkerContext
     ) -> None:
-        """Begin; ``model`` is ``raw_model`` as it is called, wrapped in DDP or not."""
         self._ctx = ctx
         self._model = raw_model
         self._parameters = parameters
@@ -52,11 +51,7 @@ class ParameterUse:
         return found
 
     def raise_unused(self, error: Exception) -> None:
-        """Raise an error that names the parameters in place of DDP's about unused ones; ignore another error.
-
-        Raises:
-            RequestError: the step before did not use a parameter.
-        """
+        """Raise an error that names the parameters in place of DDP's about unused ones; ignore another error."""
         if _UNFINISHED in str(error):
             matched = _INDICES.search(str(error))
             indices = [int(index) for index in matched[1].split()] if matched else []

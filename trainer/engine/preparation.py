@@ -20,13 +20,7 @@ from trainer.data.shares import DEFAULT_BATCH_SIZE
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.engine import reports, task_state
 from trainer.engine.batching import evaluation_batches, training_batches
-from trainer.engine.data_sample import (
-    DataSample,
-    NoDataSample,
-    data_samples,
-    require_same_data,
-    samples_to_compare,
-)
+from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.ddp_model import checkpoint_activations, require_trainable
 from trainer.engine.loss_check import SampleBatches, read_sample_batches
 from trainer.engine.worker_context import WorkerContext
@@ -39,17 +33,15 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """The task's data on this rank."""
+    """Data of the task on this rank."""
 
     splits: Mapping[str, AnyDataset]
     train: EpochBatches | StreamBatches
-    """Batches of the training."""
     evaluation: Mapping[str, EvalBatches | StreamEvalBatches]
     """Batches of the other splits."""
-    samples: Mapping[str, DataSample | NoDataSample]
+    samples: Mapping[str, DataSample]
     """Samples by split, which the ranks and a resumed training compare."""
     loss_check: SampleBatches
-    """Batches for the check of the loss."""
 
 
 def read_splits(task: Task, options: Training, ctx: WorkerContext) -> Mapping[str, AnyDataset]:
@@ -61,11 +53,7 @@ def read_splits(task: Task, options: Training, ctx: WorkerContext) -> Mapping[st
 
 
 def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData:
-    """Read the task's data, and make the batches of this rank.
-
-    Raises:
-        RequestError: the options do not fit each other, the data or the number of ranks.
-    """
+    """Read the task's data, and make the batches of this rank; refuse options that do not fit."""
     require_consistent(options, task.options)
     require_end(options, task.options)
     splits = read_splits(task, options, ctx)
@@ -80,17 +68,15 @@ def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData
         splits=splits,
         train=training_batches(task, splits["train"], options, ctx),
         evaluation=evaluation_batches(task, splits, options, ctx),
-        samples=data_samples(splits, task.collate, num_workers=options.num_workers),
+        samples={
+            split: DataSample(data, task.collate, num_workers=options.num_workers) for split, data in splits.items()
+        },
         loss_check=read_sample_batches(task, splits, num_workers=options.num_workers),
     )
 
 
 def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
-    """Build the task's model on the CPU.
-
-    Raises:
-        RequestError: it cannot be trained with these options and this data.
-    """
+    """Build the task's model on the CPU; refuse one that cannot be trained with these options and this data."""
     seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
     model = task.model()
     require_trainable(model)
@@ -100,13 +86,16 @@ def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
     return model
 
 
-def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample | NoDataSample], ctx: WorkerContext) -> None:
+def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample], ctx: WorkerContext) -> None:
     """Wait until all ranks have read their data and built their models; require the same request, data and task state.
 
     Raises:
         RequestError: one line that names the ranks and what differs, the same on every rank.
     """
-    compared = samples_to_compare(samples, world_size=ctx.world_size)
+    several = ctx.world_size > 1
+    compared = {split: sample for split, sample in samples.items() if several and not sample.of_stream}
+    for sample in compared.values():
+        sample.state_dict()  # reads the samples, before the ranks wait for each other
     state = task_state.digest(task_state.state_of(task))
     ctx.before_wait()
     require_same_data(compared, {**ctx.request, "state of the task": state})
@@ -116,13 +105,6 @@ def require_batches_for_norms(
     task: Task, model: nn.Module, dataset: AnyDataset, options: Training, *, smallest: int
 ) -> None:
     """Try a batch of one sample if there will be one and the model has a batch norm; an image may have enough values.
-
-    Args:
-        task: gives batch and loss.
-        model: on the CPU; not changed.
-        dataset: the training data.
-        options: batch sizes and loader processes.
-        smallest: the fewest samples of a batch.
 
     Raises:
         RequestError: a batch of one sample cannot be trained on.

@@ -17,22 +17,12 @@ from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry import desync
 
 REPORT_EVERY_S = 2.0
-"""Seconds between two lines about the loss."""
 
 
 def announce(
     ctx: WorkerContext, options: Training, *, samples: int, updates_per_epoch: int, first_update: int, parameters: int
 ) -> None:
-    """Record the training plan; rank 0 only.
-
-    Args:
-        ctx: context of this rank.
-        options: end of the training.
-        samples: samples of an epoch.
-        updates_per_epoch: updates of the first epoch.
-        first_update: updates done already.
-        parameters: number of trained values.
-    """
+    """Record the training plan; rank 0 only."""
     if ctx.rank != 0:
         return
     ctx.writer.write(
@@ -54,16 +44,7 @@ def announce(
 def report_validation(
     ctx: WorkerContext, split: Any, result: Evaluation, *, step: int, epoch: int, weights_step: int | None = None
 ) -> None:
-    """Report the result of an evaluation; rank 0 only.
-
-    Args:
-        ctx: context of this rank.
-        split: the split that was evaluated.
-        result: result over all ranks.
-        step: updates done.
-        epoch: epoch of the training.
-        weights_step: updates done when the weights were taken, if they may not be the last ones.
-    """
+    """Report the result of an evaluation; rank 0 only."""
     if ctx.rank != 0:
         return
     ctx.writer.write(
@@ -91,7 +72,6 @@ class ValidationFindings:
         self._raised: record.Finding | None = None
 
     def add(self, split: str, result: Evaluation, *, step: int) -> None:
-        """Raise or clear the finding after an evaluation; rank 0 only."""
         if self._ctx.rank != 0 or bool(result.non_finite) == (self._raised is not None):
             return
         if self._raised is not None:
@@ -141,7 +121,6 @@ class DesyncReports:
         """Unresolved findings by cause; only rank 0 has any."""
 
     def begin(self, *, step: int) -> None:
-        """Start to compare the models of all ranks; all of them call this after the same step."""
         ctx = self._ctx
         self._pending = desync.DesyncCheck(
             self._replica, step=step, rank=ctx.rank, device=ctx.device, copies=ctx.copies
@@ -149,7 +128,7 @@ class DesyncReports:
 
     @property
     def unresolved(self) -> str:
-        """Message of the unresolved finding about parameters; empty without one, and on ranks other than 0."""
+        """Message about parameters that differ now; empty without one, and on ranks other than 0."""
         return next((found.message for found in self._reported.values() if found.severity == "critical"), "")
 
     def finish(self) -> None:
@@ -176,7 +155,6 @@ class Progress:
     """Progress line with epoch, step, loss and learning rate, printed at intervals."""
 
     def __init__(self, ctx: WorkerContext, *, every: int = 0) -> None:
-        """Print a line every so many steps; with 0, every ``REPORT_EVERY_S``."""
         self._ctx = ctx
         self._unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
         self._every = every

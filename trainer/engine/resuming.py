@@ -72,7 +72,6 @@ class DataDigests(msgspec.Struct):
 
     samples: Count
     known: list[tuple[Count, str]]
-    """Index and digest of some samples."""
     splits: dict[str, DataDigests] = {}
     """Those of the other splits; absent from checkpoints of earlier versions."""
 
@@ -121,17 +120,12 @@ class CheckpointWeights:
     data: dict[str, DataDigests]
     """Digests of the data by split, without ``train``; empty if it holds none."""
     has_task_state: bool
-    """Whether the checkpoint holds the state of its task."""
 
 
 def require_weights(
     state: Mapping[str, Any], model: nn.Module, *, task: str, task_state: Mapping[str, Any], source: str
 ) -> CheckpointWeights:
-    """Return a checkpoint's weights; raise if they are of another task, or do not fit its state or this model.
-
-    Raises:
-        RequestError: one line that names the file and the entry.
-    """
+    """Return a checkpoint's weights; raise if they are of another task, or do not fit its state or this model."""
     entries = _convert(state, _WeightEntries, source)
     _require_task(entries.task, task, source)
     require_task_state(entries.task_state, task_state, source=source)
@@ -148,11 +142,7 @@ def require_weights(
 
 
 def require_task_state(saved: Mapping[str, Any] | None, own: Mapping[str, Any], *, source: str) -> None:
-    """Require that a task has the state with which the weights of a checkpoint were trained, if that is known.
-
-    Raises:
-        RequestError: one line that names the file and the first difference.
-    """
+    """Require the state with which the weights of a checkpoint were trained, if that is known."""
     if saved is not None and (wrong := difference_of_states(saved, own)):
         raise RequestError(
             f"{source} does not fit this run's data: in the task's state {_line(wrong)}, where the weights were trained"
@@ -169,17 +159,6 @@ def require_fit(
     source: str,
 ) -> CheckpointEntries:
     """Return a checkpoint's entries; raise if one is not as it was saved or does not fit this model and optimizer.
-
-    Args:
-        state: the checkpoint.
-        model: the task's own module.
-        optimizer: optimizer of the model's parameters; None if its state is not restored.
-        task: name of the task that this run trains.
-        task_state: its state.
-        source: the checkpoint's path, for the message.
-
-    Returns:
-        The entries, checked.
 
     Raises:
         RequestError: one line that names the file and the entry.
@@ -251,11 +230,7 @@ def _parameter_difference(saved: Sequence[str], own: Sequence[str]) -> str:
 
 
 def resume_model(entries: CheckpointEntries, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
-    """Load a checkpoint that ``require_fit`` accepted into the model, and into the optimizer unless that is None.
-
-    Raises:
-        RequestError: a module or an optimizer of the user's own refuses it.
-    """
+    """Load a checkpoint that ``require_fit`` accepted into the model, and into the optimizer unless that is None."""
     for entry, load in (
         ("model", lambda: model.load_state_dict(entries.model)),
         ("optimizer", lambda: None if optimizer is None else restore(optimizer, entries.optimizer)),
@@ -267,11 +242,7 @@ def resume_model(entries: CheckpointEntries, model: nn.Module, optimizer: Optimi
 
 
 def resume_rng(entries: CheckpointEntries, *, rank: int, world_size: int, source: str) -> None:
-    """Restore this rank's random state from a checkpoint; do nothing if that is of another world size.
-
-    Raises:
-        CheckpointError: torch or Python does not accept it.
-    """
+    """Restore this rank's random state from a checkpoint; do nothing if that is of another world size."""
     if len(entries.rng) != world_size:
         return
     try:
@@ -281,14 +252,7 @@ def resume_rng(entries: CheckpointEntries, *, rank: int, world_size: int, source
 
 
 def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_ranks: bool) -> str:
-    """Describe the effect of a seed that differs from the checkpoint's; empty without a difference.
-
-    Args:
-        position: the checkpoint's position in its data.
-        seed: seed of this run.
-        shuffle: whether this run shuffles.
-        same_ranks: whether the ranks have restored their random states.
-    """
+    """Describe the effect of a seed that differs from the checkpoint's; empty without a difference."""
     was, epoch = position["seed"], position["epoch"]
     if was == seed:
         return ""

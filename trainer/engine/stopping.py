@@ -68,11 +68,7 @@ class Best:
 
     @classmethod
     def of(cls, options: Training, *, metrics: Iterable[str] | None = None) -> Best:
-        """Return the criterion of the options: by default a lower loss, or a higher metric.
-
-        Raises:
-            RequestError: the task's metrics are known, and the criterion is none of them.
-        """
+        """Return the criterion of the options: by default a lower loss, or a higher metric; refuse an unknown one."""
         maximize = options.maximize_best_metric
         best = cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
         if metrics is not None:
@@ -80,11 +76,6 @@ class Best:
         return best
 
     def require_known(self, metrics: Iterable[str]) -> None:
-        """Require that the criterion is the loss or one of the task's metrics.
-
-        Raises:
-            RequestError: the task has no such metric.
-        """
         known = ["loss", *metrics]
         if self.metric not in known:
             raise RequestError(
@@ -130,7 +121,6 @@ class Best:
         return better
 
     def state_dict(self) -> dict[str, object]:
-        """Return the entry of a checkpoint."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,8 +141,7 @@ class TrainingOutcome:
     reason: str
     best: Best
     stopped: bool = False
-    """Whether the user stopped it before an end condition held."""
     saved: Path | None = None
-    """The checkpoint of the update at which it was stopped; rank 0 only."""
+    """The checkpoint of the step at which it was stopped; rank 0 only."""
     not_kept: str = ""
-    """Line about a checkpoint that a stopped training could not write, else empty; rank 0 only."""
+    """Line about a checkpoint that a stopped training could not write; rank 0 only."""

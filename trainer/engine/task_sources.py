@@ -17,13 +17,7 @@ MAX_FILES = 256
 
 
 def task_sources(module: str, file: Path, *, excluded: Path) -> dict[str, Path]:
-    """Return the files by their path relative to the folder from which the task is imported, the task's own first.
-
-    Args:
-        module: name under which the task's file was imported; dots are packages.
-        file: the task's file.
-        excluded: a folder that is left out, because its files are compared anyway.
-    """
+    """Return the files by their path relative to the folder from which the task is imported, the task's own first."""
     packages = module.count(".") + (file.name == "__init__.py")
     root = file.parents[packages] if packages < len(file.parents) else file.parent
     # In site-packages the neighbours of a module belong to other distributions.

@@ -13,16 +13,13 @@ from trainer.checkpoint import fit, load_weights
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.outcome import SEED_ON_RESUME
-from trainer.data.batches import EpochBatches
-from trainer.data.stream_batches import StreamBatches
 from trainer.engine import reports
-from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import DataSample, NoDataSample
 from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.optimizers import Schedule
+from trainer.engine.preparation import TrainingData
 from trainer.engine.resuming import (
     CheckpointEntries,
     DataDigests,
@@ -33,8 +30,8 @@ from trainer.engine.resuming import (
     seed_effect,
 )
 from trainer.engine.starting_point import StartingPoint
-from trainer.engine.stopping import Best
 from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
+from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
@@ -46,18 +43,14 @@ class TrainingState:
     options: Training
     ctx: WorkerContext
     model: nn.Module
-    """The task's own module, without DDP around it."""
     optimizer: Optimizer
     schedule: Schedule
     average: WeightAverage
     scaler: LossScaler
     items: ItemCount
-    train_batches: EpochBatches | StreamBatches
     task: Task
-    data_samples: Mapping[str, DataSample | NoDataSample]
-    """Samples of the data by split, by which a resumed training detects that it was altered."""
-    best: Best
-    best_weights: BestWeights
+    data: TrainingData
+    validation: Validator
     saving: Saving
     updates: int = 0
     """Optimizer steps done."""
@@ -76,12 +69,12 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "position": self.train_batches.state_dict(),
-            "best": self.best.state_dict(),
+            "position": self.data.train.state_dict(),
+            "best": self.validation.best.state_dict(),
             "validated_at": self.validated_at,
             "data": {
-                **self.data_samples["train"].state_dict(),
-                "splits": {split: each.state_dict() for split, each in self.data_samples.items() if split != "train"},
+                **self.data.samples["train"].state_dict(),
+                "splits": {split: each.state_dict() for split, each in self.data.samples.items() if split != "train"},
             },
             TASK_STATE: state_of(self.task),
         }
@@ -104,20 +97,13 @@ class TrainingState:
         if self.options.reset_dataloader:
             return entries
         try:
-            self.train_batches.require_fit(state["position"])
+            self.data.train.require_fit(state["position"])
         except RequestError as error:
             raise RequestError(f"{source}: entry position: {error}") from None
         return entries
 
     def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
-        """Read the weights of a file that fit this model; change nothing.
-
-        Returns:
-            Those that fit by name and shape, and a description of the other ones, which is empty unless ``partial``.
-
-        Raises:
-            RequestError: the file cannot be read, or does not fit; one line that names what does not.
-        """
+        """Return the weights of a file that fit this model, and a description of the others; change nothing."""
         weights, misfits = fit(load_weights(file), self.model.state_dict())
         if misfits and not (partial and weights):
             hint = "; --finetune-partial loads those that match" if weights else ""
@@ -125,11 +111,7 @@ class TrainingState:
         return weights, misfits
 
     def difference_from(self, start: StartingPoint) -> str:
-        """Describe in words how the task's state differs from that of the weights to start with; empty if it does not.
-
-        Raises:
-            RequestError: it differs, and the weights are not to be loaded in part.
-        """
+        """Describe how the task's state differs from that of the weights to start with; empty if it does not."""
         own = state_of(self.task)
         if start.task and start.task != self.options.task:
             return f"their task {start.task} has another state, which was not used" if start.task_state else ""
@@ -150,11 +132,6 @@ class TrainingState:
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str, own_checkpoint: bool = False) -> None:
         """Restore a checkpoint: exactly on the same world size; on another one, samples are still read once per epoch.
-
-        Args:
-            state: the checkpoint.
-            source: its path, for messages.
-            own_checkpoint: whether this run wrote it, after the resets that its options require.
 
         Raises:
             RequestError: the checkpoint is damaged or belongs to another task or model.
@@ -178,18 +155,19 @@ class TrainingState:
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
-            self.train_batches.load_state_dict(state["position"])
-        self.schedule.begin_epoch(self.train_batches.position.epoch)
+            self.data.train.load_state_dict(state["position"])
+        self.schedule.begin_epoch(self.data.train.position.epoch)
         if not fresh_best:
-            self.best.load_state_dict(state["best"])
+            self.validation.best.load_state_dict(state["best"])
         self.updates = self.saving.last_update = entries.updates
         self.validated_at = entries.validated_at
         self.items.estimate = entries.count_estimate
-        best_file = self.best_weights.find_beside(source, self.best) if ctx.rank == 0 and not fresh_best else None
-        if best_file is not None:
-            self.saving.inherit_best(best_file, step=self.best.step)
+        if ctx.rank == 0 and not fresh_best:
+            best = self.validation.best
+            if best_file := self.validation.best_weights.find_beside(source, best):
+                self.saving.inherit_best(best_file, step=best.step)
         resume_rng(entries, rank=ctx.rank, world_size=ctx.world_size, source=source)
-        position = self.train_batches.position
+        position = self.data.train.position
         fresh = "; the state of the optimizer was reset" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
         ctx.print_line(f"resumed at {where}, after {self.updates} steps{fresh}")
@@ -213,7 +191,7 @@ class TrainingState:
         known = {"train": data, **data.splits}
         found = [
             ("the training data" if split == "train" else f"the {split} split", each.altered(was.samples, was.known))
-            for split, each in self.data_samples.items()
+            for split, each in self.data.samples.items()
             if (was := known.get(split)) is not None
         ]
         return [(what, how) for what, how in found if how]

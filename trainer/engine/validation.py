@@ -22,15 +22,7 @@ from trainer.tasks.task import Task
 class Validator:
     """Validation and test of the averaged weights, if there is an average; every rank calls each method.
 
-    Args:
-        task: gives loss and metrics.
-        options: the best validation, and whether there is a test.
-        ctx: context of this rank.
-        data: batches of the splits.
-        model: the task's own module, with the weights of the last step.
-        average: average of these weights.
-        autocast: the precision of the forward pass.
-        metrics: names of the task's metrics; None if not known yet.
+    ``model`` is the task's own module, and ``metrics`` are the names of the task's, None if not known yet.
 
     Raises:
         RequestError: the best validation is to be chosen by a metric that the task does not have.
@@ -42,14 +34,13 @@ class Validator:
         options: Training,
         ctx: WorkerContext,
         data: TrainingData,
-        *,
         model: nn.Module,
         average: WeightAverage,
         autocast: AbstractContextManager[Any],
+        *,
         metrics: Iterable[str] | None,
     ) -> None:
         self.enabled = "valid" in data.splits and bool(options.valid_every_epochs or options.valid_every_updates)
-        """Whether the training is validated at all."""
         self.best = Best.of(options, metrics=metrics if self.enabled else None)
         self._tests = options.test and "test" in data.splits
         self._tests_best = self._tests and options.test_best
@@ -57,8 +48,7 @@ class Validator:
         self.model_has_best = False
         """Whether the model holds the best weights in place of the last ones, after the test."""
         self._task, self._ctx, self._data, self._model = task, ctx, data, model
-        self._average = average
-        self._autocast = autocast
+        self._average, self._autocast = average, autocast
         self._findings = reports.ValidationFindings(ctx)
 
     def validate(self, *, step: int, epoch: int) -> bool | None:

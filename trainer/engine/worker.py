@@ -101,7 +101,6 @@ class _Rank:
         return ExitCode.FINISHED
 
     def set_state(self, state: RankStateName, *, message: str | None = None) -> None:
-        """Record that this rank entered a state."""
         if state == self._state:
             return
         self._state = state
@@ -209,11 +208,7 @@ class _Rank:
         )
 
     def _warm_start(self, loop: Loop, options: Training, start: StartingPoint) -> None:
-        """Load the weights of ``--finetune-from``, if given; a run that resumes has its own.
-
-        Raises:
-            RequestError: the file cannot be read, or does not fit the model.
-        """
+        """Load the weights of ``--finetune-from``, if given; a run that resumes has its own."""
         file = options.finetune_from
         if not file or options.resume:
             reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
@@ -263,7 +258,6 @@ class _Rank:
             raise RequestError(f"{name} is at step {loop.updates}, and nothing is left to train: {reason}")
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a checkpoint was written by this very run."""
         source = Path(name)
         if owner := owner_of(source):
             return owner == self.assignment.run_id
