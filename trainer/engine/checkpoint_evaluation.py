@@ -12,11 +12,10 @@ from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
-from trainer.engine.batching import evaluation_batches
 from trainer.engine.data_sample import DataSample
 from trainer.engine.ddp_model import autocast
 from trainer.engine.evaluation import evaluate
-from trainer.engine.preparation import read_splits, require_same_on_ranks
+from trainer.engine.preparation import evaluation_batches, read_splits, require_same_on_ranks
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint
 from trainer.engine.stopping import Best, TrainingOutcome

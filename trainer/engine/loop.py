@@ -25,7 +25,6 @@ from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
-from trainer.engine.batching import batch_sizes
 from trainer.engine.checkpointing import Saving
 from trainer.engine.ddp_model import (
     Accumulation,
@@ -41,13 +40,12 @@ from trainer.engine.ddp_model import (
 from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
-from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.optimizers import Schedule, training_optimizer
+from trainer.engine.optimizers import LossScaler, Schedule, training_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
+from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
 from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator

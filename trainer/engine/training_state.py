@@ -17,8 +17,7 @@ from trainer.engine import reports
 from trainer.engine.checkpointing import Saving
 from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
-from trainer.engine.loss_scaler import LossScaler
-from trainer.engine.optimizers import Schedule
+from trainer.engine.optimizers import LossScaler, Schedule
 from trainer.engine.preparation import TrainingData
 from trainer.engine.resuming import (
     CheckpointEntries,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import Checksum, EventWriter, Finding
+from trainer.contract.record import EventWriter, Finding
 from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
@@ -31,9 +31,9 @@ class StepTracker:
     """Steps of one rank: forward and backward passes, as many as there are, up to the optimizer's step.
 
     Args:
-        writer: Writer of the events.
-        rank: Rank in the events.
-        device: Device of the rank.
+        writer: Of the events.
+        rank: In the events.
+        device: Of the rank.
         model: The trained model; None where it is not known yet.
         detail_every: Measure each gradient bucket every so many steps; 0 installs no comm hook.
         checksum_every: Record a checksum of the parameters every so many steps; 0: never.
@@ -52,32 +52,26 @@ class StepTracker:
         first_step: int = 0,
     ) -> None:
         self.step = first_step
-        """Optimizer steps done."""
         self.epoch = 0
-        """Epoch, from 1; 0 before the first."""
+        """From 1; 0 before the first."""
         self.samples = 0
-        """Samples of the step so far."""
         self.tokens: int | None = None
-        """Tokens of the step so far; None where they are not known."""
+        """Of the step so far; None where they are not known."""
         self.loss: Scalar = None
         self.grad_scale: Scalar = 1.0
         """Factor of the gradients in the backward pass."""
         self.laps = 0
-        """Laps of the step so far."""
         self.open_phase: Phase = "other"
         """Phase of the time since the last mark."""
         self.stepping = False
-        """Whether the optimizer's step is running."""
         self.meter = StepMeter(model, device=device, writer=writer, rank=rank, detail_every=detail_every)
         self._writer = writer
         self._rank = rank
         self.device = device
-        """Device of the rank."""
         self._checksum_every = checksum_every
         self._replica: ReplicatedTensors | None = None
         """The model whose checksums are recorded; None without one."""
         self._ddp: DistributedDataParallel | None = None
-        """Its DDP wrapper, if it has one."""
         self.synchronises = False
         """Whether a forward pass of the step was one whose gradients DDP synchronises."""
         self._first_step = first_step
@@ -104,12 +98,9 @@ class StepTracker:
         self._replica = ReplicatedTensors(model if ddp is None else ddp.module)
 
     def mark(self, phase: Phase | None = None, *, then: Phase = "other", trained: bool = False) -> None:
-        """Count the time since the last mark to ``phase``, or else to the open phase.
+        """Count the time since the last mark to ``phase``, or else to the open phase; that is ``then`` from here on.
 
-        Args:
-            phase: Phase that ends here.
-            then: Phase of the time until the next mark.
-            trained: Whether the time up to here was training: an evaluation later in the step leaves it in.
+        If the time up to here was ``trained``, an evaluation later in the step leaves it in.
         """
         if self.evaluated:  # an evaluation between two steps, or within one, counts to none
             self.evaluated = False
@@ -243,13 +234,8 @@ class StepTracker:
             return
         step, at, copy = self._checksums
         self._checksums = None
-        own = self._replica.fingerprint(copy.numbers())
-        parameters, buffers = own.texts
-        self._writer.write(
-            Checksum(
-                time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers, non_finite=own.non_finite
-            )
-        )
+        fingerprint = self._replica.fingerprint(copy.numbers())
+        self._writer.write(fingerprint.event(time=at, rank=self._rank, step=step))
 
 
 def _is_checked(step: int, every: int) -> bool:
@@ -279,7 +265,7 @@ def first_tensor(values: Any, depth: int = NESTING) -> Tensor | None:
         return None
     if depth:
         for value in values:
-            found = first_tensor(value, depth - 1)
-            if found is not None:
-                return found
+            tensor = first_tensor(value, depth - 1)
+            if tensor is not None:
+                return tensor
     return None
