@@ -44,13 +44,13 @@ def set_numerics(
     """Set the precision of a GPU's matrix products and convolutions; return whether it is TF32, None on a CPU."""
     if device.type != "cuda":
         return None
-    found = capability(device)
-    if options.precision == "bf16" and found < AMPERE:
+    actual = capability(device)
+    if options.precision == "bf16" and actual < AMPERE:
         raise RequestError(
             f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {name(device)} has "
-            f"{found[0]}.{found[1]}: allowed here are fp32 and fp16"
+            f"{actual[0]}.{actual[1]}: allowed here are fp32 and fp16"
         )
-    tf32 = options.tf32 and found >= AMPERE
+    tf32 = options.tf32 and actual >= AMPERE
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     with warnings.catch_warnings():
         # The setting that replaces this one is not in all supported versions of torch.

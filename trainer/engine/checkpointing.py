@@ -18,6 +18,7 @@ from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError
 from trainer.contract.record.checkpoints import foreign_run
+from trainer.engine import reports
 from trainer.engine.worker_context import WorkerContext
 
 State = dict[str, Any]
@@ -125,19 +126,14 @@ class Saving:
         )
 
     def _failed(self, step: int, why: str) -> None:
-        why = why.encode(errors="backslashreplace").decode()  # it may hold the path
-        self._ctx.print_line(why)
-        self._ctx.writer.write(
-            record.Finding(
-                time=time.time(),
-                kind="checkpoint_lost",
-                severity="critical",
-                rank=self._ctx.rank,
-                step=step,
-                message=why,
-                advice="free space in the checkpoint folder, and do not move or delete it; the training goes on and "
-                "tries the next checkpoint",
-            )
+        reports.finding(
+            self._ctx,
+            "checkpoint_lost",
+            why,
+            severity="critical",
+            step=step,
+            advice="free space in the checkpoint folder, and do not move or delete it; the training goes on and "
+            "tries the next checkpoint",
         )
 
 
@@ -150,5 +146,4 @@ def _run_to_continue(ctx: WorkerContext) -> str:
 
 
 def _new_run_id() -> str:
-    """Return the id of a training that was started by hand and has no run directory."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-by-hand-{secrets.token_hex(4)}"

@@ -112,11 +112,7 @@ def hex_digest(content: Tensor, *, size: int) -> str:
 
 
 def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, str]) -> None:
-    """Raise unless all ranks have the same request and read the same data; every rank calls this.
-
-    Raises:
-        RequestError: one line that names the ranks, their hosts and what differs, the same on every rank.
-    """
+    """Raise unless all ranks have the same request and read the same data; every rank calls this."""
     known = {split: sample.state_dict() for split, sample in samples.items()}
     require_same({**request, **{f"samples of {split}": str(data["samples"]) for split, data in known.items()}})
     everywhere = [

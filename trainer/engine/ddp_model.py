@@ -280,9 +280,9 @@ def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
     return factor.to(dtype) if isinstance(factor, Tensor) else factor
 
 
-def clip(found: Sequence[Tensor], max_norm: float) -> Tensor:
+def clip(values: Sequence[Tensor], max_norm: float) -> Tensor:
     """Return the norm [] of all gradients and, with ``max_norm`` above 0, scale them down to it."""
-    norm = torch.nn.utils.get_total_norm(found)
+    norm = torch.nn.utils.get_total_norm(values)
     if max_norm > 0:
-        scale(found, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
+        scale(values, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
     return norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.loader import MicroBatch
 from trainer.data.stream_batches import StreamEvalBatches
 from trainer.engine.ddp_model import to_device
+from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 
 
@@ -37,11 +38,8 @@ def evaluate(
     task: Task,
     model: nn.Module,
     batches: Iterable[MicroBatch],
-    *,
-    device: torch.device,
+    ctx: WorkerContext,
     autocast: AbstractContextManager[Any],
-    stop_requested: Callable[[], bool],
-    before_wait: Callable[[], None],
 ) -> Evaluation | None:
     """Evaluate this rank's share of a split and sum over all ranks; None on all ranks if one was asked to stop.
 
@@ -59,16 +57,16 @@ def evaluate(
     try:
         for micro in batches:
             with autocast, refuse_gradients(task):
-                loss, items, metrics = summed_loss(task, model, to_device(micro.batch, device))
+                loss, items, metrics = summed_loss(task, model, to_device(micro.batch, ctx.device))
             sums = {"loss": loss, "count": items, **{f"metric:{name}": value for name, value in metrics.items()}}
             for name, value in sums.items():
                 each.setdefault(name, []).append(float(value) if micro.samples else 0.0)
-            if stop_requested():  # after at least one batch, which gives the names of the metrics
+            if ctx.stop_requested():  # after at least one batch, which gives the names of the metrics
                 stopped = True
                 break
     finally:
         model.train(training)
-    before_wait()
+    ctx.before_wait()
     own = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
     ranks = distributed.all_gather_list((stopped, own))
     if any(rank_stopped for rank_stopped, _ in ranks):
@@ -92,11 +90,7 @@ def evaluate(
 
 @contextmanager
 def refuse_gradients(task: Task) -> Iterator[None]:
-    """Explain torch's error about a gradient that the task's loss computes, where no graph is recorded.
-
-    Raises:
-        RequestError: in its place.
-    """
+    """Explain torch's error about a gradient that the task's loss computes, where no graph is recorded."""
     try:
         yield
     except RuntimeError as error:

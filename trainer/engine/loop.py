@@ -58,11 +58,6 @@ class Loop:
     """One rank's training, from a task and options to an outcome."""
 
     def __init__(self, task: Task, options: Training, ctx: WorkerContext) -> None:
-        """Build data, model, optimizer and schedule; every rank builds the same model.
-
-        Raises:
-            RequestError: the options do not fit the task, the data or the number of ranks.
-        """
         self.task, self.options, self.ctx = task, options, ctx
         self.data = read_data(task, options, ctx)
         model = build_model(task, options, self.data)
@@ -241,12 +236,7 @@ class Loop:
 
     @contextmanager
     def _micro_step(self, batch: Any, samples: int, *, step: int, last: bool) -> Iterator[None]:
-        """Surround a micro-batch's forward and backward pass; only in that of the last one DDP reduces the gradients.
-
-        Raises:
-            OutOfMemoryError: memory ran out.
-            RequestError: the step before did not use a parameter that DDP waits for.
-        """
+        """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
         keeps_buffers = nullcontext() if samples else keep_buffers(self.raw_model)
         try:
             with self._accumulation(last=last), self._flops.count(batch, samples), keeps_buffers:
@@ -287,11 +277,7 @@ class Loop:
         return self._validation.enabled and self.state.validated_at != self.updates
 
     def end_reason(self) -> str:
-        """Return why training makes no further update; empty if it makes one.
-
-        Raises:
-            TrainingError: only patience would end it, and the validations have no finite result.
-        """
+        """Return why training makes no further update; empty if it makes one."""
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"
         return self.best.end_reason(self.options) or end_reached(

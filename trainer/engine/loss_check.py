@@ -47,21 +47,21 @@ def read_sample_batches(task: Task, splits: Mapping[str, AnyDataset], *, num_wor
         # One sample read once, because reading may draw random numbers; copies, because a collate may change them.
         return [task.collate(copy.deepcopy(samples)), task.collate(copy.deepcopy(samples) + copy.deepcopy(samples))]
 
-    found = SampleBatches()
+    batches = SampleBatches()
     reader = BatchLoader(dataset, collate, num_workers=min(num_workers, 1), pin_memory=False)
     try:
         with keep_random_state():
             for index in sorted({0, len(dataset) - 1}):
                 order = torch.tensor([index, index])
                 single, double = (each.batch for each in reader.read(order, [1, 2], lambda size: (0, size), seed=_SEED))
-                found.pairs.append((single[0], single[-1] if len(single) > 1 else double[-1]))
+                batches.pairs.append((single[0], single[-1] if len(single) > 1 else double[-1]))
     except RequestError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's collate may take no single sample
         return SampleBatches(problem=_describe(error))
     finally:
         reader.close()
-    return found
+    return batches
 
 
 def check_loss(
@@ -90,7 +90,7 @@ def check_loss(
         model.train(training)
     require_same_parameters(model, names)
     if batches.problem:
-        reports.remark(ctx, "loss_not_checked", f"the loss of one sample cannot be computed: {batches.problem}")
+        reports.finding(ctx, "loss_not_checked", f"the loss of one sample cannot be computed: {batches.problem}")
     return metrics
 
 

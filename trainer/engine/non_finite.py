@@ -109,7 +109,7 @@ class FiniteCheck:
             self._check_later("count", count, step, self._copies)
             return count
         if (value := count.item()) <= 0:
-            raise TrainingError(no_item(step))
+            raise TrainingError(_no_item(step))
         return value
 
     def require_items(self, count: Tensor | float, *, samples: int, step: int) -> None:
@@ -155,10 +155,10 @@ class FiniteCheck:
                 raise NonFiniteError(self._gradient_message(at, batch))
             bad_loss = bad is not None and (bad.step, bad.kind) == (at, "loss")
             raise NonFiniteError(_loss_message(at, self._places(batch if bad_loss else None)))
-        if found := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
+        if places := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
             raise NonFiniteError(
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
-                f"{'; '.join(found)}; {remedy('parameter')}"
+                f"{'; '.join(places)}; {_remedy('parameter')}"
             )
 
     def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
@@ -187,7 +187,7 @@ class FiniteCheck:
         value = number.copy.numbers()[0]
         match number.kind:
             case "count":
-                good, text = value > 0, no_item(number.step)
+                good, text = value > 0, _no_item(number.step)
             case "items":
                 good = self._is_count(value, number.samples)
                 text = self._count_message(value, number.samples, number.step)
@@ -211,7 +211,7 @@ class FiniteCheck:
     def _gradient_message(self, step: int, batch: Any) -> str:
         """Return the message about a step's bad gradient; every rank computes its batch of that step again."""
         if places := self._places(batch):
-            return f"non-finite gradient at step {step}: first in {places}; {remedy(places)}"
+            return f"non-finite gradient at step {step}: first in {places}; {_remedy(places)}"
         return (
             f"non-finite gradient at step {step}: {self._describe_gradients()}; the last batch of each rank computed "
             "again gives finite gradients, so the module where it began cannot be named; lower --lr"
@@ -219,8 +219,8 @@ class FiniteCheck:
 
     def _places(self, batch: Any) -> str:
         """Have each rank compute its batch, if any, again; return the places of bad numbers. All ranks call this."""
-        found = distributed.all_gather_list("" if batch is None else self._locate(batch))
-        return "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(found) if where)
+        places = distributed.all_gather_list("" if batch is None else self._locate(batch))
+        return "; ".join(f"{place} on rank {rank}" for rank, place in enumerate(places) if place)
 
     def _locate(self, batch: Any) -> str:
         with self._autocast:
@@ -245,14 +245,13 @@ class FiniteCheck:
         return next(name for name in self._checked_names if not _finite(tensors[name]))
 
 
-def no_item(step: int) -> str:
-    """Return the message about a step in which no item counts."""
+def _no_item(step: int) -> str:
     return f"step {step}: loss() returned a count of 0 on every rank"
 
 
 def _loss_message(step: int, places: str) -> str:
     if places:
-        return f"non-finite loss at step {step}: first in {places}; {remedy(places)}"
+        return f"non-finite loss at step {step}: first in {places}; {_remedy(places)}"
     return (
         f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
         f"named; {AGAIN}"
@@ -272,16 +271,16 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name}"
-    found: list[str] = []
+    bad_outputs: list[str] = []
     handles = [
-        module.register_forward_hook(_output_hook(name, found))
+        module.register_forward_hook(_output_hook(name, bad_outputs))
         for name, module in model.named_modules()
         if next(module.children(), None) is None
     ]
     try:
         loss, _, _ = summed_loss(task, model, batch)
-        if found:
-            return found[0]
+        if bad_outputs:
+            return bad_outputs[0]
         if not _finite(loss):
             return "the loss itself, from finite outputs"
         gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
@@ -308,16 +307,16 @@ REMEDIES = {
 """Advice by the beginning of a place that ``locate`` returns."""
 
 
-def remedy(places: str) -> str:
+def _remedy(places: str) -> str:
     """Return the advice for the first of some places."""
     return next(text for place, text in REMEDIES.items() if places.startswith(place))
 
 
-def _output_hook(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+def _output_hook(name: str, bad_outputs: list[str]) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
         if any(isinstance(tensor, Tensor) and not _finite(tensor) for tensor in outputs):
-            found.append(f"output of {name or type(module).__name__} ({type(module).__name__})")
+            bad_outputs.append(f"output of {name or type(module).__name__} ({type(module).__name__})")
 
     return hook
 

@@ -50,7 +50,7 @@ def read_splits(task: Task, options: Training, ctx: WorkerContext) -> Mapping[st
     """Read the task's data."""
     seed_all(options.seed)  # so that a random split is the same on all ranks, and in an evaluation
     splits = task.datasets()
-    reports.remark(ctx, "data_read", task.data_note())
+    reports.finding(ctx, "data_read", task.data_note())
     return splits
 
 
@@ -89,11 +89,7 @@ def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
 
 
 def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample], ctx: WorkerContext) -> None:
-    """Wait until all ranks have read their data and built their models; require the same request, data and task state.
-
-    Raises:
-        RequestError: one line that names the ranks and what differs, the same on every rank.
-    """
+    """Wait until all ranks have data and model; require the same request, data and state of the task."""
     several = ctx.world_size > 1
     compared = {split: sample for split, sample in samples.items() if several and not sample.of_stream}
     for sample in compared.values():
@@ -106,11 +102,7 @@ def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample], ctx: Wo
 def require_batches_for_norms(
     task: Task, model: nn.Module, dataset: AnyDataset, options: Training, *, smallest: int
 ) -> None:
-    """Try a batch of one sample if there will be one and the model has a batch norm; an image may have enough values.
-
-    Raises:
-        RequestError: a batch of one sample cannot be trained on.
-    """
+    """Try a batch of one sample if there will be one and the model has a batch norm; an image may do."""
     if smallest > 1 or is_stream(dataset) or not any(isinstance(module, _NORMS) for module in model.modules()):
         return
     dataset = cast(SizedDataset, dataset)
@@ -174,7 +166,7 @@ def training_batches(
                 f"--{flag.replace('_', '-')} needs samples by index, but the training data is a stream, which is read "
                 "in its own order: give the dataset __getitem__ and __len__, or leave the flag out"
             )
-    warn = partial(reports.remark, ctx, "data_length", severity="warning")
+    warn = partial(reports.finding, ctx, "data_length", severity="warning")
     batches = StreamBatches(dataset, exchange=distributed.all_gather_list, warn=warn, **common)
     if batches.length is None and not (options.max_updates or options.stop_time):
         raise RequestError(
@@ -190,7 +182,7 @@ def evaluation_batches(
     """Return this rank's batches of every split but ``train``."""
     limit = None if options.valid_batch_size else token_limit(options)
     largest = max(batch_sizes(options, ctx.world_size))
-    found: dict[str, EvalBatches | StreamEvalBatches] = {}
+    batches: dict[str, EvalBatches | StreamEvalBatches] = {}
     for split, dataset in splits.items():
         if split == "train":
             continue
@@ -203,11 +195,11 @@ def evaluation_batches(
             "pin_memory": ctx.device.type == "cuda",
         }
         if is_stream(dataset):
-            found[split] = StreamEvalBatches(dataset, exchange=distributed.all_gather_list, **common)
+            batches[split] = StreamEvalBatches(dataset, exchange=distributed.all_gather_list, **common)
         else:
             lengths = sample_lengths(task, split, dataset, limit)
-            found[split] = EvalBatches(cast(SizedDataset, dataset), lengths=lengths, limit=limit, **common)
-    return found
+            batches[split] = EvalBatches(cast(SizedDataset, dataset), lengths=lengths, limit=limit, **common)
+    return batches
 
 
 def token_limit(options: Training) -> TokenLimit | None:

@@ -97,8 +97,14 @@ def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
     ctx.print_line(text)
 
 
-def remark(
-    ctx: WorkerContext, kind: str, text: str, *, severity: Literal["info", "warning"] = "info", advice: str = ""
+def finding(
+    ctx: WorkerContext,
+    kind: str,
+    text: str,
+    *,
+    severity: Literal["info", "warning", "critical"] = "info",
+    step: int | None = None,
+    advice: str = "",
 ) -> None:
     """Report a finding that does not end the training; rank 0 only, and nothing for an empty text."""
     if ctx.rank != 0 or not text:
@@ -106,7 +112,7 @@ def remark(
     text = text.encode(errors="backslashreplace").decode()  # it may hold a path
     ctx.print_line(text)
     ctx.writer.write(
-        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
+        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, step=step, message=text, advice=advice)
     )
 
 
@@ -129,7 +135,7 @@ class DesyncReports:
     @property
     def unresolved(self) -> str:
         """Message about parameters that differ now; empty without one, and on ranks other than 0."""
-        return next((found.message for found in self._reported.values() if found.severity == "critical"), "")
+        return next((finding.message for finding in self._reported.values() if finding.severity == "critical"), "")
 
     def finish(self) -> None:
         """Report the result of a check, if one was started; all ranks call this after the same step."""
@@ -138,17 +144,17 @@ class DesyncReports:
         writer, step = self._ctx.writer, self._pending.step
         checksum, findings = self._pending.result()
         writer.write(checksum)
-        found = {finding.cause: finding for finding in findings}
+        current = {finding.cause: finding for finding in findings}
         self._pending = None
         for cause, finding in self._reported.items():
-            if cause not in found or found[cause].rank != finding.rank:
+            if cause not in current or current[cause].rank != finding.rank:
                 writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
                 self._ctx.print_line(f"desync is over at step {step}: {finding.message}")
-        for cause, finding in found.items():
+        for cause, finding in current.items():
             if cause not in self._reported or self._reported[cause].message != finding.message:
                 writer.write(finding)
                 self._ctx.print_line(f"desync at step {step}: {finding.message}; {finding.advice}")
-        self._reported = found
+        self._reported = current
 
 
 class Progress:

@@ -78,7 +78,7 @@ def difference(saved: Any, own: Any, path: str = "") -> str:
     else:
         same = type(saved) is type(own) and (saved == own or (saved != saved and own != own))
         return "" if same else f"{where} is {_short(own)} here, and {_short(saved)} there"
-    return next((found for at, was, now in pairs if (found := difference(was, now, at))), "")
+    return next((text for at, was, now in pairs if (text := difference(was, now, at))), "")
 
 
 def _short(value: Any) -> str:

@@ -17,14 +17,17 @@ from trainer.engine import reports
 from trainer.engine.checkpointing import Saving
 from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
-from trainer.engine.optimizers import LossScaler, Schedule
+from trainer.engine.optimizers import LossScaler, Schedule, require_state_of, restore
 from trainer.engine.preparation import TrainingData
 from trainer.engine.resuming import (
     CheckpointEntries,
     DataDigests,
+    misfit,
+    one_line,
+    parameter_difference,
     parameter_names,
-    require_fit,
-    resume_model,
+    read_entries,
+    require_task,
     resume_rng,
     seed_effect,
 )
@@ -79,20 +82,22 @@ class TrainingState:
         }
 
     def require_fit(self, state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
-        """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing.
-
-        Raises:
-            RequestError: one line that names the file, and the entry that is wrong or does not fit.
-        """
-        fresh_state = self.options.reset_optimizer
-        entries = require_fit(
-            state,
-            self.model,
-            None if fresh_state else self.optimizer,
-            task=self.options.task,
-            task_state=state_of(self.task),
-            source=source,
-        )
+        """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing."""
+        entries = read_entries(state, source=source)
+        require_task(entries, self.options.task, state_of(self.task), source=source)
+        wrong = misfit("model", entries.model, self.model.state_dict())
+        if not (wrong or self.options.reset_optimizer):
+            wrong = parameter_difference(entries.parameters, parameter_names(self.model, self.optimizer))
+        if not wrong and entries.plain is not None:
+            trained = {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+            wrong = misfit("plain", entries.plain, trained)
+        if not (wrong or self.options.reset_optimizer):
+            try:
+                require_state_of(self.optimizer, entries.optimizer)
+            except RequestError as error:
+                wrong = f"entry optimizer: {error}"
+        if wrong:
+            raise RequestError(f"{source} does not fit this model: {one_line(wrong)}")
         if self.options.reset_dataloader:
             return entries
         try:
@@ -130,11 +135,7 @@ class TrainingState:
         self.average.begin()
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str, own_checkpoint: bool = False) -> None:
-        """Restore a checkpoint: exactly on the same world size; on another one, samples are still read once per epoch.
-
-        Raises:
-            RequestError: the checkpoint is damaged or belongs to another task or model.
-        """
+        """Restore a checkpoint: exactly on the same world size; on another one, each sample is read once per epoch."""
         ctx, options = self.ctx, self.options
         entries = self.require_fit(state, source=source)
         fresh_state, fresh_data, fresh_best = (
@@ -142,15 +143,19 @@ class TrainingState:
             for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
         )
         altered = self._altered(entries.data) if ctx.rank == 0 and not fresh_data else []
-        resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
+        entry = "model"
+        try:
+            self.model.load_state_dict(entries.model)
+            if not fresh_state:
+                entry = "optimizer"
+                restore(self.optimizer, entries.optimizer)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # of a class of the user's own
+            raise RequestError(f"{source} does not fit this model: entry {entry}: {one_line(str(error))}") from None
         self.average.load(entries.plain, self.model)
         if self.average.enabled != (entries.plain is not None):
-            begins = (
-                "starts from these weights"
-                if self.average.enabled
-                else "ends; training continues from the plain weights"
-            )
-            reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
+            begins, ends = "starts from these weights", "ends; training continues from the plain weights"
+            change = begins if self.average.enabled else ends
+            reports.finding(ctx, "ema_on_resume", f"the average of the weights {change}")
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
@@ -172,12 +177,12 @@ class TrainingState:
         ctx.print_line(f"resumed at {where}, after {self.updates} steps{fresh}")
         same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
-        reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
-        reports.remark(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
+        reports.finding(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
+        reports.finding(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
         if entries.task_state is None and state_of(self.task):
-            reports.remark(ctx, TASK_STATE, without_task_state(source), severity="warning")
+            reports.finding(ctx, TASK_STATE, without_task_state(source), severity="warning")
         for what, how in altered:
-            reports.remark(
+            reports.finding(
                 ctx,
                 "data_changed",
                 f"{what} differs from that of {source}: {how}",
@@ -187,13 +192,11 @@ class TrainingState:
 
     def _altered(self, data: DataDigests) -> list[tuple[str, str]]:
         """Return the splits whose data differs from that of a checkpoint, each with how it does."""
-        known = {"train": data, **data.splits}
-        found = [
-            ("the training data" if split == "train" else f"the {split} split", each.altered(was.samples, was.known))
-            for split, each in self.data.samples.items()
-            if (was := known.get(split)) is not None
-        ]
-        return [(what, how) for what, how in found if how]
+        altered = []
+        for split, saved in {"train": data, **data.splits}.items():
+            if (sample := self.data.samples.get(split)) and (how := sample.altered(saved.samples, saved.known)):
+                altered.append(("the training data" if split == "train" else f"the {split} split", how))
+        return altered
 
 
 def inexact_resume(options: Training, world_size: int) -> str:

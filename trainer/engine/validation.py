@@ -72,8 +72,7 @@ class Validator:
     def test(self, *, step: int, epoch: int) -> str | None:
         """Report a sample of the model's output, then test the last weights, or the best ones if the options say so.
 
-        Returns:
-            The results that are not finite, in words; None on all ranks if one was asked to stop.
+        Return the results that are not finite, in words; None on all ranks if one was asked to stop.
         """
         with self._average.in_place():
             if self._ctx.rank == 0 and (text := self._task.sample(self._model)):
@@ -92,15 +91,7 @@ class Validator:
         return result.non_finite
 
     def _evaluate(self, split: str) -> Evaluation | None:
-        return evaluate(
-            self._task,
-            self._model,
-            self._data.evaluation[split],
-            device=self._ctx.device,
-            autocast=self._autocast,
-            stop_requested=self._ctx.stop_requested,
-            before_wait=self._ctx.before_wait,
-        )
+        return evaluate(self._task, self._model, self._data.evaluation[split], self._ctx, self._autocast)
 
 
 class BestWeights:
@@ -157,7 +148,7 @@ class BestWeights:
         weights, reason = distributed.from_master(lambda: self._find(best))
         if weights is None:
             text = f"testing the last weights (step {last_step}), not the best (step {best.step}): {reason}"
-            reports.remark(ctx, BEST_NOT_TESTED, text, severity="warning")
+            reports.finding(ctx, BEST_NOT_TESTED, text, severity="warning")
             return False
         model.load_state_dict(weights)
         return True

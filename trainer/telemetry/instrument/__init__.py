@@ -61,11 +61,7 @@ def install(path: Path, rank: int) -> None:
 
 
 def finish(failed: bool = False) -> str:
-    """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is.
-
-    Args:
-        failed: Whether the script has failed: a step that was not seen is no news then.
-    """
+    """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
     return "" if _recording is None else _recording.close(failed=failed)
 
 
