@@ -28,12 +28,7 @@ class Saving:
     """Saving of one training's checkpoints; every rank has an instance, rank 0 writes."""
 
     def __init__(self, ctx: WorkerContext, *, keep_last: int, keep_last_epochs: int = 0) -> None:
-        """Open the folder for checkpoints; every rank calls this.
-
-        Raises:
-            RequestError: another rank has a folder and rank 0, which writes, has none; or the folder holds checkpoints
-                of another run, which this one does not continue.
-        """
+        """Open the folder for checkpoints; every rank calls this."""
         has_folder = distributed.all_gather_list(ctx.checkpoints is not None)
         self.enabled = has_folder[0]
         """Whether rank 0 has a folder for checkpoints; the others need none."""

@@ -35,9 +35,6 @@ def checkpoint_activations(task: Task, model: nn.Module) -> None:
     """Recompute the activations of the task's ``checkpointed_modules`` in the backward pass instead of keeping them.
 
     The random state of the forward pass is restored for that, so that gradients do not change.
-
-    Raises:
-        RequestError: the task names none.
     """
     modules = task.checkpointed_modules(model)
     if not modules:
@@ -120,8 +117,6 @@ def _arrange_buckets(ddp: DDP) -> None:
 
 
 class _Touch(torch.autograd.Function):
-    """Function of a parameter with the value and the gradient 0."""
-
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sparse: bool) -> Tensor:
         ctx.parameter, ctx.sparse = parameter, sparse

@@ -22,7 +22,7 @@ from trainer.tasks.task import Task, summed_loss
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result of one pass over a split; equal on all ranks."""
+    """Result of one pass over a split; equal on all ranks."""
 
     loss: float
     metrics: dict[str, float]
@@ -45,10 +45,6 @@ def evaluate(
 
     The batches are the same on any number of ranks and their sums are added exactly, so that the result does not depend
     on the world size.
-
-    Raises:
-        RequestError: the loss computes a gradient.
-        TrainingError: the ranks sum different metrics, or no item counts.
     """
     training = model.training
     model.eval()

@@ -20,14 +20,6 @@ class ItemCount:
     With ``count_per_sample`` B is known beforehand. Otherwise the last known B is used, and the gradients are corrected
     after the reduction; with a compressing comm hook before it, since half precision holds a mean but may not hold a
     sum. On a GPU the numbers stay there, and a count of 0 is detected later.
-
-    Args:
-        ctx: context of this rank.
-        per_sample: items of each sample; None if only the losses give their number.
-        estimate: items of the first step.
-        parameters: parameters whose gradients are corrected.
-        finite: checks the counts.
-        before_reduction: whether gradients are corrected before they are reduced.
     """
 
     def __init__(

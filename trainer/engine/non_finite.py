@@ -134,13 +134,7 @@ class FiniteCheck:
         return self._bad is not None
 
     def require_all(self, *, step: int) -> None:
-        """Wait for all numbers up to this step and check them, parameters and buffers; every rank calls this.
-
-        Raises:
-            NonFiniteError: on all ranks, if one of them has a number that is not finite; with the step and the places.
-            TrainingError: the losses of a step counted no item.
-            RequestError: the losses of a step counted other items than ``count_per_sample`` makes.
-        """
+        """Wait for all numbers up to this step and check them, parameters and buffers; every rank calls this."""
         while self._bad is None and self._unread:
             self._check(self._unread.popleft())
         bad, tensor = self._bad, "" if self._bad else self._first_bad_tensor()
@@ -308,7 +302,6 @@ REMEDIES = {
 
 
 def _remedy(places: str) -> str:
-    """Return the advice for the first of some places."""
     return next(text for place, text in REMEDIES.items() if places.startswith(place))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name.
+"""Optimizers and learning-rate schedules by name, and the loss scaler.
 
 A schedule is a pure function of the number of updates done, so that a resumed run needs nothing but that number.
 """
@@ -54,9 +54,6 @@ def build_optimizer(
     Weight decay is what torch's class of that name does, on every parameter, biases and norms included: added to the
     gradient (L2) in sgd, adam, adadelta and adagrad, apart from it in adamw. A task that wants exclusions gives an
     optimizer of its own.
-
-    Raises:
-        RequestError: there is nothing to train.
     """
     trained: list[Any] = list(params)
     if not trained:
@@ -80,7 +77,6 @@ def build_optimizer(
 
 
 def _fused(params: list[Any], name: str) -> bool:
-    """Return whether torch has a fused kernel for this optimizer and these parameters."""
     # Adagrad's kernel for GPUs is not in all supported versions of torch; adadelta has none.
     devices = ("cpu",) if name == "adagrad" else ("cpu", "cuda")
     tensors = [tensor for group in params for tensor in (group["params"] if isinstance(group, dict) else [group])]

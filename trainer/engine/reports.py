@@ -64,31 +64,30 @@ def report_validation(
     ctx.print_line(f"{split} {which}: loss {result.loss:.4f}{unit}{metrics}")
 
 
-class ValidationFindings:
-    """Finding about validations whose loss or a metric is NaN or infinite: raised once, cleared by a finite one."""
+def non_finite_validation(
+    ctx: WorkerContext, raised: record.Finding | None, split: str, result: Evaluation, *, step: int
+) -> record.Finding | None:
+    """Raise a finding about a result that is NaN or infinite once, and clear it at a finite one; return it if raised.
 
-    def __init__(self, ctx: WorkerContext) -> None:
-        self._ctx = ctx
-        self._raised: record.Finding | None = None
-
-    def add(self, split: str, result: Evaluation, *, step: int) -> None:
-        if self._ctx.rank != 0 or bool(result.non_finite) == (self._raised is not None):
-            return
-        if self._raised is not None:
-            self._ctx.writer.write(structs.replace(self._raised, time=time.time(), state="cleared", step=step))
-            self._raised = None
-            return
-        self._raised = record.Finding(
-            time=time.time(),
-            kind="non_finite_validation",
-            severity="critical",
-            step=step,
-            message=f"no validation has had finite results since step {step}: {split} {result.non_finite}",
-            advice="look in that data for a number that is not finite, and in the task for a division by 0 or a "
-            "logarithm of 0; such a validation is neither better nor worse for --best-metric and --patience",
-        )
-        self._ctx.writer.write(self._raised)
-        self._ctx.print_line(f"{self._raised.message}; {self._raised.advice}")
+    Rank 0 only.
+    """
+    if ctx.rank != 0 or bool(result.non_finite) == (raised is not None):
+        return raised
+    if raised is not None:
+        ctx.writer.write(structs.replace(raised, time=time.time(), state="cleared", step=step))
+        return None
+    raised = record.Finding(
+        time=time.time(),
+        kind="non_finite_validation",
+        severity="critical",
+        step=step,
+        message=f"no validation has had finite results since step {step}: {split} {result.non_finite}",
+        advice="look in that data for a number that is not finite, and in the task for a division by 0 or a "
+        "logarithm of 0; such a validation is neither better nor worse for --best-metric and --patience",
+    )
+    ctx.writer.write(raised)
+    ctx.print_line(f"{raised.message}; {raised.advice}")
+    return raised
 
 
 def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:

@@ -84,12 +84,7 @@ class Best:
             )
 
     def end_reason(self, options: Training) -> str:
-        """Return why patience ends the training, or an empty string.
-
-        Raises:
-            TrainingError: nothing else would end it, and the newest validations have no value to compare, as many as
-                patience allows.
-        """
+        """Return why patience ends the training, or an empty string; raise if only it would and it cannot compare."""
         others = options.max_updates or options.max_epochs or options.stop_time or options.min_lr >= 0
         if options.patience and self.unknown >= options.patience and not others:
             raise TrainingError(
@@ -100,13 +95,7 @@ class Best:
         return f"no better {self.metric} in {self.since} validations" if ended else ""
 
     def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Add a validation; return whether it is the best so far.
-
-        A value that is not finite is neither better nor worse.
-
-        Raises:
-            RequestError: the task has no such metric.
-        """
+        """Add a validation; return whether it is the best. One that is not finite is neither better nor worse."""
         self.require_known(metrics)
         value = {"loss": loss, **metrics}[self.metric]
         if not math.isfinite(value):

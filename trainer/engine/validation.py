@@ -14,6 +14,7 @@ from trainer.checkpoint import BEST, CheckpointError, copy_to_cpu, load, peek, s
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.options import Training
 from trainer.contract.outcome import BEST_NOT_TESTED
+from trainer.contract.record import Finding
 from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.engine import reports
 from trainer.engine.ema import WeightAverage
@@ -54,7 +55,7 @@ class Validator:
         """Whether the model holds the best weights in place of the last ones, after the test."""
         self._task, self._ctx, self._data, self._model = task, ctx, data, model
         self._average, self._autocast = average, autocast
-        self._findings = reports.ValidationFindings(ctx)
+        self._non_finite: Finding | None = None
 
     def validate(self, *, step: int, epoch: int) -> bool | None:
         """Validate; return whether the result is the best so far, or None on all ranks if one was asked to stop."""
@@ -66,7 +67,7 @@ class Validator:
             if is_best:
                 self.best_weights.keep(self._model)
         reports.report_validation(self._ctx, "valid", result, step=step, epoch=epoch)
-        self._findings.add("valid", result, step=step)
+        self._non_finite = reports.non_finite_validation(self._ctx, self._non_finite, "valid", result, step=step)
         return is_best
 
     def test(self, *, step: int, epoch: int) -> str | None:

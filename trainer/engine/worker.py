@@ -69,7 +69,6 @@ class _Rank:
         self._print_line = self._printer.print_line
 
     def run(self) -> int:
-        """Train, report the outcome, tear down; return the exit code."""
         try:
             return self._run()
         finally:
@@ -371,7 +370,6 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
 
 
 def _kind(error: Exception) -> str:
-    """Sort an error into the record's kinds of failure."""
     kinds: dict[type[Exception], str] = {
         RequestError: "request",
         CheckpointError: "request",

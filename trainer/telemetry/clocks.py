@@ -62,7 +62,6 @@ class HostClock:
         return True
 
     def laps_ms(self, marks: Sequence[Mark]) -> list[float]:
-        """Return the milliseconds between each mark and the next."""
         return [(end - start) * 1e3 for (start, _), (end, _) in pairwise(marks)]
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
@@ -137,7 +136,6 @@ class CudaClock:
         return self._peak_bytes(self._device) or None
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Queue one copy of all numbers behind the kernels that compute them."""
         on_device = [isinstance(value, Tensor) and value.device.type == self._device.type for value in values]
         pairs = list(zip(values, on_device, strict=True))
         queued = [value for value, copied in pairs if copied and isinstance(value, Tensor)]

@@ -297,7 +297,6 @@ class BucketHook:
         return future.then(_first if buckets is None else self._records_end(buckets))
 
     def _wrap_inner(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Reduce a bucket by the inner hook."""
         buckets = self._begin(bucket)
         assert self._inner is not None
         future = self._inner(state, bucket)

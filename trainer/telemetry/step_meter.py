@@ -269,7 +269,6 @@ class StepMeter:
         self._marks.append(self._mark())
 
     def _take(self) -> Sequence[Buckets]:
-        """Return the synchronisations of the step that the comm hooks have measured."""
         if len(self._hooks) == 1:
             return self._hooks[0].take()
         return [buckets for hook in self._hooks for buckets in hook.take()]
@@ -342,7 +341,6 @@ class StepMeter:
             self._gc_s += self._host_clock() - self._gc_started
 
     def _report_faults(self) -> None:
-        """Record each fault of a measurement once."""
         sources: list[StepRecorder | DdpLog | BucketHook] = [self._recorder, *self._logs, *self._hooks]
         for source in sources:
             if source.fault is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,12 +183,15 @@ class StepTracker:
     def _stop_comparing(self) -> None:
         """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose."""
         self._replica = None
-        self._report(
-            "not_compared",
-            f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' parameters are not "
-            "compared from there on",
-            severity="info",
-            step=self.step,
+        self._writer.write(
+            Finding(
+                time=time.time(),
+                kind="not_compared",
+                severity="info",
+                step=self.step,
+                message=f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' "
+                "parameters are not compared from there on",
+            )
         )
 
     def _check_process_group(self) -> None:
@@ -196,26 +199,16 @@ class StepTracker:
         ranks = os.environ.get("WORLD_SIZE", "")
         if not ranks.isdecimal() or int(ranks) < 2 or (dist.is_available() and dist.is_initialized()):
             return
-        self._report(
-            "no_process_group",
-            f"the {ranks} ranks never meet: no process group is made, so each trains a copy of its own, and samples "
-            f"count {ranks} times",
-            severity="warning",
-            advice="call torch.distributed.init_process_group(), wrap the model in DistributedDataParallel and give "
-            "each rank its share of the data (DistributedSampler); or start one rank",
-        )
-
-    def _report(
-        self,
-        kind: str,
-        message: str,
-        *,
-        severity: Literal["info", "warning"],
-        step: int | None = None,
-        advice: str = "",
-    ) -> None:
         self._writer.write(
-            Finding(time=time.time(), kind=kind, severity=severity, step=step, message=message, advice=advice)
+            Finding(
+                time=time.time(),
+                kind="no_process_group",
+                severity="warning",
+                message=f"the {ranks} ranks never meet: no process group is made, so each trains a copy of its own, "
+                f"and samples count {ranks} times",
+                advice="call torch.distributed.init_process_group(), wrap the model in DistributedDataParallel and "
+                "give each rank its share of the data (DistributedSampler); or start one rank",
+            )
         )
 
     def discard(self) -> None:

@@ -102,15 +102,7 @@ class Recording:
         return 0 if self._tracker is None else self._tracker.step
 
     def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
-        """Write the last steps and stop measuring; record it if no step was measured.
-
-        Args:
-            handed_over: Whether ``trainer.watch`` measures from here on, so that unmeasured steps are no news.
-            failed: Whether the script has failed, likewise.
-
-        Returns:
-            Why the end of the record is not on disk; empty if it is.
-        """
+        """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
         with self._closing:
             if self.on and not handed_over and not failed and not self.steps:
                 self._report_unmeasured()
@@ -277,7 +269,6 @@ class Recording:
 
     @_guarded
     def skip_optimizer(self, optimizer: Optimizer) -> None:
-        """Record that a GradScaler has left out an optimizer's step."""
         if self._tracker is not None and self._cycle.ends_with(optimizer):
             self._discard(self._tracker)
 
@@ -339,7 +330,6 @@ class Recording:
             register(model, state, hook)
 
     def _follow(self, model: DistributedDataParallel, tracker: StepTracker) -> None:
-        """Measure the gradient synchronisation of a model too."""
         relay = self._relays.get(model)
         hooks: list[Any] = model._comm_hooks
         # In these modes DDP does not reduce by a comm hook, or averages over the ranks that still have data.
@@ -357,7 +347,6 @@ class Recording:
     # ------------------------------------------------------------------------------------------ steps
 
     def _begin(self, device: torch.device) -> StepTracker:
-        """Return the tracker; at the first call open the record."""
         # Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill
         # memory.
         max_laps = 100_000
@@ -404,5 +393,4 @@ def _trains(model: DistributedDataParallel) -> bool:
 
 
 def _print_line(line: str) -> None:
-    """Print a line into the rank's log."""
     print(f"gputrain: {line}", file=sys.stderr)
