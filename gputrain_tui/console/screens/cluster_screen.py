@@ -256,7 +256,7 @@ class ClusterScreen(Page):
         spaced = self.size.height >= 30
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
-        room = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
+        room = self.size.height - 3 - lines - max(len(table.lines) + 2, 5) - spaced
         want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
         node_lines = min(want_nodes, max(room - min(want_processes, room // 2), 3))
@@ -270,8 +270,8 @@ class ClusterScreen(Page):
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
         # If everything fits, the panels below stand directly under the last GPU.
-        fits = table.count() and room >= node_lines
-        table.styles.height = table.count() + 2 + spaced if fits else "1fr"
+        fits = table.lines and room >= node_lines
+        table.styles.height = len(table.lines) + 2 + spaced if fits else "1fr"
         machine.redraw()
         processes.redraw()
 

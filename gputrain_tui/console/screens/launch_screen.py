@@ -307,7 +307,7 @@ class LaunchScreen(RecipePage):
             self._path = path
         draft.mark_saved(text, name=self._display_name(path))
         self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
-        self.query_one(RecipeList).point_at(path)
+        self.query_one(RecipeList).go_to(path)
         self.console.report(f"saved {draft.name}")
         self._changed()
 

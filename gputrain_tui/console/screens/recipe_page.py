@@ -168,7 +168,7 @@ class RecipePage(Page):
         form = self.form
         form.search = ""
         form.cursor = 0
-        self.query_one(RecipeList).point_at(path)
+        self.query_one(RecipeList).go_to(path)
         self._changed()
         form.go(0)
         if focus:
@@ -226,7 +226,7 @@ class RecipePage(Page):
         remarks = [f"/{form.search}"] if form.search else []
         if changes:
             remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
-        form.remarks = [[(remark, "accent")] for remark in remarks]
+        form.rights = [[(remark, "accent")] for remark in remarks]
         form.show(self._fields, self._remarks)
         self._show_detail()
         listing = self.query_one(RecipeList)
@@ -325,13 +325,13 @@ class RecipePage(Page):
 
     @on(RecipeList.Chosen, "#recipes")
     def _recipe_chosen(self, event: RecipeList.Chosen) -> None:
-        file = self.query_one(RecipeList).file
+        file = self.query_one(RecipeList).current
         if file is not None:
             self.open_recipe(file.path)
 
     @on(RecipeList.Moved, "#recipes")
     def _recipe_pointed(self, event: RecipeList.Moved) -> None:
-        file = self.query_one(RecipeList).file
+        file = self.query_one(RecipeList).current
         if file is not None and file.path != self._path and self.query_one(RecipeList).has_focus:
             self.open_recipe(file.path, focus=False)
 

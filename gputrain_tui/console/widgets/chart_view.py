@@ -14,7 +14,8 @@ from gputrain_tui.tables import duration
 FINE = 4
 """Columns of equally many steps that are read per column of another axis, so that few of its columns stay empty."""
 LEAST_STEPS = 8
-"""Fewest steps to show."""
+LABEL_CELLS = 6
+"""Cells of a label at the left of a chart."""
 
 
 @dataclass
@@ -33,12 +34,9 @@ class ChartView:
         self.axis = next(name for name in order if series.has(name))
 
     def move(self, default_span: tuple[int, int], columns: int, shift: int) -> None:
-        """Move the cursor by columns of equally many steps; without a cursor, put one on the newest step.
+        """Move the cursor by ``shift`` of a chart's columns; without a cursor, put one on the newest step.
 
-        Args:
-            default_span: First and last step to show without a span.
-            columns: Columns of a chart.
-            shift: How many of them, negative to the left.
+        ``default_span``: first and last step to show without a span.
         """
         first, last = self.span or default_span
         if last < first or not last:
@@ -53,8 +51,7 @@ class ChartView:
         """Show half as many steps, around the cursor or else the newest ones; if not ``closer``, twice as many."""
         first, last = self.span or default_span
         count = last - first + 1
-        zoom_ratio = 2  # ratio of the numbers of steps before and after zooming once
-        count = max(count // zoom_ratio, LEAST_STEPS) if closer else count * zoom_ratio
+        count = max(count // 2, LEAST_STEPS) if closer else count * 2
         if count >= default_span[1] - default_span[0] + 1:
             self.span = None
             return
@@ -85,8 +82,7 @@ class XAxis:
     name: AxisName = "step"
     first_step: int
     last_step: int
-    at: Callable[[float], float]
-    """Position of a step on the axis."""
+    at: Callable[[float], float] = float
 
     @property
     def begin(self) -> float:
@@ -103,10 +99,10 @@ class XAxis:
         length = self.end - self.begin
         if length <= 0:
             return 0
-        place = (step if self.name == "step" else self.at(step)) - self.begin
-        if self.name != "step" and place > 0:
-            place -= 1e-9 * length  # a step's end belongs to its column, not to the next one
-        return int(place / length * columns) if place >= 0 else -1
+        position = (step if self.name == "step" else self.at(step)) - self.begin
+        if self.name != "step" and position > 0:
+            position -= 1e-9 * length  # a step's end belongs to its column, not to the next one
+        return int(position / length * columns) if position >= 0 else -1
 
     def step_at(self, column: int, columns: int) -> int:
         """Return the first step at or after the beginning of a column, at most the last step."""
@@ -119,27 +115,13 @@ class XAxis:
                 high = middle
         return low
 
-    def labels(self, width: int, label_cells: int) -> Row:
-        """Return the labels below a chart: round positions, and the newest position at the right."""
-        cells = width - label_cells - 2
-        line = [" "] * width
-        begin, length = self.begin, self.end - self.begin
+    def labels(self, width: int) -> Row:
+        """Return the labels below a chart of ``width`` cells."""
         last = self.end if self.name != "step" else float(self.last_step)
-        end = self._text(last, newest=True)
-        free = max(width - len(end), 0)
-        line[free:] = end
-        if length > 0 and last > begin:
-            distance = nice_step(last - begin, max(1, cells // (9 if self.name == "step" else 12)))
-            distance = max(distance, 1.0)
-            busy, number = label_cells, ceil(begin / distance)
-            while number * distance < last:
-                text = self._text(number * distance)
-                place = label_cells + 2 + int((number * distance - begin) / length * cells)
-                if place > busy and place + len(text) + 2 <= free:
-                    line[place : place + len(text)] = text
-                    busy = place + len(text) + 2
-                number += 1
-        return [("".join(line), "axis")]
+        cells_per_label = 9 if self.name == "step" else 12
+        newest = self._text(last, newest=True)
+        text = position_labels(width, self.begin, self.end, last, cells_per_label, self._text, newest)
+        return [(text, "axis")]
 
     def _text(self, position: float, *, newest: bool = False) -> str:
         if self.name == "time":
@@ -148,6 +130,31 @@ class XAxis:
             return f"step {position:,.0f}" if newest else f"{position:,.0f}"
         text = format_short(position, 7).strip()
         return f"{text} {self.name}" if newest else text
+
+
+def position_labels(
+    width: int, begin: float, end: float, last: float, cells_per_label: int, text: Callable[[float], str], newest: str
+) -> str:
+    """Return the labels below a chart: round positions before ``last`` where they fit, and ``newest`` at the right.
+
+    ``begin`` and ``end`` are the positions of the plot's edges.
+    """
+    cells = width - LABEL_CELLS - 2
+    line = [" "] * width
+    free = max(width - len(newest), 0)
+    line[free:] = newest
+    if last <= begin:
+        return "".join(line)
+    distance = max(nice_step(last - begin, max(1, cells // cells_per_label)), 1.0)
+    busy, number = LABEL_CELLS, ceil(begin / distance)
+    while number * distance < last:
+        label = text(number * distance)
+        column = LABEL_CELLS + 2 + int((number * distance - begin) / (end - begin) * cells)
+        if column > busy and column + len(label) + 2 <= free:
+            line[column : column + len(label)] = label
+            busy = column + len(label) + 2
+        number += 1
+    return "".join(line)
 
 
 def on_axis(window: Window, x: XAxis, columns: int) -> Window:
@@ -170,11 +177,14 @@ def on_axis(window: Window, x: XAxis, columns: int) -> Window:
         if isfinite(middle):
             sums[column] += middle
             parts[column] += 1
-    median = [total / part if part else nan for total, part in zip(sums, parts, strict=True)]
-    lows = [value if part else nan for value, part in zip(low, parts, strict=True)]
-    highs = [value if part else nan for value, part in zip(high, parts, strict=True)]
-    for values in (lows, median, highs):
+    lines = [
+        [value if part else nan for value, part in zip(low, parts, strict=True)],
+        [total / part if part else nan for total, part in zip(sums, parts, strict=True)],
+        [value if part else nan for value, part in zip(high, parts, strict=True)],
+    ]
+    for values in lines:
         _fill(values)
+    lows, median, highs = lines
     return Window(first_step=window.first_step, last_step=window.last_step, low=lows, median=median, high=highs)
 
 

@@ -50,12 +50,10 @@ class PromptLine(Horizontal):
     ]
 
     def compose(self) -> ComposeResult:
-        """Yield the label and the input."""
         yield Static(id="label", markup=False)
         yield LineInput(id="editor", compact=True)
 
     def open(self, label: str, text: str, hint: str) -> None:
-        """Open the line with a label, a text to edit, and a hint to show while it is empty."""
         self.add_class("-open")
         self.query_one("#label", Static).update(label)
         editor = self.query_one(Input)
@@ -64,7 +62,6 @@ class PromptLine(Horizontal):
         editor.focus()
 
     def close(self) -> None:
-        """Hide the line."""
         self.remove_class("-open")
 
 
@@ -93,25 +90,21 @@ class FilterLine(Horizontal):
         self._grid = grid
 
     def compose(self) -> ComposeResult:
-        """Yield the input and its message."""
         yield Static("filter", id="mark")
         yield LineInput(compact=True)
         yield Static(HINT, id="hint", markup=False)
 
     def open(self) -> None:
-        """Open the line on the filter in force."""
         self.add_class("-open")
         field = self.query_one(Input)
         field.value = self._grid.filter_text
         field.focus()
 
     def action_leave(self) -> None:
-        """Remove the filter and close the line."""
         self._grid.set_filter("")
         self._close()
 
     def action_keep(self) -> None:
-        """Keep the filter and close the line."""
         self._close()
 
     def _close(self) -> None:
@@ -119,7 +112,6 @@ class FilterLine(Horizontal):
         self.remove_class("-open")
 
     def on_mount(self) -> None:
-        """Watch the focus, to close the line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:

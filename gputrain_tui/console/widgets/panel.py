@@ -48,7 +48,6 @@ class Panel(Canvas):
 
     @property
     def selected_rank(self) -> int | None:
-        """The selected rank; None: none."""
         return self._selected_rank
 
     @selected_rank.setter
@@ -56,6 +55,12 @@ class Panel(Canvas):
         if rank != self._selected_rank:
             self._selected_rank = rank
             self.redraw()
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether no step has come for long."""
+        still = self.live.standstill
+        return still is not None and still.is_long
 
     def seen_version(self) -> object:
         """Return a value that changes when the panel must be drawn again."""
@@ -71,7 +76,6 @@ class Panel(Canvas):
         return Strip(self.segments(row), width)
 
     def redraw(self) -> None:
-        """Draw again, and note the version drawn."""
         self._drawn_version = self.seen_version()
         super().redraw()
 
@@ -80,5 +84,4 @@ class ClockPanel(Panel):
     """Panel that is redrawn with every event, and every second while the run goes on."""
 
     def seen_version(self) -> object:
-        """Return a value that changes with every event and every second."""
         return self.live.version, int(self.live.elapsed_s or 0)
