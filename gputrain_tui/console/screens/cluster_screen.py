@@ -33,8 +33,7 @@ from gputrain_tui.console.host_choice import (
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, title_row
-from gputrain_tui.console.widgets.gpu_table import GpuTable, ProcessList
-from gputrain_tui.console.widgets.machine import MachinePanel
+from gputrain_tui.console.widgets.gpu_table import GpuTable, MachinePanel, ProcessList
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory

@@ -16,11 +16,10 @@ from gputrain_tui import paths
 from gputrain_tui.console.host_choice import nodes_on_gpus
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.validate_recipe import HOSTS_MAX_AGE_S, ValidatedRecipe, remarks_by_field, validate_recipe
-from gputrain_tui.console.widgets.form import FieldDetail, Form
+from gputrain_tui.console.widgets.form import FieldDetail, Form, RecipeList
 from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
-from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.preflight import errors

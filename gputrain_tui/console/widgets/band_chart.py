@@ -128,7 +128,7 @@ class BandChart(Panel):
             ranks=series.world_size,
             rank=rank,
             rank_line=rank_line,
-            rank_value=None if rank is None else self._newest_of(rank),
+            rank_value=None if rank is None else self._newest(rank),
             scale=self.chart_scale,
             notes=tuple(notes),
             empty=empty,
@@ -243,14 +243,12 @@ class BandChart(Panel):
         if pressed is not None and released is not None:
             self.post_message(ChartDragged(pressed) if released == pressed else ChartDragged(pressed, released))
 
-    def _newest(self) -> float | None:
-        """Return the figure of the run, as in the header: the newest loss, or a mean over the last steps."""
+    def _newest(self, rank: int | None = None) -> float | None:
+        """Return the figure of the run, as in the header, or of a rank, as in its line of the table."""
         figures = self.live.state.figures
-        return {"loss": figures.loss, "step_ms": figures.step_ms, "sync_exposed_ms": figures.sync_ms}[self.metric]
-
-    def _newest_of(self, rank: int) -> float | None:
-        view = self.live.state.ranks.get(rank)
-        if view is None:
-            return None
-        sums = view.sums
-        return {"loss": view.loss, "step_ms": sums.mean_step_ms, "sync_exposed_ms": sums.mean_exposed_ms}[self.metric]
+        values = figures.loss, figures.step_ms, figures.sync_ms
+        if rank is not None:
+            if (view := self.live.state.ranks.get(rank)) is None:
+                return None
+            values = view.loss, view.sums.mean_step_ms, view.sums.mean_exposed_ms
+        return dict(zip(("loss", "step_ms", "sync_exposed_ms"), values, strict=True))[self.metric]

@@ -278,29 +278,6 @@ SCROLL_KEYS: list[BindingType] = [
 ]
 
 
-class ScrolledText(Canvas, can_focus=True):
-    """Text without a cursor, scrolled by keys and the wheel."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
-
-    _top = 0
-
-    def in_view(self, rows: list[Row], height: int) -> list[Row]:
-        """Return the ``height`` rows to which the text is scrolled."""
-        self._top = min(self._top, max(len(rows) - height, 0))
-        return rows[self._top : self._top + max(height, 0)]
-
-    def action_scroll_by(self, lines: int) -> None:
-        self._top = max(self._top + lines, 0)
-        self.redraw()
-
-    def action_edge(self, side: int) -> None:
-        self.action_scroll_by(side << 20)  # more lines than any text has
-
-    def wheel(self, lines: int) -> None:
-        self.action_scroll_by(lines)
-
-
 Line = TypeVar("Line")
 
 

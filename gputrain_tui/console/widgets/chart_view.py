@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite, nan
+from math import ceil, isfinite, nan
 
 from gputrain_tui.console.widgets.drawing import Row, format_short, nice_step
 from gputrain_tui.history.series import Window, interpolate
@@ -106,14 +107,8 @@ class XAxis:
 
     def step_at(self, column: int, columns: int) -> int:
         """Return the first step at or after the beginning of a column, at most the last step."""
-        low, high = self.first_step, self.last_step
-        while low < high:
-            middle = (low + high) // 2
-            if self.column(middle, columns) < column:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        steps = range(self.first_step, self.last_step)
+        return self.first_step + bisect_left(steps, column, key=lambda step: self.column(step, columns))
 
     def labels(self, width: int) -> Row:
         """Return the labels below a chart of ``width`` cells."""
@@ -161,31 +156,20 @@ def on_axis(window: Window, x: XAxis, columns: int) -> Window:
     """Return a band whose columns have equally many steps, resampled to columns of equal length on another axis."""
     if x.name == "step":
         return window
-    count = len(window.median)
-    low, high = [inf] * columns, [-inf] * columns
-    sums, parts = [0.0] * columns, [0] * columns
-    steps = window.last_step - window.first_step + 1
-    for index in range(count):
-        middle = window.median[index]
-        if middle != middle:
-            continue
-        column = x.column(window.first_step + (index + 0.5) * steps / count - 0.5, columns)
-        if not 0 <= column < columns:
-            continue
-        low[column] = min(low[column], window.low[index])
-        high[column] = max(high[column], window.high[index])
-        if isfinite(middle):
-            sums[column] += middle
-            parts[column] += 1
-    lines = [
-        [value if part else nan for value, part in zip(low, parts, strict=True)],
-        [total / part if part else nan for total, part in zip(sums, parts, strict=True)],
-        [value if part else nan for value, part in zip(high, parts, strict=True)],
-    ]
-    for values in lines:
+    groups: list[list[int]] = [[] for _ in range(columns)]
+    steps_per_column = (window.last_step - window.first_step + 1) / len(window.median)
+    for index, middle in enumerate(window.median):
+        column = x.column(window.first_step + (index + 0.5) * steps_per_column - 0.5, columns)
+        if middle == middle and 0 <= column < columns:
+            groups[column].append(index)
+    finite = [[window.median[index] for index in group if isfinite(window.median[index])] for group in groups]
+    pairs = list(zip(groups, finite, strict=True))
+    low = [min(window.low[index] for index in group) if part else nan for group, part in pairs]
+    median = [sum(part) / len(part) if part else nan for part in finite]
+    high = [max(window.high[index] for index in group) if part else nan for group, part in pairs]
+    for values in (low, median, high):
         _fill(values)
-    lows, median, highs = lines
-    return Window(first_step=window.first_step, last_step=window.last_step, low=lows, median=median, high=highs)
+    return Window(first_step=window.first_step, last_step=window.last_step, low=low, median=median, high=high)
 
 
 def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]:

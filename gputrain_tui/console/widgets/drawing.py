@@ -39,7 +39,8 @@ def crop(text: str, width: int) -> str:
 
 def pad(text: str, width: int) -> str:
     """Return a text cropped or padded to ``width`` cells, left-aligned."""
-    return set_cell_size(crop(text, width), width)
+    text = crop(text, width)
+    return text + " " * (width - cell_count(text))
 
 
 def row_cells(row: Row) -> int:

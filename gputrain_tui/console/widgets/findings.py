@@ -37,12 +37,12 @@ class FindingEntry:
     time: float
     """Unix seconds."""
     severity: str
-    cleared: bool
     rank: int | None
     """The rank; for stragglers of a node the most delayed one; None: the whole run."""
-    where: str
-    """Host and device."""
     message: str
+    cleared: bool = False
+    where: str = ""
+    """Host and device."""
     ranks: int = 1
     short: str = ""
     """Rank, problem and cause in a few words, shown where the message does not fit."""
@@ -96,7 +96,6 @@ def _failed(failure: Failure) -> FindingEntry:
         key=(failure.kind, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
-        cleared=False,
         rank=failure.rank,
         where=failure.host or "",
         message=f"{failure_words(failure)}{at}: {printable(failure.message)}",
@@ -113,9 +112,7 @@ def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
         key=("lost_peer", cause.rank, consequences[0].time),
         time=max(failure.time for failure in consequences),
         severity="info",
-        cleared=False,
         rank=consequences[0].rank if count == 1 else None,
-        where="",
         message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {peer}",
         last_line=printable(consequences[0].message),
     )

@@ -1,16 +1,48 @@
-"""Form of a recipe: a line per field with its message, under headings."""
+"""List of recipes, and form of one: a line per field with its message, under headings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Heading, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, pad, title_row, wrap_text
+from gputrain_tui.recipe.files import RecipeFile
 from gputrain_tui.recipe.form_fields import ENV, Field, FieldMessage
 from gputrain_tui.recipe.values import value_text
 from gputrain_tui.tables import printable
+
+
+class RecipeList(Listing[RecipeFile]):
+    """List of the recipes of the working folder and of the user's configuration folder."""
+
+    opened: Path | None = None
+    edited: Collection[Path] = ()
+
+    def show(self, files: Sequence[RecipeFile]) -> None:
+        """List recipe files, which come in order of their groups."""
+        lines: list[RecipeFile | Heading] = []
+        for group, members in groupby(files, key=lambda file: file.group):
+            lines += [Heading(group), *members]
+        self.show_lines(lines)
+
+    def key(self, line: RecipeFile) -> Path:
+        return line.path
+
+    def head(self, width: int) -> list[Row]:
+        return [title_row(width, [("recipes", "title")])]
+
+    def row(self, line: RecipeFile, width: int) -> Row:
+        is_open = line.path == self.opened
+        sign = "•" if line.path in self.edited else "▸" if is_open else " "
+        return [(f"{sign} ", "accent"), (printable(line.name), "bright" if is_open else "dim")]
+
+    def empty(self, width: int, height: int) -> list[Row]:
+        searched = ("No recipe here.", "", "Looked in", "./*.toml and", "./recipes/*.toml")
+        return [[(text, "dim")] for text in (*searched, "", "n  a new one", "d  run the demo")][:height]
+
 
 EMPTY_FORM = (
     "Choose a recipe on the left, or press",
@@ -35,12 +67,9 @@ def best_match(fields: Sequence[Field], search: str) -> Field | None:
     search = search.lower().strip()
     words = search.split()
 
-    def distance(field: Field) -> int:
-        if search in (field.name, field.key):
-            return 0
-        if field.name.startswith(search):
-            return 1
-        return 2 if all(word in field.key for word in words) else 3
+    def distance(field: Field) -> tuple[bool, bool, bool]:
+        is_exact, begins = search in (field.name, field.key), field.name.startswith(search)
+        return not is_exact, not begins, not all(word in field.key for word in words)
 
     matches = [line for line in form_lines(fields, search) if isinstance(line, Field)]
     return min(matches, key=distance, default=None)

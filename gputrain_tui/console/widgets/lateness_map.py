@@ -31,8 +31,6 @@ LEVEL_SHARES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.25, 0.5)
 
 From a tenth on the colours are warm: all ranks lose that share of their time, since they wait for the latest one.
 """
-MEDIAN_COLUMNS = 64
-"""Columns of step times over which the median is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,8 @@ def thresholds(step_ms: float) -> list[float]:
 
 def usual_step_ms(series: Series, last: int | None = None) -> float:
     """Return the median step time over the last ``last`` steps, None being all, ms; NaN if none was measured."""
-    steps = [value for value in series.window("step_ms", MEDIAN_COLUMNS, last=last).median if isfinite(value)]
+    columns = 64  # columns of step times over which the median is taken
+    steps = [value for value in series.window("step_ms", columns, last=last).median if isfinite(value)]
     return median(steps) if steps else nan
 
 
@@ -108,14 +107,14 @@ def heat_columns(series: Series, width: int, group: int, *, last: int | None = N
                 counts[column] += 1
             else:
                 sums[column], counts[column] = values, 1
+    newest = max((column for column in range(width) if counts[column]), default=-1)
     out: list[list[float]] = []
-    for total, count in zip(sums, counts, strict=True):
+    for total, count in zip(sums[: newest + 1], counts, strict=False):
         if count:
             out.append([value / count for value in total] if count > 1 else total)
         else:  # between two steps that were measured
             out.append(out[-1] if out else [])
-    newest = max((column for column in range(width) if counts[column]), default=-1)
-    return out[: newest + 1]
+    return out
 
 
 def _latest(late: array[float], group: int) -> list[float]:
@@ -133,12 +132,13 @@ def _latest(late: array[float], group: int) -> list[float]:
 def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> list[Row]:
     """Return the map as ``height`` rows of ``width`` cells."""
     left: Row = [("late", "title")]
-    greatest = max((value for column in heat.columns for value in column if value == value), default=None)
+    finite = (value for column in heat.columns for value in column if value == value)
+    first = next(finite, None)
     lines, cells = map_rows(height), width - LABEL_CELLS - 2
-    if greatest is None or cells < 1 or lines < 1:
+    if first is None or cells < 1 or lines < 1:
         why = "lateness needs two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
         return fit_rows([title_row(width, left), *centred_text(width, height - 1, [why])], width, height)
-    limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(greatest, 1.0))
+    limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(first, *finite, 1.0))
     if heat.latest is not None:
         rank, late = heat.latest
         left += [(" ", "base"), (format_value(late), "bright"), (f" ms  rank {rank}", "dim")]
@@ -188,11 +188,10 @@ def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
 
 def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:
     """Return one cell: an upper and a lower half in the colours of their levels, or a symbol of the greater level."""
-    if symbols:
-        levels = [level for level in (upper, lower) if level is not None]
-        return (SHAPES[max(levels)], "base") if levels else (" ", "base")
     if upper is None and lower is None:
         return " ", "base"
+    if symbols:
+        return SHAPES[max(level for level in (upper, lower) if level is not None)], "base"
     if lower is None:
         return "▀", f"heat:{upper}"
     if upper is None:
@@ -217,9 +216,7 @@ class LatenessMap(Panel):
         series, state = self.live.series, self.live.state
         group = group_size(series.world_size, 2 * map_rows(height))
         first, end = series.span(self.last)
-        failed = (
-            {rank for rank, view in state.ranks.items() if view.display_state == "failed"} if state.failures else ()
-        )
+        ranks = state.ranks.values() if state.failures else ()
         heat = Heat(
             columns=heat_columns(series, max(width - LABEL_CELLS - 2, 1), group, last=self.last),
             ranks=series.world_size,
@@ -229,7 +226,7 @@ class LatenessMap(Panel):
             step_ms=usual_step_ms(series, self.last),
             latest=state.latest(),
             selected=self.selected_rank,
-            failed=failed,
+            failed={view.rank for view in ranks if view.display_state == "failed"},
             flagged=state.flagged,
         )
         return draw_heat(heat, width, height, symbols=self.ramp.symbols)

@@ -102,12 +102,9 @@ class FilterLine(Horizontal):
 
     def action_leave(self) -> None:
         self._grid.set_filter("")
-        self._close()
+        self.action_keep()
 
     def action_keep(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
         self.screen.set_focus(self._grid)
         self.remove_class("-open")
 
@@ -135,4 +132,4 @@ class FilterLine(Horizontal):
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        self._close()
+        self.action_keep()

@@ -91,16 +91,9 @@ def line_strip(
 ) -> Strip:
     """Return a line of the log as exactly ``width`` cells.
 
-    Args:
-        line: the line.
-        styles: styles by role.
-        width: cells of the strip.
-        shift: cells by which the text is scrolled sideways; the prefix (time, source, sign of the level) stays.
-        prefix_cells: cells of the source; 0: without it.
-        clock: time of the line as text; empty: without it.
-        flagged: whether the source has the colour of a warning.
-        needle: search text, highlighted wherever it occurs.
-        at_match: whether the search has stopped at this line, where the highlight is stronger.
+    The text is scrolled sideways by ``shift`` cells, but not what precedes it: the time ``clock``, the source in
+    ``prefix_cells`` cells (0: none), in the colour of a warning if ``flagged``, and the sign of the level. The search
+    text ``needle`` is highlighted, more strongly if the search has stopped ``at_match``.
     """
     level = level_of(line.raw)
     ground = styles["base"]

@@ -1,12 +1,13 @@
-"""Base of the panels of a run, which a tick redraws if the run changed."""
+"""Bases of panels: those of a run, which a tick redraws if the run changed, and those of scrolled text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import BindingType
 from textual.strip import Strip
 
-from gputrain_tui.console.widgets.canvas import Canvas, role_classes
+from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row
 
 if TYPE_CHECKING:
@@ -85,3 +86,26 @@ class ClockPanel(Panel):
 
     def seen_version(self) -> object:
         return self.live.version, int(self.live.elapsed_s or 0)
+
+
+class ScrolledText(Canvas, can_focus=True):
+    """Text without a cursor, scrolled by keys and the wheel."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
+
+    _top = 0
+
+    def in_view(self, rows: list[Row], height: int) -> list[Row]:
+        """Return the ``height`` rows to which the text is scrolled."""
+        self._top = min(self._top, max(len(rows) - height, 0))
+        return rows[self._top : self._top + max(height, 0)]
+
+    def action_scroll_by(self, lines: int) -> None:
+        self._top = max(self._top + lines, 0)
+        self.redraw()
+
+    def action_edge(self, side: int) -> None:
+        self.action_scroll_by(side << 20)  # more lines than any text has
+
+    def wheel(self, lines: int) -> None:
+        self.action_scroll_by(lines)

@@ -52,10 +52,7 @@ class RankGrid(Panel, can_focus=True):
     RankGrid:ansi > .canvas--quiet, RankGrid:ansi > .canvas--absent { text-style: dim; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *MOVE_KEYS,
-        Binding("enter", "open", "Open the rank", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*MOVE_KEYS, Binding("enter", "open", "Open the rank", show=False)]
 
     @dataclass
     class Picked(Message):
@@ -92,8 +89,8 @@ class RankGrid(Panel, can_focus=True):
         self._standing_still = False
         self._scrolled = False
         """Whether the user has scrolled: flagged ranks are not brought into view then."""
-        self._cursor_height: int | None = None
-        """Height of the panel when the cursor was in view; None if it was not at the last drawing."""
+        self._cursor_in_view = False
+        """Whether the cursor was in view at the last drawing, and is kept there."""
 
     # Called by the screen
 
@@ -185,10 +182,15 @@ class RankGrid(Panel, can_focus=True):
 
     # Mouse
 
+    def _scroll_away(self, top: int) -> None:
+        """Scroll, also if the cursor goes out of view."""
+        self._cursor_in_view = False
+        self._scroll(top)
+        self.redraw()
+
     def wheel(self, lines: int) -> None:
         self._scrolled = True
-        self._scroll(self._top + lines)
-        self.redraw()
+        self._scroll_away(self._top + lines)
 
     def on_click(self, event: events.Click) -> None:
         x, y = event.get_content_offset_capture(self)
@@ -198,8 +200,7 @@ class RankGrid(Panel, can_focus=True):
             if place is not None:
                 self.sort_by(place.column.key)
         elif y >= HEAD_LINES and x == self.size.width - 1 and len(self._arranged) > visible:
-            self._scroll(round((y - HEAD_LINES) / max(visible - 1, 1) * (len(self._arranged) - visible)))
-            self.redraw()
+            self._scroll_away(round((y - HEAD_LINES) / max(visible - 1, 1) * (len(self._arranged) - visible)))
         elif y >= HEAD_LINES and self._top + y - HEAD_LINES < len(self._arranged):
             self._pick(self._top + y - HEAD_LINES)
             if event.chain == 2:
@@ -225,11 +226,10 @@ class RankGrid(Panel, can_focus=True):
         if now - self._arranged_at >= SORT_INTERVAL_S and self.live.version != self._arranged_version:
             self._arrange(now)
         index = self._cursor_index()
-        if index is not None and self._cursor_height not in (None, height):
-            self._reveal(index)  # the height changed: keep the cursor in view
+        if index is not None and self._cursor_in_view:
+            self._reveal(index)  # the order or the height changed
         self._scroll(self._top)
-        in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
-        self._cursor_height = height if in_view else None
+        self._cursor_in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
         visible = self._arranged[self._top : self._top + visible_ranks(height)]
         return draw_grid(
             GridView(
@@ -259,40 +259,27 @@ class RankGrid(Panel, can_focus=True):
         index = self._cursor_index()
         if index is not None:
             self._reveal(index)
-        else:
-            self._scroll(self._top)
         self.redraw()
 
     def _arrange(self, now: float) -> None:
-        """Filter and sort the ranks; a cursor in view stays in view."""
-        state = self.live.state
+        """Filter and sort the ranks."""
+        state, late = self.live.state, self.live.state.lateness()
         self._arranged_at, self._arranged_version = now, self.live.version
         self._warned = {rank for _, rank in state.findings if rank is not None}
         self._hosts = {view.host for view in state.ranks.values() if view.host}
-        before = self._cursor_index()
-        seen = before is not None and self._top <= before < self._top + visible_ranks(self.size.height)
-        late = state.lateness()
         kept = [view for rank, view in state.ranks.items() if self._filter.keeps(RankRow(view, late.get(rank)))]
         self._arranged = sort_ranks(kept, late, self.sort_key, descending=self.descending)
-        after = self._cursor_index()
-        if seen and after is not None and after != before:
-            self._reveal(after)
 
     def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
         """Return the visible ranks with bright lines: those that had a step event within ``HIGHLIGHT_S``."""
         changed: dict[int, tuple[object, float]] = {}
         for view in visible:
-            known = self._changed.get(view.rank)
-            if known is None:
-                changed[view.rank] = (view.last, 0.0)
-            elif known[0] is not view.last:
-                changed[view.rank] = (view.last, now + HIGHLIGHT_S)
-            else:
-                changed[view.rank] = known
+            last, until = self._changed.get(view.rank, (view.last, 0.0))
+            changed[view.rank] = (view.last, until if last is view.last else now + HIGHLIGHT_S)
         self._changed = changed
-        fresh = {rank for rank, (_, until) in changed.items() if until > now}
-        self._fade_at = min((until for _, until in changed.values() if until > now), default=None)
-        return fresh
+        ends = {rank: until for rank, (_, until) in changed.items() if until > now}
+        self._fade_at = min(ends.values(), default=None)
+        return set(ends)
 
     def _places(self) -> list[ColumnPlace]:
         width, height = self.size

@@ -117,14 +117,14 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
     row = RankRow(view, grid.late.get(view.rank))
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
+    sign = ("▸ " if view.rank == grid.cursor else "  ", "accent")
     if failed:
-        pieces: Row = [("✗ ", "error")]
+        sign = ("✗ ", "error")
     elif view.outcome is not None and grid.failing:
-        pieces = [("╌ ", "victim")]
+        sign = ("╌ ", "victim")
     elif warned:
-        pieces = [("▲ ", "warning")]
-    else:
-        pieces = [("▸ " if view.rank == grid.cursor else "  ", "accent")]
+        sign = ("▲ ", "warning")
+    pieces: Row = [sign]
     value_role = "error-text" if failed else "bright" if view.rank in grid.fresh else "value"
     at = 2
     for place in places:
@@ -143,17 +143,16 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
             role = "warning"
         if text.strip() == EMPTY:
             role = "absent"
-        pieces += [(" " * (place.begin - at), pieces[-1][1]), (text, role)]
+        pieces.append((" " * (place.begin - at), pieces[-1][1]))
+        pieces.append((text, role))
         at = place.end
     return merge(pieces)
 
 
 def _state_role(view: RankView, *, failing: bool) -> str:
-    standing = view.display_state
+    state = view.display_state
     if view.phase is not None:
         return "quiet" if view.phase in ("sync", "group") else "warning"
-    if standing == "failed":
-        return "error"
-    if standing in RANK_OUTCOMES:
+    if state in RANK_OUTCOMES:
         return "victim" if failing else "quiet"
-    return "quiet" if standing in ("training", "finished") else "bright"
+    return "error" if state == "failed" else "quiet" if state in ("training", "finished") else "bright"

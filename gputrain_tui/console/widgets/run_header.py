@@ -216,25 +216,23 @@ class RunHeader(ClockPanel):
 def heading(live: LiveRun) -> RunHeading:
     """Return the content of a run's header."""
     state = live.state
-    status = live.status
-    still = live.standstill
-    hosts = {view.host for view in state.ranks.values()} - {None}
+    validation = state.last_validation()
     return RunHeading(
-        status=status,
+        status=live.status,
         name=state.recipe or live.run.status.recipe,
         id=live.id,
         world_size=state.world_size,
-        hosts=len(hosts),
+        hosts=len({view.host for view in state.ranks.values()} - {None}),
         summary=state.figures,
         total=state.updates_total,
         max_epochs=state.max_epochs,
-        valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,
+        valid_loss=validation.loss if validation is not None else None,
         tested=state.last_test(),
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
-        standstill=still,
+        standstill=live.standstill,
         reading=live.reading,
-        condition=run_condition(state, status, still),
+        condition=run_condition(state, live.status, live.standstill),
         note=_note(live),
     )
 

@@ -67,7 +67,8 @@ def columns_for(width: int, entries: Sequence[Entry]) -> list[Column[Entry]]:
 def cell_text(entry: Entry, key: str) -> str:
     """Return the whole text of a run in a column."""
     column = next(column for column in COLUMNS if column.key == key)
-    return EMPTY if entry["state"] == UNREADABLE else column.whole_text(entry, column.width)
+    value = None if entry["state"] == UNREADABLE else column.value(entry)
+    return EMPTY if value is None else column.form(value, column.width)
 
 
 def draw_run(entry: Entry, width: int, columns: Sequence[Column[Entry]], *, number: int | None, opened: bool) -> Row:
@@ -177,7 +178,7 @@ class RunList(Listing[Entry]):
         if not entries:
             return [title]
         columns = self._columns_for(width)
-        titles = "".join(f"  {column.align(column.title)}" for column in columns)
+        titles = "".join(f"  {column.aligned_title}" for column in columns)
         return [title, [(f"     {'state':<11}{'run':<{max(_id_cells(width, columns), 0)}}{titles}", "dim")]]
 
     def row(self, line: Entry, width: int) -> Row:

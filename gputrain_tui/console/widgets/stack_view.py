@@ -9,8 +9,9 @@ from typing import ClassVar
 from textual.binding import BindingType
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.widgets.canvas import Copyable, ScrolledText
+from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.drawing import Row, centred_text, title_row
+from gputrain_tui.console.widgets.panel import ScrolledText
 from gputrain_tui.tables import printable
 
 HEADING = "(most recent call first)"

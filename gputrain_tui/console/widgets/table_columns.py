@@ -24,20 +24,16 @@ class Column(FilterColumn[Item]):
     """Returns a value as text; the width is that of the cell."""
     role: str | Callable[[Item], str] = "bright"
 
-    def align(self, text: str, width: int = 0) -> str:
-        """Return a text cropped or padded to the column's width."""
-        width = width or self.width
-        return text.rjust(width) if self.is_number and len(text) <= width else pad(text, width)
+    @property
+    def aligned_title(self) -> str:
+        return self.title.rjust(self.width) if self.is_number else self.title.ljust(self.width)
 
     def text(self, item: Item, width: int = 0) -> str:
         """Return the text of a cell, exactly ``width`` cells long; 0: the column's width."""
         width = width or self.width
-        return self.align(self.whole_text(item, width), width)
-
-    def whole_text(self, item: Item, width: int) -> str:
-        """Return the text of a cell as it is before it is cropped or padded."""
         value = self.value(item)
-        return EMPTY if value is None or value == "" else self.form(value, width)
+        text = EMPTY if value is None else self.form(value, width)
+        return text.rjust(width) if self.is_number and len(text) <= width else pad(text, width)
 
     def role_of(self, item: Item) -> str:
         return self.role if isinstance(self.role, str) else self.role(item)
@@ -49,7 +45,7 @@ def text_column(
     order: int,
     value: Callable[[Item], Value],
     *,
-    form: Callable[[Any, int], str] = lambda value, width: printable(value).replace("\t", " "),
+    form: Callable[[Any, int], str] = lambda value, width: printable(value).replace("\t", " ") or EMPTY,
     role: str = "bright",
 ) -> Column[Item]:
     """Return a left-aligned column, whose title is its key."""
