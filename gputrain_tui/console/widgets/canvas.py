@@ -339,17 +339,17 @@ class Listing(Canvas, Generic[Line], can_focus=True):
         if count > height - len(head):  # the scroll bar takes two cells of every row
             head = self.head(width - 2)[:height]
         self.head_rows = len(head)
-        room = height - len(head)
+        visible = height - len(head)
         if not count:
-            return head + self.empty(width, room)
+            return head + self.empty(width, visible)
         self.cursor = min(max(self.cursor, 0), count - 1)
-        self._top = min(max(self._top, self.cursor - room + 1, 0), self.cursor, max(count - room, 0))
+        self._top = min(max(self._top, self.cursor - visible + 1, 0), self.cursor, max(count - visible, 0))
         if self._top == self.cursor and not any(map(self.selectable, range(self._top))):
             self._top = 0  # a heading above the first row comes into view with it
-        overflows = count > room
-        thumb = scroll_thumb(self._top, room, count)
+        overflows = count > visible
+        thumb = scroll_thumb(self._top, visible, count)
         rows = []
-        for y, index in enumerate(range(self._top, min(self._top + room, count))):
+        for y, index in enumerate(range(self._top, min(self._top + visible, count))):
             line = self.lines[index]
             if isinstance(line, Heading):
                 row: Row = [(line.indent, "base"), (line.text, "accent")]

@@ -51,23 +51,23 @@ def row_cells(row: Row) -> int:
 def fit_row(row: Row, width: int) -> Row:
     """Return a row of exactly ``width`` cells, without control characters."""
     out: Row = []
-    room = width
+    free = width
     for text, role in row:
-        if room <= 0:
+        if free <= 0:
             break
         if _NARROW(text):
             cells = len(text)
-            if cells > room:
-                text = text[:room]
+            if cells > free:
+                text = text[:free]
         else:
             text = printable(text).replace("\t", " ")
             cells = cell_count(text)
-            if cells > room:
-                text = set_cell_size(text, room)
+            if cells > free:
+                text = set_cell_size(text, free)
         out.append((text, role))
-        room -= cells
-    if room > 0:
-        out.append((" " * room, "base"))
+        free -= cells
+    if free > 0:
+        out.append((" " * free, "base"))
     return out
 
 
@@ -98,7 +98,7 @@ def wrap_text(text: str, width: int) -> list[str]:
 
 
 def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
-    """Return a panel's title line: title, rule, and at the right as many of ``rights`` as fit, the last one first."""
+    """Return a panel's title line: title, rule, and as many of ``rights`` as fit, the first one at the right end."""
     right: Row = []
     for piece in rights:
         more = [*piece, *([("  ", "rule"), *right] if right else [])]

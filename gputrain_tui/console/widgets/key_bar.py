@@ -93,10 +93,7 @@ class KeyBar(Canvas):
     ALLOW_SELECT = False
 
     def __init__(
-        self,
-        place: str,
-        over: Callable[[], bool] = lambda: False,
-        lacking: Callable[[], Collection[str]] = frozenset,
+        self, place: str, over: Callable[[], bool] = lambda: False, lacking: Callable[[], Collection[str]] = frozenset
     ) -> None:
         """Show the keys of the screen ``place`` of the action table.
 

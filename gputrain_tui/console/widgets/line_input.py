@@ -74,7 +74,7 @@ class FilterLine(Horizontal):
     DEFAULT_CSS = """
     FilterLine { dock: bottom; height: 1; margin-bottom: 1; background: $boost; display: none; }
     FilterLine.-open { display: block; }
-    FilterLine > #mark { width: 9; padding: 0 1; color: $text-accent; }
+    FilterLine > #label { width: 9; padding: 0 1; color: $text-accent; }
     FilterLine > Input { width: 1fr; border: none; height: 1; padding: 0; background: transparent; }
     FilterLine > #hint { width: auto; max-width: 60%; padding: 0 1; color: $foreground 60%; }
     FilterLine > #hint.-wrong { color: $text-warning; }
@@ -90,7 +90,7 @@ class FilterLine(Horizontal):
         self._grid = grid
 
     def compose(self) -> ComposeResult:
-        yield Static("filter", id="mark")
+        yield Static("filter", id="label")
         yield LineInput(compact=True)
         yield Static(HINT, id="hint", markup=False)
 

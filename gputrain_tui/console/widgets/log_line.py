@@ -105,7 +105,7 @@ def line_strip(
     segments = [Segment(text, ground + style) for text, style in pieces]
     if line.cut_bytes:
         segments.append(Segment(f" … {line.cut_bytes:,} bytes more", styles["base"] + styles["dim"]))
-    room = width
+    free = width
     head: list[Segment] = []
     source = prefix(line.name, prefix_cells - 1) if prefix_cells else ""
     sign = ("", "prefix")
@@ -113,11 +113,11 @@ def line_strip(
         clock, source = (clock, source[:-1]) if source else (clock[:-1], "")
         sign = LEVEL_SIGNS[level]
     for text, role in ((clock, "prefix"), (source, "warning" if flagged else "prefix"), sign):
-        text = text[: max(room, 0)]
+        text = text[: max(free, 0)]
         head.append(Segment(text, styles["base"] + styles[role]))
-        room -= cell_len(text)
-    body = Strip(segments).crop(shift, shift + room) if shift else Strip(segments)
-    return Strip([*head, *body.adjust_cell_length(max(room, 0), styles["base"])], width)
+        free -= cell_len(text)
+    body = Strip(segments).crop(shift, shift + free) if shift else Strip(segments)
+    return Strip([*head, *body.adjust_cell_length(max(free, 0), styles["base"])], width)
 
 
 def _highlighted(pieces: Pieces, needle: str, highlight: Style) -> Pieces:

@@ -332,8 +332,8 @@ class LogView(Canvas, can_focus=True):
         number = self.buffer.number(row)
         strip = self._line_strip(number, width - overflows)
         if overflows:
-            mark = "┃" if y - 1 in scroll_thumb(self.top_row, self.page, rows) else " "
-            strip = Strip([*strip, Segment(mark, self.role("thumb"))], width)
+            thumb = "┃" if y - 1 in scroll_thumb(self.top_row, self.page, rows) else " "
+            strip = Strip([*strip, Segment(thumb, self.role("thumb"))], width)
         return strip
 
     def _line_strip(self, number: int, width: int) -> Strip:

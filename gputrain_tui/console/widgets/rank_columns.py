@@ -100,7 +100,7 @@ def _anywhere(word: str, row: RankRow) -> bool:
 
 
 @dataclass(frozen=True)
-class ColumnPlace:
+class PlacedColumn:
     """Position of a column in a table."""
 
     column: Column[RankRow]
@@ -127,7 +127,7 @@ def whole_width(ranks: int, hosts: Collection[str]) -> int:
     return 4 + sum(_column_cells(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
 
 
-def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
+def layout(width: int, ranks: int, hosts: Collection[str]) -> list[PlacedColumn]:
     """Return the most important columns, as many as fit, evenly spaced after the two cells of a sign.
 
     The host is the least important column if all ranks are on one host.
@@ -142,12 +142,12 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[ColumnPlace]:
     gaps = max(len(shown) - 1, 1)
     free = width - 1 - sum(cells[column.key] + 1 for column in shown)
     extra, odd = divmod(min(free, gaps * 2), gaps)  # at most three cells between two columns
-    places: list[ColumnPlace] = []
+    placed: list[PlacedColumn] = []
     begin = 2
     for index, column in enumerate(shown):
-        places.append(ColumnPlace(column, begin, cells[column.key]))
+        placed.append(PlacedColumn(column, begin, cells[column.key]))
         begin += cells[column.key] + 1 + extra + (1 if index < odd else 0)
-    return places
+    return placed
 
 
 def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:

@@ -16,7 +16,7 @@ from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.rank_columns import (
     BY_KEY,
-    ColumnPlace,
+    PlacedColumn,
     RankRow,
     goes_down,
     layout,
@@ -107,7 +107,7 @@ class RankGrid(Panel, can_focus=True):
 
     def sort_next(self) -> None:
         """Sort by the next visible column."""
-        keys = [place.column.key for place in self._places()] or list(BY_KEY)  # a hidden table has no visible column
+        keys = [placed.column.key for placed in self._columns()] or list(BY_KEY)  # a hidden table has no visible column
         key = keys[(keys.index(self.sort_key) + 1) % len(keys) if self.sort_key in keys else 0]
         self.sort_by(key, descending=goes_down(key))
 
@@ -196,9 +196,9 @@ class RankGrid(Panel, can_focus=True):
         x, y = event.get_content_offset_capture(self)
         visible = visible_ranks(self.size.height)
         if y == HEAD_LINES - 1:
-            place = next((p for p in self._places() if p.begin - 1 <= x < p.end), None)
-            if place is not None:
-                self.sort_by(place.column.key)
+            placed = next((p for p in self._columns() if p.begin - 1 <= x < p.end), None)
+            if placed is not None:
+                self.sort_by(placed.column.key)
         elif y >= HEAD_LINES and x == self.size.width - 1 and len(self._arranged) > visible:
             self._scroll_away(round((y - HEAD_LINES) / max(visible - 1, 1) * (len(self._arranged) - visible)))
         elif y >= HEAD_LINES and self._top + y - HEAD_LINES < len(self._arranged):
@@ -281,7 +281,7 @@ class RankGrid(Panel, can_focus=True):
         self._fade_at = min(ends.values(), default=None)
         return set(ends)
 
-    def _places(self) -> list[ColumnPlace]:
+    def _columns(self) -> list[PlacedColumn]:
         width, height = self.size
         scrolls = len(self._arranged) > visible_ranks(height)
         return layout(width - (2 if scrolls else 1), len(self.live.state.ranks), self._hosts)

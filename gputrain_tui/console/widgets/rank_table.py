@@ -17,7 +17,7 @@ from gputrain_tui.console.widgets.drawing import (
     scroll_thumb,
     title_row,
 )
-from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, RankRow, layout
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, PlacedColumn, RankRow, layout
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import printable
@@ -61,15 +61,15 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     """Return the grid as ``height`` rows of ``width`` cells."""
     visible = visible_ranks(height)
     scrolls = len(grid.rows) > visible
-    places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
-    rows = fit_rows([_head(grid, width, visible), _titles(grid, places)], width, min(height, HEAD_LINES))
+    columns = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
+    rows = fit_rows([_head(grid, width, visible), _titles(grid, columns)], width, min(height, HEAD_LINES))
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
         text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank has reported yet"
         return rows + centred_text(width, visible, [text])
     thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):
-        row = fit_row(_line(grid, view, places), width - scrolls)
+        row = fit_row(_line(grid, view, columns), width - scrolls)
         if view.rank == grid.cursor:
             row = with_background(row, "cursor" if grid.focused else "cursor-unfocused")
         if scrolls:
@@ -96,23 +96,23 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
     return title_row(width, left, rights)
 
 
-def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
+def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
     row: Row = []
     at = 0
     arrow = "▾" if grid.descending else "▴"
-    for place in places:
-        column = place.column
+    for placed in columns:
+        column = placed.column
         chosen = column.key == grid.sort_key
         if column.is_number:  # the arrow may stand in the gap before the column
-            text = f"{arrow if chosen else ''}{column.title}".rjust(place.width)
+            text = f"{arrow if chosen else ''}{column.title}".rjust(placed.width)
         else:
-            text = f"{column.title}{arrow if chosen else ''}"[: place.width].ljust(place.width)
-        row += [(" " * (place.end - len(text) - at), "base"), (text, "accent" if chosen else "column")]
-        at = place.end
+            text = f"{column.title}{arrow if chosen else ''}"[: placed.width].ljust(placed.width)
+        row += [(" " * (placed.end - len(text) - at), "base"), (text, "accent" if chosen else "column")]
+        at = placed.end
     return row
 
 
-def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
+def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Row:
     """Return one rank's line, bright if it changed recently."""
     row = RankRow(view, grid.late.get(view.rank))
     failed = view.display_state == "failed"
@@ -127,8 +127,8 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
     pieces: Row = [sign]
     value_role = "error-text" if failed else "bright" if view.rank in grid.fresh else "value"
     at = 2
-    for place in places:
-        column, width = place.column, place.width
+    for placed in columns:
+        column, width = placed.column, placed.width
         text = column.text(row, width)
         role = value_role if column.is_number else column.role_of(row)
         if grid.standing_still and column.key == "rate":
@@ -143,9 +143,9 @@ def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
             role = "warning"
         if text.strip() == EMPTY:
             role = "absent"
-        pieces.append((" " * (place.begin - at), pieces[-1][1]))
+        pieces.append((" " * (placed.begin - at), pieces[-1][1]))
         pieces.append((text, role))
-        at = place.end
+        at = placed.end
     return merge(pieces)
 
 

@@ -212,9 +212,7 @@ class RunCard(Canvas):
         if entry is None:
             return []
         sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
-        rows: list[Row] = [
-            title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)]),
-        ]
+        rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
         if entry["message"]:
             rows.append([(printable(entry["message"]), "error" if entry["state"] == "failed" else "bright")])
         if entry["finding"]:
