@@ -25,11 +25,9 @@ class FlagParser(argparse.ArgumentParser):
 
     @property
     def actions(self) -> Sequence[argparse.Action]:
-        """Declared flags and positional words."""
         return self._actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a ``RequestError``."""
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
 
     def print_help(self, file: Any = None) -> None:

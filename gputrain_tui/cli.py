@@ -57,7 +57,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "show a topic of the reference, such as recipe or findings",
     ),
 }
-"""Module and one-line help of each command, by name."""
 
 COMPLETE = "__complete"
 """Undocumented command that the scripts of ``gputrain completion`` call."""
@@ -69,7 +68,6 @@ SIGPIPE_STATUS = 141
 """Exit status of a program killed by SIGPIPE: 128 + 13."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""Errors of writing a file or standard output."""
 
 
 class Command(Protocol):
@@ -146,7 +144,6 @@ def _open_closed_streams() -> None:
 
 
 def _has_working_directory() -> bool:
-    """Whether the working directory exists; it may have been deleted."""
     try:
         os.getcwd()  # noqa: PTH109 - only the error matters
     except FileNotFoundError:

@@ -32,7 +32,6 @@ class FilterColumn(Generic[Row]):
     """Column by which rows are filtered."""
 
     key: str
-    """Name of the column in the filter."""
     is_number: bool
     value: Callable[[Row], Value]
     """Returns the row's value; None without one, which matches no comparison."""
@@ -59,7 +58,6 @@ class RowFilter(Generic[Row]):
         self._tests: Sequence[Callable[[Row], bool]] = [self._test(word) for word in self.text.split()]
 
     def keeps(self, row: Row) -> bool:
-        """Whether a row matches all words."""
         return all(test(row) for test in self._tests)
 
     def _test(self, word: str) -> Callable[[Row], bool]:

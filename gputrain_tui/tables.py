@@ -138,4 +138,3 @@ def of_weights(step: int) -> str:
 
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-"""Escape sequences of terminals: colours, cursor moves, window titles."""

@@ -26,11 +26,9 @@ class Action:
     keys: tuple[str, ...]
     """Textual's names of the keys; the first one is shown in the footer."""
     label: str
-    """One or two words for the footer."""
     description: str
     """Effect of the action, for palette and help."""
     group: str
-    """Heading in the help."""
     places: tuple[str, ...] = (EVERYWHERE,)
     """Screens that have the action, or panels that have it while focused (``log``, ``text``); ``app``: all screens."""
     footer: int = 0
@@ -49,12 +47,10 @@ class Action:
 
     @property
     def key_text(self) -> str:
-        """The first key as shown to users."""
         return key_text(self.keys[0])
 
     @property
     def key_texts(self) -> str:
-        """All keys as shown to users."""
         return " ".join(map(key_text, self.keys))
 
 
@@ -226,7 +222,6 @@ ACTIONS: tuple[Action, ...] = (
         ("clear_search", "escape", "Clear", 0, "Clear the search")),
     *_group("Text", LOG + TEXT, ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
 )  # fmt: skip
-"""Every action of the console; the class of a screen takes its own ones by ``bindings``."""
 
 
 def of_place(place: str) -> list[Action]:

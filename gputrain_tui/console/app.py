@@ -100,9 +100,7 @@ class GputrainApp(OrderedKeys):
         # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.live: LiveRun | None = None
-        """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
-        """State of the next launch, shared by the screens."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
@@ -114,15 +112,10 @@ class GputrainApp(OrderedKeys):
         self._catching_up = False
         """Whether a timer will read the next portion of a backlog."""
         self._run_mode = ""
-        """Mode of the followed run."""
         self._opened = 0
-        """Number of runs opened so far, for the names of their modes."""
         self._seen_version: int | None = None
-        """Version of the run at the last beat."""
         self._idle_beats = 0
-        """Beats since the last change of the run."""
         self._registered_pages: set[str] = set()
-        """Registered modes of ``PAGES``."""
         self._end_notice = EndNotice(self._write_to_terminal, os.environ)
         self.supervisors: list[subprocess.Popen[bytes]] = []
         """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
@@ -132,7 +125,6 @@ class GputrainApp(OrderedKeys):
     # Start, clock, end
 
     async def on_mount(self) -> None:
-        """Show the first screen and start the timers."""
         self._catch_signals()
         if self._clocked:
             self.set_interval(1 / self._fps, self.beat)
@@ -210,7 +202,6 @@ class GputrainApp(OrderedKeys):
             self.set_timer(BACKLOG_PAUSE_S, self._read_on)
 
     def exit(self, result: int | None = None, return_code: int = 0, message: RenderableType | None = None) -> None:
-        """End the console; further keys and clicks are ignored."""
         self._leaving = True
         super().exit(result, return_code, message)
 
@@ -229,7 +220,6 @@ class GputrainApp(OrderedKeys):
         return name
 
     async def action_go(self, name: str) -> None:
-        """Go to one of the four screens."""
         if name != "run":
             await self.switch_mode(self._page(name))
             return
@@ -243,7 +233,6 @@ class GputrainApp(OrderedKeys):
             await self.open_run(newest)
 
     async def open_run(self, run: Run) -> None:
-        """Open the run screen on a run."""
         if self.live is not None and self.live.id == run.id:
             await self.switch_mode(self._run_mode)
             return
@@ -273,7 +262,6 @@ class GputrainApp(OrderedKeys):
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
     async def action_quit(self) -> None:
-        """Leave the console; with unsaved recipes, after a dialog."""
         unsaved = self.session.unsaved
         if not unsaved:
             self.exit()
@@ -282,17 +270,14 @@ class GputrainApp(OrderedKeys):
         self.confirm("Leave without saving?", f"Unsaved changes of {names} will be lost.", yes="Leave", act=self.exit)
 
     def action_help_quit(self) -> None:
-        """Notify which key leaves the console."""
         typing = "esc, then q" if isinstance(self.focused, Input) else "q"
         self.report(f"{typing} leaves the console; runs continue")
 
     def action_command_palette(self) -> None:
-        """Open the palette."""
         if not isinstance(self.screen, Palette):
             self.push_screen(Palette(id="--command-palette"))
 
     def action_help(self) -> None:
-        """Open the help of the active screen."""
         from gputrain_tui.console.screens.help_screen import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
@@ -309,14 +294,12 @@ class GputrainApp(OrderedKeys):
         return (TOPICS.get(panel or "", "") if self.place == "run" else ""), ""
 
     def action_next_theme(self) -> None:
-        """Change to the next theme, and save it for the next start."""
         index = THEMES.index(self.theme) + 1 if self.theme in THEMES else 0
         self.theme = THEMES[index % len(THEMES)]
         settings.keep_theme(self.theme)
 
     @property
     def place(self) -> str:
-        """Name of the active screen in the action table."""
         for screen in reversed(self.screen_stack):
             place = getattr(screen, "PLACE", None)
             if place is not None:
@@ -324,7 +307,6 @@ class GputrainApp(OrderedKeys):
         return EVERYWHERE
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Yield the palette's commands: the actions of the screen, themes, notices, a picture."""
         for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
             if action.name in ("command_palette", "help_quit"):
                 continue
@@ -340,7 +322,6 @@ class GputrainApp(OrderedKeys):
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver; on Linux ``PasteDriver``, with which pasted text cannot act as keys."""
         return paste_driver(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
@@ -366,7 +347,6 @@ class GputrainApp(OrderedKeys):
         self.report(f"copied {label}")
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copy selected text."""
         lines = text.count("\n") + 1
         self.copy(text, f"{lines} lines" if lines > 1 else f"{len(text)} character{'s' * (len(text) != 1)}")
 
@@ -376,7 +356,6 @@ class GputrainApp(OrderedKeys):
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
-        """Open a yes-or-no dialog, and call ``act`` on yes."""
         from gputrain_tui.console.screens.confirm import Confirm
 
         def answered(agreed: bool | None) -> None:
@@ -394,7 +373,6 @@ class GputrainApp(OrderedKeys):
             start_demo(self)
 
     async def action_new_recipe(self) -> None:
-        """Go to the launch screen, which asks what the new recipe is for."""
         self.session.wants_new = True
         await self.action_go("launch")
 

@@ -23,10 +23,8 @@ class EndNotice:
         self._write = write
         self._environ = environ
         self._unended_id = ""
-        """Id of the last run that was followed before its end."""
 
     def check(self, live: LiveRun) -> None:
-        """Write a notice if the run has ended since the last check."""
         if not live.caught_up:
             if live.run.status.status not in ENDED:  # it may end while its record is read
                 self._unended_id = live.id

@@ -34,21 +34,16 @@ class Host:
     name: str
     """Name as in recipes; ``localhost`` for this machine."""
     inventory: Inventory | None = None
-    """Newest inventory; None before the first."""
     problem: str = ""
     """Error of the last survey, one line; empty if it succeeded."""
     surveying: bool = False
-    """Whether a survey is under way."""
     surveyed_at: float | None = None
     """End of the last survey, monotonic seconds; None: none has ended."""
     inventory_at: float | None = None
-    """Time of the inventory, monotonic seconds."""
     run_ranks: Mapping[int, GpuRank] = field(default_factory=dict)
-    """Ranks of active runs by the index of their GPU."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine."""
         return self.name == THIS_MACHINE
 
     @property
@@ -63,7 +58,6 @@ class Host:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Indices of the free GPUs."""
         return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
 
     def is_due(self, now: float, *, again_s: float, failed_s: float) -> bool:

@@ -41,9 +41,7 @@ class OrderedKeys(App[int]):
         self._key_time = -math.inf
         """Time of the last key, on the clock of events."""
         self._waiting: deque[events.Key] = deque()
-        """Keys held back until the one before is handled."""
         self._key_number = 0
-        """Number of the last key that was sent to a widget."""
         self._under_way = 0
         """Number of the key that is being handled; 0: none."""
         self._first_g: tuple[float, Widget | None, Callable[[], None]] | None = None

@@ -18,7 +18,6 @@ PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log", 
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """Panels in the order of the key for the next panel; not the hardware panel, which is shown only zoomed."""
 LEAST_LIST_LINES = 5
-"""Fewest useful lines of a list of findings or a log."""
 GAP_CELLS = 2
 """Cells between two columns of panels."""
 MEDIUM_CELLS, MEDIUM_LINES = 96, 25
@@ -37,11 +36,9 @@ class PanelChoice:
 
     ranks: int
     panel: PanelName = "loss"
-    """Panel chosen last."""
     right: PanelName = "findings"
     """The panel to show of findings and log, which share a place in the medium layout."""
     zoomed: bool = False
-    """Whether ``panel`` has the whole area."""
     rendezvous: bool = False
     """Whether no rank has made a step, so that the rendezvous is shown instead of empty charts."""
     hosts: int = 1
@@ -240,7 +237,6 @@ class PlacedLayout(Layout):
         self.placed: dict[str, Region] = {}
 
     def arrange(self, parent: Widget, children: list[Widget], size: Size, greedy: bool = True) -> ArrangeResult:
-        """Return the placements of the children that have a region."""
         return [
             WidgetPlacement(region, NULL_OFFSET, NULL_SPACING, child)
             for child in children

@@ -58,7 +58,6 @@ class PasteDriver(LinuxDriver):
     """Linux driver that parses input by ``PasteParser``."""
 
     def run_input_thread(self) -> None:
-        """Read and parse terminal input until the console ends."""
         parser = PasteParser()
         decode = getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:

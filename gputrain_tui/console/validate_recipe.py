@@ -27,9 +27,7 @@ class ValidatedRecipe:
     """Result of a validation."""
 
     settings: tuple[str, ...]
-    """Changes that were applied, as for ``--set``."""
     recipe: Recipe | None = None
-    """The recipe; None if it is invalid."""
     plan: Plan | None = None
     prepared: Prepared | None = None
     """The run to launch; None if a check fails."""
@@ -40,7 +38,6 @@ class ValidatedRecipe:
     results: tuple[CheckResult, ...] = ()
     """Results of the preflight; empty if the recipe is invalid."""
     task: str = ""
-    """The task that was passed."""
     task_options: Sequence[Option] | None = None
     """Options of a user's own task; None for a built-in one."""
 

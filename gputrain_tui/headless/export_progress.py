@@ -21,7 +21,6 @@ class ExportProgress:
     """Progress bar on standard error, erased at the end; without output if that is no terminal."""
 
     def __init__(self, title: str) -> None:
-        """Start the clock of a bar with a title."""
         self.total_bytes = 0
         """Bytes to read; 0 until known."""
         self._title = title
@@ -33,7 +32,6 @@ class ExportProgress:
         self._drawn = False
 
     def advance(self, count: int) -> None:
-        """Add bytes that were read, and redraw the bar if due."""
         self._done += count
         now = time.monotonic()
         if self._live and now - self._drawn_at >= REDRAW_S:
@@ -43,7 +41,6 @@ class ExportProgress:
             self._stream.flush()
 
     def close(self) -> None:
-        """Erase the bar."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -33,7 +33,6 @@ PLAIN_S = 5.0
 PLAIN_START_S = 15.0
 """Time without plain lines at the start, so that a refusal by the ranks is the only output."""
 BAR_COLUMNS = (10, 40)
-"""Minimum and maximum width of the bar."""
 LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
     (False, BAR_COLUMNS[0], ()),
     (False, BAR_COLUMNS[0], ("tokens",)),
@@ -295,7 +294,6 @@ class ProgressView:
         self._stream.flush()
 
     def erase(self) -> None:
-        """Erase the progress line."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

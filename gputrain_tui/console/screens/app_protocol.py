@@ -24,9 +24,7 @@ class LaunchSession:
     """State of the next launch; one per console."""
 
     folder: Path = field(default_factory=Path.cwd)
-    """Working folder, whose recipes are listed."""
     drafts: dict[Path, Draft] = field(default_factory=dict)
-    """Drafts of the recipes opened so far, by file."""
     source: str | None = None
     """Recipe file that the launch screen opens when it is shown next."""
     wants_new: bool = False
@@ -36,13 +34,11 @@ class LaunchSession:
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """GPUs chosen for the next launch that are not in the form yet, by host; ``localhost`` is this machine."""
     hosts: tuple[HostEntry, ...] = ()
-    """Hosts of the hostfile, shown even without a recipe."""
     hostfile: str = ""
     """Path of the hostfile; empty: none."""
 
     @property
     def unsaved(self) -> list[str]:
-        """Names of the recipes with unsaved changes."""
         return [draft.name for draft in self.drafts.values() if draft.changes]
 
 
@@ -50,13 +46,10 @@ class AppProtocol(Protocol):
     """Attributes and methods of the app that screens use."""
 
     session: LaunchSession
-    """State shared for the next launch."""
     live: LiveRun | None
-    """The run that was opened last."""
     supervisors: list[subprocess.Popen[bytes]]
     """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
     quiet_s: float
-    """Seconds between the last two keys."""
 
     def list_runs(self) -> list[Run]:
         """Return the newest runs, newest first; if their folder cannot be read, report the error and return none."""

@@ -55,13 +55,11 @@ class ChartScreen(ConsoleScreen):
         self._smoothing = 0
         self._over = live.over
         self.view = ChartView()
-        """Range, axis and cursor of all charts."""
         self._ancestors: list[CurveReader] = []
         """Curves of the run that this one resumed, of the run that that one resumed, and so on."""
         self._drawn_first_steps: list[int] = []
         """First step of the run and of each ancestor when the curves were drawn last."""
         self._underlay: CurveReader | None = None
-        """Curves of the run that the underlay key chose."""
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
 
@@ -71,15 +69,12 @@ class ChartScreen(ConsoleScreen):
 
     @property
     def panel_size(self) -> Size:
-        """Cells and lines of the area that holds the panels."""
         return Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
         self.place_panels()
 
     def tick(self) -> None:
-        """Read the records of earlier runs, and repaint the changed panels that are due."""
         self._read_earlier()
         now = time.monotonic()
         for turn, panel in enumerate(self.query_one("#panels").children):
@@ -96,7 +91,6 @@ class ChartScreen(ConsoleScreen):
             self.query_one(KeyBar).redraw()
 
     def repaint(self) -> None:
-        """Repaint all changed panels at once."""
         self._painted_at.clear()
         self.tick()
 
@@ -109,12 +103,10 @@ class ChartScreen(ConsoleScreen):
         return True
 
     def band_chart(self, metric: BandMetric, *, id: str) -> BandChart:
-        """Return the chart of a metric."""
         title, empty = CHARTS[metric]
         return BandChart(self.live, metric, title, view=self.view, empty=empty, spiky=metric != "loss", id=id)
 
     def _highlight_rank(self, rank: int | None) -> None:
-        """Highlight a rank in every panel, or none."""
         for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
                 child.selected_rank = rank
@@ -137,13 +129,11 @@ class ChartScreen(ConsoleScreen):
         self._show_earlier()
 
     def on_unmount(self) -> None:
-        """Close the records of earlier runs."""
         for reader in (*self._ancestors, self._underlay):
             if reader is not None:
                 reader.close()
 
     def _read_earlier(self) -> None:
-        """Read the records of earlier runs within the budget of a tick."""
         deadline = time.perf_counter() + POLL_BUDGET_S
         for reader in (*self._ancestors, self._underlay):
             if reader is not None:
@@ -168,7 +158,6 @@ class ChartScreen(ConsoleScreen):
             chart.redraw()
 
     def action_underlay(self) -> None:
-        """Draw the next earlier run of the same recipe below the curves; after the last one, none."""
         run = self.live.run
         runs = app_of(self).list_runs()
         found = [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
@@ -194,21 +183,18 @@ class ChartScreen(ConsoleScreen):
             chart.redraw()
 
     def action_cursor(self, columns: int) -> None:
-        """Move the cursor of the charts."""
         chart = self._cursor_chart()
         if chart is not None:
             self.view.move(chart.default_span, chart.columns // 2, columns)
             self._redraw_charts()
 
     def action_range(self, closer: int) -> None:
-        """Show fewer steps around the cursor, or more."""
         chart = self._cursor_chart()
         if chart is not None:
             self.view.zoom(chart.default_span, closer=bool(closer))
             self._redraw_charts()
 
     def action_axis(self) -> None:
-        """Draw over the next horizontal axis (steps, time, samples, tokens) that the run has values for."""
         self.view.next_axis(self.live.series.axis)
         self._redraw_charts()
 
@@ -228,12 +214,10 @@ class ChartScreen(ConsoleScreen):
         return True
 
     def action_scale(self) -> None:
-        """Switch the vertical axis between linear and logarithmic."""
         for chart in self.query(BandChart):
             chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOW_STEPS[self._window])
 
     def action_window(self) -> None:
-        """Show the next of ``WINDOW_STEPS``: the whole run, or its last steps."""
         self.view.span = None
         self._window = (self._window + 1) % len(WINDOW_STEPS)
         for chart in self.query(BandChart):
@@ -242,13 +226,11 @@ class ChartScreen(ConsoleScreen):
             late.show(last=WINDOW_STEPS[self._window])
 
     def action_smooth(self) -> None:
-        """Smooth the curves by the next of ``SMOOTHING_STEPS``."""
         self._smoothing = (self._smoothing + 1) % len(SMOOTHING_STEPS)
         for chart in self.query(BandChart):
             chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_STEPS[self._smoothing])
 
     def action_stop_run(self) -> None:
-        """Stop the run after a dialog."""
         if self.live.over:
             app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
         else:

@@ -46,9 +46,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
 LOCAL_INTERVAL_S = 2.0
-"""Seconds between two inventories of this machine."""
 REMOTE_INTERVAL_S = 4.0
-"""Seconds between two surveys of a remote host."""
 FAILED_HOST_INTERVAL_S = 20.0
 """Seconds before a failed survey is repeated."""
 
@@ -91,7 +89,6 @@ class NodeList(Canvas):
     facts = LocalFacts()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the nodes as rows."""
         return draw_nodes(self.title, self.nodes, self.hosts, self.facts, width, height)
 
 
@@ -131,12 +128,10 @@ class ClusterScreen(Page):
         self._facts: LocalFacts | None = None
         self._plans: list[tuple[str, Plan]] = []
         self._hosts: dict[str, Host] = {}
-        """Hosts by name, this machine first."""
         # An executor of its own: hosts that do not answer must not use up the threads that a launch needs.
         self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="survey")
 
     def body(self) -> ComposeResult:
-        """Yield the panels: host under the cursor, GPU table, processes on the GPU under the cursor, nodes."""
         with Vertical(id="machines"):
             yield MachinePanel(id="machine")
             yield GpuTable(id="gpus")
@@ -144,18 +139,15 @@ class ClusterScreen(Page):
             yield NodeList(id="hosts")
 
     def on_mount(self) -> None:
-        """Focus the table and start the timer."""
         self.query_one(GpuTable).focus()
         if self._clocked:
             self.set_interval(LOCAL_INTERVAL_S, self._sample_if_current)
 
     def on_unmount(self) -> None:
-        """Cancel surveys without waiting for them."""
         self._surveys.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def on_screen_resume(self) -> None:
-        """Sample when the screen is shown."""
         self._sample()
 
     def _sample_if_current(self) -> None:
@@ -227,7 +219,6 @@ class ClusterScreen(Page):
     # Panels
 
     def _show(self) -> None:
-        """Show the hosts and nodes in the panels."""
         table, nodes = self.query_one(GpuTable), self.query_one(NodeList)
         hosts = list(self._hosts.values())
         table.show(hosts, now=self._now())
@@ -243,7 +234,6 @@ class ClusterScreen(Page):
         self._arrange()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out the panels again."""
         self._arrange()
 
     def _arrange(self) -> None:
@@ -280,11 +270,9 @@ class ClusterScreen(Page):
         self._arrange()
 
     def action_toggle_gpu(self) -> None:
-        """Choose the GPU under the cursor for the launch, or undo the choice."""
         self.query_one(GpuTable).action_toggle_gpu()
 
     def action_choose_free(self) -> None:
-        """Choose all free GPUs, or none if they are chosen already."""
         self.query_one(GpuTable).choose_free()
 
     @on(GpuTable.Chosen)
@@ -292,7 +280,6 @@ class ClusterScreen(Page):
         await self.action_use_gpus()
 
     async def action_use_gpus(self) -> None:
-        """Open the launch screen with the chosen GPUs; without a choice, with those under the cursor."""
         chosen = self.query_one(GpuTable).chosen_by_host()
         if not chosen:
             self.console.report("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")

@@ -36,7 +36,6 @@ class Differences(Listing):
         self.problem = ""
 
     def count(self) -> int:
-        """Return the number of keys."""
         return len(self.found or ())
 
     def _widths(self, width: int) -> tuple[int, int]:
@@ -45,7 +44,6 @@ class Differences(Listing):
         return keys, max((width - keys - 1) // self._count - 2, 4)
 
     def head(self, width: int) -> list[Row]:
-        """Return the title, and the numbers of the runs over their columns."""
         found = self.found or ()
         title = title_row(
             width,
@@ -60,7 +58,6 @@ class Differences(Listing):
         return [title, fit_row(row, width)]
 
     def row(self, index: int, width: int) -> Row:
-        """Return a key with its value in each recipe."""
         assert self.found is not None
         difference = self.found[index]
         keys, cells = self._widths(width)
@@ -72,7 +69,6 @@ class Differences(Listing):
         return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Return the error of reading the recipes, or the text for equal ones."""
         if self.problem:
             return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
         return centred_text(width, height, ["reading" if self.found is None else "The recipes are equal."])
@@ -87,18 +83,15 @@ class CompareScreen(Page):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        """Compare two to six runs."""
         super().__init__()
         self._runs = runs
 
     def body(self) -> ComposeResult:
-        """Yield chart and differences."""
         with Vertical(id="comparison"):
             yield LossCurves(id="curves")
             yield Differences(len(self._runs), id="differences")
 
     def on_mount(self) -> None:
-        """Read the recipes in a thread, and the first part of the curves."""
         self.query_one(LossCurves).show(self._runs)
         self.query_one(Differences).focus()
         self._show_differences()
@@ -115,35 +108,29 @@ class CompareScreen(Page):
         table.redraw()
 
     def tick(self) -> None:
-        """Read appended events, and redraw the curves."""
         self.query_one(LossCurves).tick()
 
     def action_axis(self) -> None:
-        """Switch the horizontal axis between steps and time."""
         curves = self.query_one(LossCurves)
         curves.over_time = not curves.over_time
         curves.redraw()
 
     def action_measure(self) -> None:
-        """Draw the next measure."""
         curves = self.query_one(LossCurves)
         curves.measure = MEASURES[(MEASURES.index(curves.measure) + 1) % len(MEASURES)]
         curves.redraw()
 
     def action_scale(self) -> None:
-        """Switch the vertical axis between linear and logarithmic."""
         curves = self.query_one(LossCurves)
         curves.scale = "linear" if curves.scale == "log" else "log"
         curves.redraw()
 
     def action_smooth(self) -> None:
-        """Smooth the curves by the next of ``SMOOTHING_STEPS``."""
         curves = self.query_one(LossCurves)
         curves.smoothing = SMOOTHING_STEPS[(SMOOTHING_STEPS.index(curves.smoothing) + 1) % len(SMOOTHING_STEPS)]
         curves.redraw()
 
     def action_back(self) -> None:
-        """Return to the history screen."""
         self.dismiss()
 
 

@@ -37,7 +37,6 @@ class Confirm(ModalScreen[bool]):
         self._yes = yes
 
     def compose(self) -> ComposeResult:
-        """Yield the question and two answers."""
         with Vertical(id="dialog"):
             yield Static(self._question, id="question", markup=False)
             yield Static(self._consequence, id="consequence", markup=False)
@@ -50,7 +49,6 @@ class Confirm(ModalScreen[bool]):
         self.query_one("#no").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close the dialog with the button's answer."""
         self.action_answer(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:

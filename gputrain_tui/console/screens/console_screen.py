@@ -38,7 +38,6 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         self._pressed = widget if isinstance(widget, Canvas) else None
 
     def on_mouse_up(self, event: MouseUp) -> None:
-        """Lift the confinement to a panel."""
         self._pressed = None
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
@@ -75,7 +74,6 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
     # Copy
 
     def action_copy_text(self) -> None:
-        """Copy the selected text, and end the selection."""
         super().action_copy_text()
         self.clear_selection()
 

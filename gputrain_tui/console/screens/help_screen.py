@@ -40,7 +40,6 @@ MOVING = {
         ),
     ),
 }
-"""Keys of widgets by screen; they are no actions of the screen."""
 FIGURES = (
     ("✓ ▲ ✗", "No findings; a warning; a critical finding or a failure"),
     ("compute", "Share of a step in forward, backward and optimizer; the rest is waiting"),
@@ -57,7 +56,6 @@ FIGURES = (
     ("band", "A chart's bright line is the median of all ranks, the area spans their minimum to maximum"),
     ("▴ in a chart", "A spike beyond the top, cropped so that usual values stay readable; log scale shows it all"),
 )
-"""Figures and marks on the screens of a run, with their meaning."""
 WIDTH_CELLS = 94
 """Cells of the widest window, as in the style sheet."""
 FRAME_CELLS = 8
@@ -107,13 +105,11 @@ class HelpScreen(ModalScreen[None]):
         """Topic and width of the Markdown that is shown."""
 
     def compose(self) -> ComposeResult:
-        """Yield the scrolled list of keys, and the widget of the topics."""
         with VerticalScroll(id="help"):
             yield Static(id="keys")
             yield Markdown(id="topic", open_links=False)
 
     def on_mount(self) -> None:
-        """Show the keys, and focus the frame."""
         self._show_titles()
         self.query_one("#topic").display = False
         self.query_one("#help").focus()
@@ -130,7 +126,6 @@ class HelpScreen(ModalScreen[None]):
             frame.border_subtitle = f"{figures}→ help: {following}   esc closes"
 
     async def on_resize(self, event: Resize) -> None:
-        """Wrap the texts at the new width."""
         self.query_one("#keys", Static).update(help_text(self._place, self._text_cells()))
         await self._show_topic()
 
@@ -156,22 +151,18 @@ class HelpScreen(ModalScreen[None]):
             await self.query_one("#topic", Markdown).update(tables_as_code(read_topic(name).markdown, width))
 
     def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
-        """Turn to the page of the topic that a link leads to."""
         name = event.href.partition("#")[0].removesuffix(".md")
         if name in self._pages:
             self.run_worker(self.action_turn(self._pages.index(name) - self._page))
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll by lines."""
         self.query_one("#help").scroll_relative(y=lines, animate=False)
 
     def action_edge(self, side: int) -> None:
-        """Go to the first or the last line."""
         frame = self.query_one("#help")
         frame.scroll_to(y=0 if side < 0 else frame.max_scroll_y, animate=False)
 
     def action_leave(self) -> None:
-        """Close the help."""
         self.dismiss()
 
 
@@ -195,7 +186,6 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
 
 
 def _append(text: Text, listed: Sequence[tuple[str, Sequence[tuple[str, str]]]], width: int) -> None:
-    """Append headings with their rows, in two columns."""
     name_cells = max((len(name) for _, rows in listed for name, _ in rows), default=0)
     for heading, rows in listed:
         text.append(f"{chr(10) if text else ''}{heading}\n", "bold")

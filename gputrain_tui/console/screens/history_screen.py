@@ -69,10 +69,8 @@ class HistoryScreen(Page):
         self._prompt_for: Literal["filter", "note", "tags"] | None = None
         """Purpose of the open input line; None: it is closed."""
         self._edited_run: Run | None = None
-        """The run whose note or tags are edited."""
 
     def body(self) -> ComposeResult:
-        """Yield the list of runs, and the details and loss curves of the run under the cursor."""
         with Vertical(id="all-runs"):
             yield RunList(id="runs")
             yield RunCard(id="card")
@@ -80,13 +78,11 @@ class HistoryScreen(Page):
         yield PromptLine()
 
     def on_mount(self) -> None:
-        """Focus the list and start the timer."""
         self.query_one(RunList).focus()
         if self._clocked:
             self.set_interval(LIST_INTERVAL_S, self._list_if_current)
 
     def on_screen_resume(self) -> None:
-        """List the runs when the screen is shown."""
         live = self.console.live
         self.query_one(RunList).opened = live.id if live is not None else None
         self._list_runs()
@@ -141,7 +137,6 @@ class HistoryScreen(Page):
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
-        """Show the loss curves of a run if they fit."""
         curves = self.query_one("#preview", LossCurves)
         curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
         if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
@@ -149,47 +144,39 @@ class HistoryScreen(Page):
             curves.show([run])
 
     def on_resize(self, event: Resize) -> None:
-        """Show or hide the loss curves by the new height."""
         self._show_card()
 
     def tick(self) -> None:
-        """Read appended events, and redraw the curves."""
         self.query_one("#preview", LossCurves).tick()
 
     @property
     def run_at_cursor(self) -> Run | None:
-        """The run under the cursor."""
         entry = self.query_one(RunList).entry
         return None if entry is None else open_run(Path(entry["run_dir"]))
 
     # Sorting and filtering
 
     def action_sort(self) -> None:
-        """Sort by the next column."""
         listing = self.query_one(RunList)
         listing.sort_key = SORT_KEYS[(SORT_KEYS.index(listing.sort_key) + 1) % len(SORT_KEYS)]
         listing.update_entries()
         self._show_card()
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
         listing = self.query_one(RunList)
         listing.reverse = not listing.reverse
         listing.update_entries()
         self._show_card()
 
     def action_filter(self) -> None:
-        """Open the input line on the filter."""
         self._open_prompt("filter", "filter", self.query_one(RunList).filter.text, FILTER_HINT)
 
     def action_note(self) -> None:
-        """Open the input line on the run's note."""
         run, entry = self.run_at_cursor, self.query_one(RunList).entry
         if run is not None and entry is not None:
             self._open_prompt("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
 
     def action_tags(self) -> None:
-        """Open the input line on the run's tags."""
         run, entry = self.run_at_cursor, self.query_one(RunList).entry
         if run is not None and entry is not None:
             self._open_prompt(
@@ -267,20 +254,17 @@ class HistoryScreen(Page):
         await self.action_open()
 
     async def action_open(self) -> None:
-        """Open the run screen on the run."""
         run = self.run_at_cursor
         if run is not None:
             await self.console.open_run(run)
 
     def action_mark(self) -> None:
-        """Mark the run for a comparison, or unmark it."""
         if self.run_at_cursor is None:
             return
         if not self.query_one(RunList).mark():
             self.console.report(f"at most {MAX_RUNS} runs can be compared")
 
     def action_compare(self) -> None:
-        """Compare the marked runs."""
         # A marked run may have become unreadable since.
         folder = paths.runs_folder()
         marked = [run for name in self.query_one(RunList).marked if (run := open_run(folder / name)) is not None]
@@ -292,19 +276,16 @@ class HistoryScreen(Page):
         self.app.push_screen(CompareScreen(marked))
 
     def action_resume(self) -> None:
-        """Resume from the run's last checkpoint as a new run, after a dialog."""
         run = self.run_at_cursor
         if run is not None:
             confirm_resume(self.console, run)
 
     async def action_relaunch(self) -> None:
-        """Open the run's recipe on the launch screen."""
         run = self.run_at_cursor
         if run is not None:
             await relaunch(self.console, run)
 
     def action_stop_marked(self) -> None:
-        """Stop the run after a dialog."""
         run = self.run_at_cursor
         if run is None:
             return
@@ -314,7 +295,6 @@ class HistoryScreen(Page):
             confirm_stop(self.console, run)
 
     def action_delete(self) -> None:
-        """Delete the run after a dialog."""
         run = self.run_at_cursor
         if run is None:
             return

@@ -34,7 +34,6 @@ from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
 
 MOST_NAMES = 12
-"""Most file names in a notification."""
 
 
 def free_path(path: Path) -> Path:
@@ -60,7 +59,6 @@ class LaunchScreen(RecipePage):
         self.action_edit()
 
     def action_edit(self) -> None:
-        """Edit the field under the cursor in the input line; a switch is flipped at once."""
         field = self.form.field
         if field is None or self.draft is None:
             return
@@ -187,7 +185,6 @@ class LaunchScreen(RecipePage):
         self._changed()
 
     def action_cycle(self, step: int) -> None:
-        """Set a switch or a choice to its next or previous value."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not self.form.has_focus:
             return
@@ -199,14 +196,12 @@ class LaunchScreen(RecipePage):
         self._changed()
 
     def action_reset(self) -> None:
-        """Reset the field to the value in the recipe's file, or else to the default."""
         field, draft = self.form.field, self.draft
         if field is not None and draft is not None and self.form.has_focus:
             draft.reset(field.key)
             self._changed()
 
     def action_undo(self) -> None:
-        """Undo the last change of the recipe, and go to its field."""
         key = self.draft.undo() if self.draft is not None else None
         if key is None:
             self.console.report("there is nothing to undo")
@@ -215,13 +210,11 @@ class LaunchScreen(RecipePage):
         self.form.go_to(key)
 
     def action_find(self) -> None:
-        """Open the input line on the search of fields."""
         if self.draft is not None:
             self._before_find = self.form.search, self.form.field.key if self.form.field is not None else ""
             self._open_prompt("find", "find", self.form.search, "a field's name, or words in its help; Esc restores")
 
     def action_add_node(self) -> None:
-        """Add a node."""
         if self.draft is not None:
             index = self.draft.add_node()
             self._changed()
@@ -229,7 +222,6 @@ class LaunchScreen(RecipePage):
             self.form.go_to(f"cluster.nodes[{index}].host")
 
     def action_remove_node(self) -> None:
-        """Remove the node under the cursor."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not field.group.startswith("Node "):
             self.console.report("there is no node under the cursor")
@@ -257,7 +249,6 @@ class LaunchScreen(RecipePage):
     # Save, copy, launch
 
     def action_save(self) -> None:
-        """Save the recipe to its file."""
         if self._path is None or self.draft is None:
             return
         if self._path.is_relative_to(paths.runs_folder()):
@@ -268,7 +259,6 @@ class LaunchScreen(RecipePage):
             self.save_under(self._path)
 
     def action_save_as(self) -> None:
-        """Open the input line on a file to save the recipe in."""
         if self._path is None or self.draft is None:
             return
         folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
@@ -276,7 +266,6 @@ class LaunchScreen(RecipePage):
         self._open_prompt("save", "save as", name, "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
-        """Save the recipe in a file, and go on editing that file."""
         draft, found, before = self.draft, self._found, self._path
         if draft is None or before is None:
             return
@@ -312,7 +301,6 @@ class LaunchScreen(RecipePage):
         self._changed()
 
     def action_copy_commands(self) -> None:
-        """Copy the command of every node."""
         plan = self.query_one(PlanView).plan
         if plan is None:
             self.console.report("there is no plan to copy yet")
@@ -333,7 +321,6 @@ class LaunchScreen(RecipePage):
         return Copyable(shell_commands(only) + "\n", f"the command of node {index}")
 
     def action_write_commands(self) -> None:
-        """Write the command of every node to a file in the working folder."""
         plan, draft = self.query_one(PlanView).plan, self.draft
         if plan is None or draft is None or self._path is None:
             self.console.report("there is no plan to write yet")

@@ -31,7 +31,6 @@ class ScreenTabs(Canvas):
         self._click_targets: list[tuple[int, int, str]] = []
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the line of tabs."""
         row: Row = [(" gputrain  ", "title")]
         self._click_targets = []
         at = 11
@@ -48,7 +47,6 @@ class ScreenTabs(Canvas):
         return [fit_row(row, width)]
 
     async def on_click(self, event: Click) -> None:
-        """Go to the clicked screen."""
         for begin, end, name in self._click_targets:
             if begin <= event.x < end:
                 event.stop()
@@ -59,12 +57,10 @@ class Page(ConsoleScreen):
     """Screen with tabs and keys; a subclass yields the body."""
 
     PLACE: ClassVar[str] = ""
-    """Name of the screen in the action table."""
     TAB: ClassVar[str] = ""
     """Name of the highlighted tab; empty: ``PLACE``."""
 
     def compose(self) -> ComposeResult:
-        """Yield the tabs, the body and the keys."""
         yield ScreenTabs(self.TAB or self.PLACE)
         yield from self.body()
         yield KeyBar(self.PLACE)
@@ -75,14 +71,11 @@ class Page(ConsoleScreen):
 
     @property
     def console(self) -> AppProtocol:
-        """The app."""
         return app_of(self)
 
     @property
     def session(self) -> LaunchSession:
-        """State shared for the next launch."""
         return self.console.session
 
     def action_demo(self) -> None:
-        """Launch the demo."""
         self.console.action_demo()

@@ -93,7 +93,6 @@ class RankScreen(ChartScreen):
         self._requested_at = 0.0
 
     def compose(self) -> ComposeResult:
-        """Yield the panels."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
@@ -106,17 +105,14 @@ class RankScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
-        """Highlight the rank in every panel, and lay out the panels."""
         self._highlight_rank(self.rank)
         self.place_panels()
 
     def tick(self) -> None:
-        """Show a stack that has arrived, and repaint the changed panels."""
         self._show_arrived_stack()
         super().tick()
 
     def place_panels(self) -> None:
-        """Lay out the panels."""
         width, height = self.panel_size
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(PanelContainer).place(
@@ -142,15 +138,12 @@ class RankScreen(ChartScreen):
         return stack if stack.display and self._panel_below == "stack" else self.query_one(LogView)
 
     def action_scroll_by(self, lines: int) -> None:
-        """Scroll the stack or the log."""
         self._text.wheel(lines)
 
     def action_edge(self, side: int) -> None:
-        """Go to the first or the last line of the stack or the log."""
         self._text.action_edge(side)
 
     def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the choice of panels."""
         below = self._panel_below
 
         def restore() -> None:
@@ -168,7 +161,6 @@ class RankScreen(ChartScreen):
         return stack or self.query_one(LogView).copyable()
 
     def action_back(self) -> None:
-        """Remove the charts' cursor, else their range, else return to the run screen."""
         if not self.view_back():
             self.dismiss()
 
@@ -185,15 +177,12 @@ class RankScreen(ChartScreen):
         self.place_panels()
 
     def action_next_rank(self) -> None:
-        """Go to the next rank."""
         self._step_rank(1)
 
     def action_previous_rank(self) -> None:
-        """Go to the previous rank."""
         self._step_rank(-1)
 
     def action_next_flagged(self) -> None:
-        """Go to the next rank that failed or that a finding is about."""
         flagged = sorted(self.live.state.flagged - {self.rank})
         if flagged:
             ranks = sorted(self.live.state.ranks)
@@ -202,7 +191,6 @@ class RankScreen(ChartScreen):
             )
 
     def action_stack(self) -> None:
-        """Request the Python stack of the rank's process."""
         self._panel_below = "stack"
         self.place_panels()
         view = self.query_one(StackView)

@@ -31,13 +31,11 @@ from trainer.contract.errors import RequestError
 from trainer.host.addresses import is_loopback
 
 DEBOUNCE_S = 0.15
-"""Seconds without a change before the recipe is validated again."""
 
 TALL_LINES = 32
 """Fewest lines of a screen with a blank line before the preflight."""
 
 NEW_LABEL = "new recipe for"
-"""Label of the input line of a new recipe."""
 UNTRIED_FIELDS = ("task", "host")
 """Fields not validated while being typed: a task is imported in a process, a host is contacted by ssh."""
 
@@ -64,7 +62,6 @@ class RecipePage(Page):
         """Text and settings of the draft to which ``_found`` belongs."""
         self._fields: list[Field] = []
         self._remarks: dict[str, FieldMessage] = {}
-        """Messages beside the fields, by key."""
         self._prompt_for: Field | str | None = None
         """Purpose of the open input line: a field, ``find``, ``save`` or ``new``; None: it is closed."""
         self._before_find = ("", "")
@@ -73,7 +70,6 @@ class RecipePage(Page):
     # Widgets and the open recipe
 
     def body(self) -> ComposeResult:
-        """Yield the list of recipes, the form, help of a field, the input line, the plan and the preflight."""
         with Horizontal(id="workspace"):
             yield RecipeList(id="recipes")
             with Vertical(id="sheet"):
@@ -86,7 +82,6 @@ class RecipePage(Page):
 
     @property
     def form(self) -> Form:
-        """The form."""
         return self.query_one(Form)
 
     @property
@@ -96,11 +91,9 @@ class RecipePage(Page):
 
     @property
     def draft(self) -> Draft | None:
-        """Draft of the recipe in the form."""
         return self._drafts.get(self._path) if self._path is not None else None
 
     def on_mount(self) -> None:
-        """Focus the list of recipes."""
         self.query_one("#recipes").focus()
 
     def on_screen_resume(self) -> None:
@@ -123,7 +116,6 @@ class RecipePage(Page):
             self.action_new_recipe()
 
     def action_new_recipe(self) -> None:
-        """Open the input line on what a new recipe is for."""
         self._open_prompt("new", NEW_LABEL, "", "train.py, a task, or: torchrun … train.py")
 
     def _take_gpus(self, gpus: Mapping[str, tuple[int, ...]]) -> None:
@@ -152,7 +144,6 @@ class RecipePage(Page):
         self.form.go_to(f"cluster.nodes[{index}].gpus")
 
     def open_recipe(self, path: Path, *, focus: bool = True) -> None:
-        """Show a recipe in the form."""
         if path not in self._drafts:
             try:
                 self._drafts[path] = Draft(path.read_text(encoding="utf-8-sig"), name=self._display_name(path))
@@ -185,7 +176,6 @@ class RecipePage(Page):
             return str(path)
 
     def on_resize(self, event: Resize) -> None:
-        """Divide the lines again at the new size."""
         self.set_class(self.size.width < 100, "-narrow")
         self.set_class(self.size.height >= TALL_LINES, "-tall")
         self.call_after_refresh(self._share_lines)
@@ -205,7 +195,6 @@ class RecipePage(Page):
     # Changes
 
     def _changed(self) -> None:
-        """Show the draft and validate it."""
         self._show_fields()
         self._validate_soon()
 
@@ -279,7 +268,6 @@ class RecipePage(Page):
     async def _validated(
         self, draft: Draft, settings: list[str], *, hosts_max_age_s: float = HOSTS_MAX_AGE_S
     ) -> ValidatedRecipe:
-        """Validate a draft with ``settings`` in a thread."""
         return await asyncio.to_thread(
             self._validate,
             draft.text,
@@ -355,7 +343,6 @@ class RecipePage(Page):
             self._show_detail(text)
 
     def _leave_editor(self, *, focus: bool = True) -> None:
-        """Close the line; ``focus``: give the focus to the form."""
         if self._prompt_for is not None:
             self._prompt_for = None
             self.remove_class("-editing")

@@ -52,12 +52,10 @@ class RunScreen(ChartScreen):
         self.selected_rank: int | None = None
         """The rank that all panels highlight; None: none."""
         self.choice = PanelChoice(ranks=live.state.world_size)
-        """Panels that the user chose."""
         self._right_panel: PanelName | None = None
         """Findings or log, whichever was chosen last; None: findings if there are any, else the log."""
         self._cause_selected = False
         self._revealed_rank: int | None = None
-        """Rank of the worst finding, when it was brought into view."""
         self._drawn_version: object = None
         """Version of the run at the last repaint of the header."""
         self._settled_version: object = None
@@ -67,7 +65,6 @@ class RunScreen(ChartScreen):
         self._arranged: tuple[Size, PanelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the panels, which ``arrange`` places."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
@@ -84,7 +81,6 @@ class RunScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over, lacking=lambda: () if live.can_resume else ("resume",))
 
     def on_mount(self) -> None:
-        """Lay out the panels, and focus the table."""
         self.place_panels()
         self.query_one(RankGrid).focus()
         self.call_after_refresh(self._mount_log)
@@ -101,7 +97,6 @@ class RunScreen(ChartScreen):
     # Clock
 
     def tick(self) -> None:
-        """Lay out the panels again if needed, and repaint the changed ones."""
         self.place_panels()
         super().tick()
 
@@ -131,14 +126,12 @@ class RunScreen(ChartScreen):
                 self.query_one(RankGrid).bring_into_view(rank)
 
     def repaint(self) -> None:
-        """Repaint all changed panels at once."""
         self._follow()
         super().repaint()
 
     # Layout
 
     def _choice_for(self, size: Size) -> PanelChoice:
-        """Return the panels to show, by the user's choice and the state of the run."""
         state = self.live.state
         card = self.query_one(RootCauseCard)
         root_cause = card.root_cause()
@@ -161,7 +154,6 @@ class RunScreen(ChartScreen):
         return whole_width(len(views), {view.host for view in views if view.host})
 
     def place_panels(self) -> None:
-        """Lay out the panels again if their size or choice changed."""
         size = self.panel_size
         choice = self._choice_for(size)
         if (size, choice) != self._arranged:
@@ -169,7 +161,6 @@ class RunScreen(ChartScreen):
             self.query_one(PanelContainer).place(arrange(size.width, size.height, choice))
 
     def _choose(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
-        """Change the choice of panels."""
         panel = self.choice.panel if panel is None else panel
         if panel == "hardware" and not (self.choice.zoomed if zoomed is None else zoomed):
             panel = "loss"
@@ -229,7 +220,6 @@ class RunScreen(ChartScreen):
         self._focus(self.query_one(f"#{panel}"))
 
     def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the choice of panels."""
         choice, right = self.choice, self._right_panel
 
         def restore() -> None:
@@ -239,7 +229,6 @@ class RunScreen(ChartScreen):
         return restore
 
     def copyable(self) -> Copyable | None:
-        """Return the failure, or else the finding under the cursor of its panel."""
         root_cause = self.query_one(RootCauseCard).root_cause()
         if root_cause is not None:
             return Copyable(failure_text(root_cause), "the failure")
@@ -263,7 +252,6 @@ class RunScreen(ChartScreen):
             self._choose(panel="loss")
 
     def select(self, rank: int | None) -> None:
-        """Select a rank in every panel, or none."""
         self.selected_rank = rank
         self.query_one(RankGrid).show_rank(rank)
         self._highlight_rank(rank)
@@ -294,13 +282,11 @@ class RunScreen(ChartScreen):
         self.open_rank(message.rank)
 
     def action_open_rank(self) -> None:
-        """Open the rank screen on the selected rank, or on the first one."""
         ranks = sorted(self.live.state.ranks)
         if self.selected_rank is not None or ranks:
             self.open_rank(self.selected_rank if self.selected_rank is not None else ranks[0])
 
     def open_rank(self, rank: int) -> None:
-        """Open the rank screen."""
         from gputrain_tui.console.screens.rank_screen import RankScreen
 
         self.select(rank)
@@ -309,16 +295,13 @@ class RunScreen(ChartScreen):
     # Actions after the end
 
     def action_resume(self) -> None:
-        """Resume from the run's last checkpoint as a new run, after a dialog."""
         if self._ended():
             confirm_resume(app_of(self), self.live.run)
 
     async def action_relaunch(self) -> None:
-        """Open the run's recipe on the launch screen."""
         await relaunch(app_of(self), self.live.run)
 
     def action_compare(self) -> None:
-        """Compare with the run before it of the same recipe."""
         app_of(self).compare_with_last(self.live.run)
 
     def _ended(self) -> bool:
@@ -328,15 +311,12 @@ class RunScreen(ChartScreen):
         return self.live.over
 
     def action_sort(self) -> None:
-        """Sort the table by the next column."""
         self.query_one(RankGrid).sort_next()
 
     def action_reverse(self) -> None:
-        """Reverse the order of the table."""
         self.query_one(RankGrid).reverse_sort()
 
     async def action_filter(self) -> None:
-        """Open the input line of the rank filter."""
         from gputrain_tui.console.widgets.line_input import FilterLine
 
         line: FilterLine | None = next(iter(self.query(FilterLine)), None)

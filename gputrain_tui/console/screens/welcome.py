@@ -30,7 +30,6 @@ class WelcomeScreen(Page):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("welcome")]
 
     def body(self) -> ComposeResult:
-        """Yield the title and the first steps."""
         with Container(id="welcome"):
             yield Static(Text("gputrain", style="bold"), id="title")
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")
