@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,28 +22,29 @@ from textual import events
 from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
+from textual.command import CommandPalette
 from textual.driver import Driver
+from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
-from textual.widget import AwaitMount
+from textual.widget import AwaitMount, Widget
 from textual.widgets import Input
 
-from gputrain_tui.console import settings, stderr_guard, tmux_buffer
+from gputrain_tui.console import settings
 from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bindings
-from gputrain_tui.console.end_notice import EndNotice
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
-from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
-from gputrain_tui.console.screens.app_protocol import LaunchSession
+from gputrain_tui.console.screens.console_screen import LaunchSession
 from gputrain_tui.console.screens.start_and_stop import start_demo
+from gputrain_tui.console.terminal import EndNotice, load_tmux_buffer, trim_stderr
 from gputrain_tui.console.textual_internals import paste_driver, write_to_terminal
 from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.screens.app_protocol import AppProtocol
+    from gputrain_tui.console.screens.console_screen import AppProtocol
     from gputrain_tui.hosts.hostfile import HostEntry
 
 FPS = 10
@@ -66,6 +66,13 @@ PAGES: dict[str, str] = {
 """Module and class of the screens that need no run, by mode; imported when first shown."""
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 """Themes that the theme key goes through; the last two use the terminal's own sixteen colours."""
+
+
+class Palette(CommandPalette):
+    """Command palette that tolerates clicks outside the screen, sent before the terminal became smaller."""
+
+    def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
+        return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))
 
 
 class GputrainApp(OrderedKeys):
@@ -128,7 +135,7 @@ class GputrainApp(OrderedKeys):
         self._catch_signals()
         if self._clocked:
             self.set_interval(1 / self._fps, self.beat)
-            self.set_interval(STDERR_TRIM_S, stderr_guard.trim)
+            self.set_interval(STDERR_TRIM_S, trim_stderr)
         await self._begin()
 
     async def _begin(self) -> None:
@@ -342,8 +349,8 @@ class GputrainApp(OrderedKeys):
     def copy(self, text: str, label: str) -> None:
         """Copy text to the terminal's clipboard (OSC 52) and to tmux, and name it by ``label`` in a notification."""
         super().copy_to_clipboard(text)
-        if tmux_buffer.in_tmux() and not self.is_headless:
-            self.run_worker(partial(tmux_buffer.load_buffer, text), thread=True, group="clipboard")
+        if os.environ.get("TMUX") and not self.is_headless:
+            self.run_worker(partial(load_tmux_buffer, text), thread=True, group="clipboard")
         self.report(f"copied {label}")
 
     def copy_to_clipboard(self, text: str) -> None:
@@ -376,42 +383,12 @@ class GputrainApp(OrderedKeys):
         self.session.wants_new = True
         await self.action_go("launch")
 
-    def compare_with_last(self, run: Run) -> None:
-        """Open the compare screen on a run and another one of its recipe: the newest before it, or else after it."""
-        runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
-        before = [each for each in runs if each.id < run.id]
-        if not runs:
-            self.report(f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two")
-            return
-        from gputrain_tui.console.screens.compare_screen import CompareScreen
-
-        self.push_screen(CompareScreen([(before or runs)[0], run]))
-
 
 if TYPE_CHECKING:
-    PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
-    """Lets mypy check that the app fulfils the protocol that its screens use."""
+    PROTOCOL_CHECK: type[AppProtocol] = GputrainApp  # for mypy
 
 
 def _screen(path: str) -> Screen[Any]:
     """Import a screen's class, and return an instance."""
     module, _, name = path.partition(":")
     return cast(Screen[Any], getattr(importlib.import_module(module), name)())
-
-
-def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, ...] = (), hostfile: str = "") -> int:
-    """Run the console on a run, or on all runs, and return the exit code; arguments as for ``GputrainApp``.
-
-    Raises:
-        RequestError: there is no terminal.
-    """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts, hostfile=hostfile)
-    with stderr_guard.guarded():
-        app.run()
-    if app.live is not None and not app.live.over:
-        print(
-            f"{app.live.id} has not ended: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr
-        )
-    return app.return_code if app.return_code is not None else ExitCode.FINISHED

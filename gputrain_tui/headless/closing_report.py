@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
-from gputrain_tui.headless.progress import event_line
-from gputrain_tui.headless.styled_text import Piece, paint
+from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import failure_words, run_mark

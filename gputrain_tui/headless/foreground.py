@@ -16,9 +16,8 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
-from gputrain_tui.headless.progress import REDRAW_S, ProgressView
+from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, paint
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status

@@ -10,8 +10,17 @@ from row_texts import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
 from gputrain_tui.headless.number_text import number
-from gputrain_tui.headless.progress import LOG_CELLS, ProgressView, event_line, plain_line, progress_line, wrapped
-from gputrain_tui.headless.styled_text import clip, length, paint
+from gputrain_tui.headless.progress import (
+    LOG_CELLS,
+    ProgressView,
+    clip,
+    event_line,
+    length,
+    paint,
+    plain_line,
+    progress_line,
+    wrapped,
+)
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import (

@@ -12,7 +12,6 @@ from textual.events import Resize
 from textual.geometry import Size
 
 from gputrain_tui.console.live import POLL_BUDGET_S
-from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
 from gputrain_tui.console.screens.start_and_stop import confirm_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
@@ -159,7 +158,7 @@ class ChartScreen(ConsoleScreen):
 
     def action_underlay(self) -> None:
         run = self.live.run
-        runs = app_of(self).list_runs()
+        runs = self.console.list_runs()
         found = [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
         current = None if self._underlay is None else self._underlay.run.id
         ids = [each.id for each in found]
@@ -168,7 +167,7 @@ class ChartScreen(ConsoleScreen):
             self._underlay.close()
         self._underlay = CurveReader(found[index]) if index < len(found) else None
         if not found:
-            app_of(self).report(f"no other of the newest runs is one of {run.status.recipe}")
+            self.console.report(f"no other of the newest runs is one of {run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
@@ -232,6 +231,6 @@ class ChartScreen(ConsoleScreen):
 
     def action_stop_run(self) -> None:
         if self.live.over:
-            app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
+            self.console.report(f"{self.live.id} has ended: {self.live.status}")
         else:
-            confirm_stop(app_of(self), self.live.run)
+            confirm_stop(self.console, self.live.run)

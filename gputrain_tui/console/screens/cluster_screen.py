@@ -13,15 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.host_choice import (
     Host,
     active_plans,
@@ -30,7 +27,7 @@ from gputrain_tui.console.host_choice import (
     remote_hosts,
     wanted_devices,
 )
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, title_row
 from gputrain_tui.console.widgets.gpu_table import GpuTable, ProcessList
@@ -97,7 +94,6 @@ class ClusterScreen(Page):
 
     PLACE = "cluster"
     CSS_PATH = "cluster.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
 
     def __init__(
         self,

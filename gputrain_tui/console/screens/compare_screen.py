@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import ClassVar
 
 from textual import work
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.charts_screen import SMOOTHING_STEPS
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.loss_curves import LossCurves
@@ -80,7 +77,6 @@ class CompareScreen(Page):
     PLACE = "compare"
     TAB = "history"
     CSS_PATH = "compare.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("compare")]
 
     def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -10,7 +10,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-from gputrain_tui.console.screens.app_protocol import app_of
+from gputrain_tui.console.screens.console_screen import AppProtocol
 
 LEAST_KEY_GAP_S = 0.1
 """Least seconds between a yes and the key before it: the keys of a paste are closer together."""
@@ -53,7 +53,7 @@ class Confirm(ModalScreen[bool]):
 
     def action_answer(self, yes: bool) -> None:
         """Close the dialog with an answer; a yes that follows another key within ``LEAST_KEY_GAP_S`` does not count."""
-        console = app_of(self)
+        console = cast(AppProtocol, self.app)
         if yes and console.quiet_s < LEAST_KEY_GAP_S:
             console.report("ignored: the answer came too soon after another key; press it again")
         else:

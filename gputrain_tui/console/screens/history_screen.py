@@ -7,20 +7,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Input
 
 from gputrain_tui import paths
-from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
 from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.loss_curves import LossCurves
@@ -48,7 +46,6 @@ class HistoryScreen(Page):
 
     PLACE = "history"
     CSS_PATH = "history.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("history")]
 
     def __init__(
         self,

@@ -6,16 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 from textual import on, work
-from textual.binding import BindingType
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from gputrain_tui import paths
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage, set_aside_text
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
@@ -47,7 +44,6 @@ class LaunchScreen(RecipePage):
 
     PLACE = "launch"
     CSS_PATH = "launch.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("launch")]
 
     _launching = False
     """Whether a launch is under way: a second press of the key starts no second run."""

@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.geometry import Region
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import (
     GAP_CELLS,
     MOST_PANELS,
@@ -83,7 +82,7 @@ class RankScreen(ChartScreen):
     PLACE = "rank"
     AUTO_FOCUS = ""
     EVERY_TICK = "log"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank"), *SCROLL_KEYS]
+    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
 
     def __init__(self, live: LiveRun, rank: int) -> None:
         super().__init__(live)

@@ -14,7 +14,7 @@ from textual.widgets import Input
 
 from gputrain_tui import paths
 from gputrain_tui.console.host_choice import nodes_on_gpus
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.validate_recipe import HOSTS_MAX_AGE_S, ValidatedRecipe, remarks_by_field, validate_recipe
 from gputrain_tui.console.widgets.form import FieldDetail, Form
 from gputrain_tui.console.widgets.line_input import PromptLine

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.geometry import Size
 from textual.widget import Widget
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
-from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts_screen import ChartScreen
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
@@ -45,7 +42,6 @@ class RunScreen(ChartScreen):
 
     PLACE = "run"
     EVERY_TICK = "ranks"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("run")]
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__(live)
@@ -296,18 +292,29 @@ class RunScreen(ChartScreen):
 
     def action_resume(self) -> None:
         if self._ended():
-            confirm_resume(app_of(self), self.live.run)
+            confirm_resume(self.console, self.live.run)
 
     async def action_relaunch(self) -> None:
-        await relaunch(app_of(self), self.live.run)
+        await relaunch(self.console, self.live.run)
 
     def action_compare(self) -> None:
-        app_of(self).compare_with_last(self.live.run)
+        """Compare with another run of the same recipe: the newest before this one, or else after it."""
+        run = self.live.run
+        runs = [each for each in self.console.list_runs() if each.status.recipe == run.status.recipe]
+        before = [each for each in runs if each.id < run.id]
+        others = before or [each for each in runs if each.id > run.id]
+        if not others:
+            text = f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two"
+            self.console.report(text)
+            return
+        from gputrain_tui.console.screens.compare_screen import CompareScreen
+
+        self.app.push_screen(CompareScreen([others[0], run]))
 
     def _ended(self) -> bool:
         """Return whether the run has ended; if not, notify that it goes on."""
         if not self.live.over:
-            app_of(self).report(f"{self.live.id} is {self.live.status}; S stops it")
+            self.console.report(f"{self.live.id} is {self.live.status}; S stops it")
         return self.live.over
 
     def action_sort(self) -> None:
