@@ -34,7 +34,7 @@ from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bind
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.ramp import LIGHT_THEME
-from gputrain_tui.console.screens.console_screen import LaunchSession
+from gputrain_tui.console.screens.console_screen import LaunchSession, next_of
 from gputrain_tui.console.screens.start_and_stop import start_demo
 from gputrain_tui.console.terminal import EndNotice, load_tmux_buffer, trim_stderr
 from gputrain_tui.console.textual_internals import paste_driver, write_to_terminal
@@ -49,23 +49,15 @@ if TYPE_CHECKING:
 
 FPS = 10
 """Repaints per second without ``--fps``."""
-IDLE_AFTER_S = 2.0
-"""Seconds without an event after which the record is read and the screen repainted every ``IDLE_TICK_S`` only."""
-IDLE_TICK_S = 0.5
-"""Seconds between two reads of an idle run, short enough for clocks that show seconds."""
 TOAST_READ_S = 2.0
 """Least seconds for which a notification is shown before a key removes it."""
-STDERR_TRIM_S = 60.0
-"""Seconds between two checks of the size of the captured standard error."""
-PAGES: dict[str, str] = {
-    "cluster": "gputrain_tui.console.screens.cluster_screen:ClusterScreen",
-    "launch": "gputrain_tui.console.screens.launch_screen:LaunchScreen",
-    "history": "gputrain_tui.console.screens.history_screen:HistoryScreen",
-    "welcome": "gputrain_tui.console.screens.welcome:WelcomeScreen",
-}
-"""Module and class of the screens that need no run, by mode; imported when first shown."""
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 """Themes that the theme key goes through; the last two use the terminal's own sixteen colours."""
+
+
+def _screen(module: str, name: str) -> Screen[Any]:
+    """Import a screen's class when it is first shown, and return an instance."""
+    return cast(Screen[Any], getattr(importlib.import_module(f"gputrain_tui.console.screens.{module}"), name)())
 
 
 class Palette(CommandPalette):
@@ -81,6 +73,12 @@ class GputrainApp(OrderedKeys):
     TITLE = "gputrain"
     CSS_PATH = "console.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(EVERYWHERE)]
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
+        "cluster": partial(_screen, "cluster_screen", "ClusterScreen"),
+        "launch": partial(_screen, "launch_screen", "LaunchScreen"),
+        "history": partial(_screen, "history_screen", "HistoryScreen"),
+        "welcome": partial(_screen, "welcome", "WelcomeScreen"),
+    }
 
     def __init__(
         self,
@@ -100,9 +98,9 @@ class GputrainApp(OrderedKeys):
             fps: maximum repaints per second.
             runs: lists the runs, newest first.
             follow: opens a run's record.
-            clocked: whether a timer calls ``beat``; a test calls it itself.
-            hosts: hosts of the hostfile; with any, the console begins with the cluster screen.
-            hostfile: path of the hostfile; empty: none.
+            clocked: whether a timer calls ``poll``; a test calls it itself.
+            hosts: of the hostfile; with any, the console begins with the cluster screen.
+            hostfile: its path; empty: none.
         """
         # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
@@ -121,8 +119,7 @@ class GputrainApp(OrderedKeys):
         self._run_mode = ""
         self._opened = 0
         self._seen_version: int | None = None
-        self._idle_beats = 0
-        self._registered_pages: set[str] = set()
+        self._idle_polls = 0
         self._end_notice = EndNotice(self._write_to_terminal, os.environ)
         self.supervisors: list[subprocess.Popen[bytes]] = []
         """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
@@ -134,8 +131,8 @@ class GputrainApp(OrderedKeys):
     async def on_mount(self) -> None:
         self._catch_signals()
         if self._clocked:
-            self.set_interval(1 / self._fps, self.beat)
-            self.set_interval(STDERR_TRIM_S, trim_stderr)
+            self.set_interval(1 / self._fps, self.poll)
+            self.set_interval(60.0, trim_stderr)
         await self._begin()
 
     async def _begin(self) -> None:
@@ -144,12 +141,8 @@ class GputrainApp(OrderedKeys):
         first = self._first_run or going
         if first is not None:
             await self.open_run(first)
-        elif self.session.hosts:
-            await self.switch_mode(self._page("cluster"))
-        elif not runs:
-            await self.switch_mode(self._page("welcome"))
         else:
-            await self.switch_mode(self._page("history"))
+            await self.switch_mode("cluster" if self.session.hosts else "history" if runs else "welcome")
 
     async def on_event(self, event: events.Event) -> None:
         """Drop keys and clicks after the exit: they are meant for the shell."""
@@ -169,10 +162,10 @@ class GputrainApp(OrderedKeys):
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
-    def beat(self) -> None:
-        """Read appended events and repaint the screen; less often on an idle run."""
-        self._idle_beats += 1
-        if self._idle_beats > IDLE_AFTER_S * self._fps and self._idle_beats % max(int(self._fps * IDLE_TICK_S), 1):
+    def poll(self) -> None:
+        """Read appended events and repaint the screen; after 2 s without an event only every 0.5 s, as clocks do."""
+        self._idle_polls += 1
+        if self._idle_polls > 2.0 * self._fps and self._idle_polls % max(int(0.5 * self._fps), 1):
             return
         if not self._catching_up:
             self._read_on()
@@ -180,7 +173,7 @@ class GputrainApp(OrderedKeys):
             self._end_notice.check(self.live)
         version = self.live.version if self.live is not None else None
         if version != self._seen_version:
-            self._seen_version, self._idle_beats = version, 0
+            self._seen_version, self._idle_polls = version, 0
         if self._clocked:
             self.call_later(self.tick)  # after a key that was pressed meanwhile
         else:
@@ -191,16 +184,14 @@ class GputrainApp(OrderedKeys):
             write_to_terminal(self, text)
 
     def _turn_notices(self, on: bool) -> None:
-        settings.keep_notifying(on)
+        settings.save("notify", on)
         self.report(f"notices at the end of a run are {'on' if on else 'off'}")
 
     def tick(self) -> None:
         """Repaint the changed panels of the active screen, or of the one behind a dialog or the palette."""
-        tick = getattr(self.screen, "tick", None)
+        tick = getattr(self.screen, "tick", None) or getattr(self.screen_stack[0], "tick", None)
         if tick is not None:
             tick()
-        elif (below := getattr(self.screen_stack[0], "tick", None)) is not None:
-            below()
 
     def _read_on(self) -> None:
         """Read one portion of the record, and schedule the next while there is a backlog."""
@@ -219,25 +210,15 @@ class GputrainApp(OrderedKeys):
 
     # Screens
 
-    def _page(self, name: str) -> str:
-        """Return the mode of a page, registered on first use."""
-        if name not in self._registered_pages:
-            self._registered_pages.add(name)
-            self.add_mode(name, partial(_screen, PAGES[name]))
-        return name
-
     async def action_go(self, name: str) -> None:
         if name != "run":
-            await self.switch_mode(self._page(name))
-            return
-        if self.live is not None:
+            await self.switch_mode(name)
+        elif self.live is not None:
             await self.switch_mode(self._run_mode)
-            return
-        newest = next(iter(self.list_runs()), None)
-        if newest is None:
-            await self.switch_mode(self._page("welcome"))
+        elif runs := self.list_runs():
+            await self.open_run(runs[0])
         else:
-            await self.open_run(newest)
+            await self.switch_mode("welcome")
 
     async def open_run(self, run: Run) -> None:
         if self.live is not None and self.live.id == run.id:
@@ -269,12 +250,11 @@ class GputrainApp(OrderedKeys):
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
     async def action_quit(self) -> None:
-        unsaved = self.session.unsaved
-        if not unsaved:
+        if names := ", ".join(draft.name for draft in self.session.drafts.values() if draft.changes):
+            lost = f"Unsaved changes of {names} will be lost."
+            self.confirm("Leave without saving?", lost, yes="Leave", act=self.exit)
+        else:
             self.exit()
-            return
-        names = ", ".join(unsaved)
-        self.confirm("Leave without saving?", f"Unsaved changes of {names} will be lost.", yes="Leave", act=self.exit)
 
     def action_help_quit(self) -> None:
         typing = "esc, then q" if isinstance(self.focused, Input) else "q"
@@ -301,25 +281,19 @@ class GputrainApp(OrderedKeys):
         return (TOPICS.get(panel or "", "") if self.place == "run" else ""), ""
 
     def action_next_theme(self) -> None:
-        index = THEMES.index(self.theme) + 1 if self.theme in THEMES else 0
-        self.theme = THEMES[index % len(THEMES)]
-        settings.keep_theme(self.theme)
+        self.theme = next_of(THEMES, self.theme) if self.theme in THEMES else THEMES[0]
+        settings.save("theme", self.theme)
 
     @property
     def place(self) -> str:
-        for screen in reversed(self.screen_stack):
-            place = getattr(screen, "PLACE", None)
-            if place is not None:
-                return str(place)
-        return EVERYWHERE
+        places = (getattr(screen, "PLACE", "") for screen in reversed(self.screen_stack))
+        return next(filter(None, places), EVERYWHERE)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
-            if action.name in ("command_palette", "help_quit"):
-                continue
-            yield SystemCommand(
-                f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, action.path)
-            )
+            if action.name not in ("command_palette", "help_quit"):
+                title = f"{action.label} ({action.key_text})"
+                yield SystemCommand(title, action.description, partial(screen.run_action, action.path))
         if getattr(screen, "PLACE", "") not in ("launch", "welcome"):
             yield SystemCommand("New recipe", NEW_RECIPE, self.action_new_recipe)
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
@@ -386,9 +360,3 @@ class GputrainApp(OrderedKeys):
 
 if TYPE_CHECKING:
     PROTOCOL_CHECK: type[AppProtocol] = GputrainApp  # for mypy
-
-
-def _screen(path: str) -> Screen[Any]:
-    """Import a screen's class, and return an instance."""
-    module, _, name = path.partition(":")
-    return cast(Screen[Any], getattr(importlib.import_module(module), name)())

@@ -120,7 +120,7 @@ def _chosen_panels(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence
 
 def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region]:
     """Return the medium or wide layout: table and charts, with findings or log; the wide one has both."""
-    if _fits_above_charts(area, choice):
+    if choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6):  # the whole table fits above the charts
         return _table_above_charts(area, choice)
     lists: tuple[PanelName, ...] = ("findings", "log") if wide else (choice.right,)
     return _table_beside_charts(area, choice, max(area.height // 4, 8 if wide else 6), lists)
@@ -144,10 +144,13 @@ def _table_beside_charts(
     area: Region, choice: PanelChoice, low: int, lists: tuple[PanelName, ...]
 ) -> dict[str, Region]:
     """Return the table beside the charts; below both, ``low`` lines high, step bars and ``lists``."""
+    if choice.rendezvous:
+        left, right = _columns(area, 2)
+        head_lines = 8  # lines of the rendezvous panel besides one per host
+        rendezvous, log = right.split_horizontal(min(choice.hosts + head_lines, (right.height + 1) // 2))
+        return {"ranks": left, "rendezvous": rendezvous, "log": log}
     upper, bottom = area.split_horizontal(area.height - low)
     left, right = _columns(upper, 2)
-    if choice.rendezvous:
-        return _before_first_step(area, choice)
     if choice.ranks + HEAD_LINES + 4 <= upper.height:  # the table leaves room below it
         return _charts_beside_table(area, choice, bottom, lists)
     names: tuple[PanelName, ...] = ("bars", *lists)
@@ -199,19 +202,6 @@ def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
     curves, below = area.split_horizontal(area.height - late)
     loss, sync = curves.split_horizontal(round(curves.height / 2))
     return {"loss": loss, "sync": sync, "late": below}
-
-
-def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the layout before the first step: the table beside the rendezvous and the log."""
-    left, right = _columns(area, 2)
-    rendezvous_head_lines = 8  # lines of the rendezvous panel besides one per host
-    rendezvous, log = right.split_horizontal(min(choice.hosts + rendezvous_head_lines, (right.height + 1) // 2))
-    return {"ranks": left, "rendezvous": rendezvous, "log": log}
-
-
-def _fits_above_charts(area: Region, choice: PanelChoice) -> bool:
-    """Return whether the whole table fits into the share of lines that it may take above the charts."""
-    return choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6)
 
 
 def _table_height(area: Region, choice: PanelChoice, *, share: float) -> int:

@@ -88,8 +88,8 @@ class EndNotice:
         elif self._unended_id == live.id:
             self._unended_id = ""
             text = f"{live.run.status.recipe} {'lost its supervisor' if live.status == 'lost' else live.status}"
-            if mark := run_mark(roll_up(live.state.findings.values(), live.state.ranks)):
-                text = f"{text}, with {mark}"
+            if condition := run_mark(roll_up(live.state.findings.values(), live.state.ranks)):
+                text = f"{text}, with {condition}"
             message = live.state.ended.message if live.state.ended is not None else live.message
             self._write(notice(f"{text}: {message}" if message else text, self._environ))
 

@@ -26,12 +26,6 @@ BEGIN, END = "\x1b[200~", "\x1b[201~"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~])?")
 
 
-READ_BYTES = 4096
-"""Bytes per read of the terminal."""
-WAIT_S = 0.1
-"""Seconds to wait for input before a lone escape character counts as the Escape key."""
-
-
 class PasteParser(XTermParser):
     """Parser of terminal input, which comes in portions, without escape sequences in bracketed pastes.
 
@@ -96,8 +90,8 @@ class PasteDriver(LinuxDriver):
         with selectors.SelectSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():
-                if selector.select(WAIT_S):
-                    data = os.read(self.fileno, READ_BYTES)
+                if selector.select(0.1):  # seconds until a lone escape character counts as the Escape key
+                    data = os.read(self.fileno, 4096)
                     if not data:
                         break  # the terminal was closed
                     if text := decode(data):

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -58,23 +57,20 @@ class JsonStream(RunReader):
             return []
         files: list[list[tuple[bytes, AnyEvent]]] = []
         for _, lines in self._follower.poll(self.budget_bytes):
-            found: list[tuple[bytes, AnyEvent]] = []
+            pairs: list[tuple[bytes, AnyEvent]] = []
             for line in lines.splitlines():
                 for event in decode_events(line, self._world_size):
                     if isinstance(event, RunEnded):
                         self._last = (line, event)
                     else:
-                        found.append((line, event))
-            files.append(found)
-        pairs = merged(files, lambda pair: pair[1].time)
-        lines_out = [line for line, _ in pairs]
-        events = [event for _, event in pairs]
+                        pairs.append((line, event))
+            files.append(pairs)
+        ordered = merged(files, lambda pair: pair[1].time)
         if self._last is not None and not self._follower.backlog_bytes:
-            lines_out.append(self._last[0])
-            events.append(self._last[1])
+            ordered.append(self._last)
             self._last = None
-        self._out.write_bytes(b"".join(json_line(line) + b"\n" for line in lines_out))
-        return events
+        self._out.write_bytes(b"".join(json_line(line) + b"\n" for line, _ in ordered))
+        return [event for _, event in ordered]
 
 
 def follow(
@@ -96,9 +92,9 @@ def follow(
         supervisor: supervisor of the run.
         state: receives the events.
         view: shows the progress; None with ``--json``.
-        reader: reader of the record.
+        reader: of the run's record.
         out: stream to which the reader copies the events; None if it does not.
-        stop_request: request of this process, forwarded to the supervisor.
+        stop_request: forwarded to the supervisor.
         report: writes a line for people.
         is_script: whether the ranks run a script, of whose checkpoints nothing is known.
     """
@@ -195,10 +191,10 @@ def conclude(
 
     Args:
         run: the run.
-        returncode: exit code of the supervisor, negative for a signal.
-        state: state after the whole record.
+        returncode: of the supervisor, negative for a signal.
+        state: after the whole record.
         for_people: whether to print for people, not only events.
-        environ: environment of the command.
+        environ: of the command.
         out: standard output.
         err: standard error.
         is_interrupted: returns whether the command was interrupted, and must not wait for stalled readers.
@@ -225,17 +221,9 @@ def conclude(
         took = None if status.elapsed_s is None else 1e3 * status.elapsed_s
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message, elapsed_ms=took))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
-    err.drain(
-        is_interrupted=is_interrupted
-    )  # the progress line is erased before the table is printed, by another thread
+    err.drain(is_interrupted=is_interrupted)  # another thread erases the progress line, before the table is printed
     if for_people and (state.validations or all(view.last is not None for view in state.ranks.values())):
-        columns = shutil.get_terminal_size().columns
-        place = path_with_host(run.dir, 0, "")
-
-        def is_there(path: str) -> bool:
-            return bool(place) or Path(path).exists()
-
-        for line in closing_lines(state, columns, is_there=is_there, place=place):
+        for line in closing_lines(state, shutil.get_terminal_size().columns, host=path_with_host(run.dir, 0, "")):
             out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
     out.close(is_interrupted=is_interrupted)
     if for_people and out.error is not None and not isinstance(out.error, BrokenPipeError):

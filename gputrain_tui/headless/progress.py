@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TextIO
 
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
@@ -24,6 +24,7 @@ from trainer.contract.outcome import EVALUATED_CHECKPOINT, LOST_PEER_KINDS, NO_U
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
+    from gputrain_tui.headless.safe_stream import SafeStream
     from gputrain_tui.plan.planner import Plan
 
 Piece = tuple[str, str]
@@ -219,20 +220,13 @@ def wrapped(text: str) -> list[str]:
     ) or [text]  # fmt: skip
 
 
-class Stream(Protocol):
-    """Text stream for the progress."""
-
-    def write(self, text: str, /) -> object: ...
-    def flush(self) -> None: ...
-
-
 class ProgressView:
     """Progress of a run: a line updated in place on a terminal, plain lines at intervals elsewhere."""
 
     def __init__(
         self,
         state: RunState,
-        stream: Stream,
+        stream: SafeStream | TextIO,
         *,
         live: bool,
         colour: bool,

@@ -68,10 +68,10 @@ async def test_a_run_at_rest_is_read_less_often_until_something_comes(home: Path
     reader = CountingReader(run.dir)
     app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, source=reader), runs=list)
 
-    def polls(beats: int) -> int:
+    def polls(calls: int) -> int:
         before = reader.polls
-        for _ in range(beats):
-            app.beat()
+        for _ in range(calls):
+            app.poll()
         return reader.polls - before
 
     async with app.run_test(size=(80, 24)) as pilot:

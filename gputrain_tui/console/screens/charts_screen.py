@@ -12,7 +12,7 @@ from textual.events import Resize
 from textual.geometry import Size
 
 from gputrain_tui.console.live import POLL_BUDGET_S
-from gputrain_tui.console.screens.console_screen import ConsoleScreen
+from gputrain_tui.console.screens.console_screen import ConsoleScreen, next_of
 from gputrain_tui.console.screens.start_and_stop import confirm_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
 from gputrain_tui.console.widgets.chart_view import ChartView
@@ -26,6 +26,7 @@ from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.history.run_folders import Run
 
 CHART_INTERVAL_S = 0.25
 """Seconds between two repaints of a chart; the table is repainted at every tick."""
@@ -50,7 +51,7 @@ class ChartScreen(ConsoleScreen):
     def __init__(self, live: LiveRun) -> None:
         super().__init__()
         self.live = live
-        self._window = 0
+        self._window: int | None = None
         self._smoothing = 0
         self._over = live.over
         self.view = ChartView()
@@ -63,8 +64,7 @@ class ChartScreen(ConsoleScreen):
         """Time of each panel's last repaint, monotonic seconds."""
 
     @abstractmethod
-    def place_panels(self) -> None:
-        """Lay out the panels."""
+    def place_panels(self) -> None: ...
 
     @property
     def panel_size(self) -> Size:
@@ -113,30 +113,27 @@ class ChartScreen(ConsoleScreen):
     # Earlier runs
 
     def on_screen_resume(self) -> None:
-        """Find the ancestors of the run (the run that it resumed, and so on), once."""
-        if not self._ancestors and not self.is_archive:
+        """Find the ancestors of the run (the run that it resumed, and so on), once; an archive's are elsewhere."""
+        if not self._ancestors and self.live.run.status.archived is None:
             self._find_ancestors()
-
-    @property
-    def is_archive(self) -> bool:
-        """Whether the run's directory came from an archive: its paths belong to another machine."""
-        return self.live.run.status.archived is not None
 
     @work(group="ancestors", exclusive=True)
     async def _find_ancestors(self) -> None:
         self._ancestors = [CurveReader(run) for run in await asyncio.to_thread(ancestors_of, self.live.run)]
         self._show_earlier()
 
+    @property
+    def _readers(self) -> list[CurveReader]:
+        return [*self._ancestors, *([self._underlay] if self._underlay is not None else [])]
+
     def on_unmount(self) -> None:
-        for reader in (*self._ancestors, self._underlay):
-            if reader is not None:
-                reader.close()
+        for reader in self._readers:
+            reader.close()
 
     def _read_earlier(self) -> None:
         deadline = time.perf_counter() + POLL_BUDGET_S
-        for reader in (*self._ancestors, self._underlay):
-            if reader is not None:
-                reader.poll(deadline)
+        for reader in self._readers:
+            reader.poll(deadline)
         if self._ancestors and self._first_steps() != self._drawn_first_steps:
             self._show_earlier()
 
@@ -156,18 +153,21 @@ class ChartScreen(ConsoleScreen):
             chart.earlier = earlier
             chart.redraw()
 
-    def action_underlay(self) -> None:
+    def runs_of_recipe(self) -> list[Run]:
+        """Return the other ones of the newest runs that are of the same recipe."""
         run = self.live.run
         runs = self.console.list_runs()
-        found = [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
-        current = None if self._underlay is None else self._underlay.run.id
-        ids = [each.id for each in found]
-        index = ids.index(current) + 1 if current in ids else 0
+        return [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
+
+    def action_underlay(self) -> None:
+        others = self.runs_of_recipe()
+        ids = [each.id for each in others]
+        index = ids.index(self._underlay.run.id) + 1 if self._underlay and self._underlay.run.id in ids else 0
         if self._underlay is not None:
             self._underlay.close()
-        self._underlay = CurveReader(found[index]) if index < len(found) else None
-        if not found:
-            self.console.report(f"no other of the newest runs is one of {run.status.recipe}")
+        self._underlay = CurveReader(others[index]) if index < len(others) else None
+        if not others:
+            self.console.report(f"no other of the newest runs is one of {self.live.run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
@@ -214,20 +214,20 @@ class ChartScreen(ConsoleScreen):
 
     def action_scale(self) -> None:
         for chart in self.query(BandChart):
-            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOW_STEPS[self._window])
+            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=self._window)
 
     def action_window(self) -> None:
         self.view.span = None
-        self._window = (self._window + 1) % len(WINDOW_STEPS)
+        self._window = next_of(WINDOW_STEPS, self._window)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOW_STEPS[self._window])
+            chart.show(last=self._window)
         for late in self.query(LatenessMap):
-            late.show(last=WINDOW_STEPS[self._window])
+            late.show(last=self._window)
 
     def action_smooth(self) -> None:
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHING_STEPS)
+        self._smoothing = next_of(SMOOTHING_STEPS, self._smoothing)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_STEPS[self._smoothing])
+            chart.show(last=self._window, smoothing=self._smoothing)
 
     def action_stop_run(self) -> None:
         if self.live.over:

@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 
 from gputrain_tui.console.screens.charts_screen import SMOOTHING_STEPS
-from gputrain_tui.console.screens.console_screen import Page
+from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.loss_curves import LossCurves
@@ -28,35 +28,33 @@ class Differences(Listing):
 
     def __init__(self, runs: int, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._count = runs
-        self.found: list[RecipeDifference] | None = None
+        self._runs = runs
+        self.differences: list[RecipeDifference] | None = None
         self.problem = ""
 
     def count(self) -> int:
-        return len(self.found or ())
+        return len(self.differences or ())
 
     def _widths(self, width: int) -> tuple[int, int]:
-        keys = max((len(difference.key) for difference in self.found or ()), default=10)
+        keys = max((len(difference.key) for difference in self.differences or ()), default=10)
         keys = min(keys + 2, max(width // 3, 12))
-        return keys, max((width - keys - 1) // self._count - 2, 4)
+        return keys, max((width - keys - 1) // self._runs - 2, 4)
 
     def head(self, width: int) -> list[Row]:
-        found = self.found or ()
-        title = title_row(
-            width,
-            [("recipes", "title"), (f"  differ in {len(found)} key{'s' * (len(found) != 1)}" if found else "", "dim")],
-        )
-        if not found:
+        count = self.count()
+        text = f"  differ in {count} key{'s' * (count != 1)}" if count else ""
+        title = title_row(width, [("recipes", "title"), (text, "dim")])
+        if not count:
             return [title]
         keys, cells = self._widths(width)
         row: Row = [(" " * (keys + 1), "base")]
-        for index in range(self._count):
+        for index in range(self._runs):
             row += [(f"{index + 1}".ljust(cells), f"curve-{index}"), ("  ", "base")]
         return [title, fit_row(row, width)]
 
     def row(self, index: int, width: int) -> Row:
-        assert self.found is not None
-        difference = self.found[index]
+        assert self.differences is not None
+        difference = self.differences[index]
         keys, cells = self._widths(width)
         row: Row = [(" ", "base"), (difference.key[: keys - 1].ljust(keys), "dim")]
         for value in difference.values:
@@ -68,7 +66,7 @@ class Differences(Listing):
     def empty(self, width: int, height: int) -> list[Row]:
         if self.problem:
             return [[], fit_row([(" ", "base"), (printable(self.problem), "warning")], width)]
-        return centred_text(width, height, ["reading" if self.found is None else "The recipes are equal."])
+        return centred_text(width, height, ["reading" if self.differences is None else "The recipes are equal."])
 
 
 class CompareScreen(Page):
@@ -77,19 +75,20 @@ class CompareScreen(Page):
     PLACE = "compare"
     TAB = "history"
     CSS_PATH = "compare.tcss"
+    AUTO_FOCUS = "#differences"
 
     def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__()
         self._runs = runs
+        self._curves = LossCurves(id="curves")
 
     def body(self) -> ComposeResult:
         with Vertical(id="comparison"):
-            yield LossCurves(id="curves")
+            yield self._curves
             yield Differences(len(self._runs), id="differences")
 
     def on_mount(self) -> None:
-        self.query_one(LossCurves).show(self._runs)
-        self.query_one(Differences).focus()
+        self._curves.show(self._runs)
         self._show_differences()
         self.tick()
 
@@ -97,34 +96,30 @@ class CompareScreen(Page):
     async def _show_differences(self) -> None:
         table = self.query_one(Differences)
         try:
-            table.found = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
+            table.differences = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
         except RequestError as error:
-            table.found, table.problem = [], str(error)
-        table.styles.height = min(max(len(table.found), 1) + 3, max(self.size.height // 3, 5))
+            table.differences, table.problem = [], str(error)
+        table.styles.height = min(max(table.count(), 1) + 3, max(self.size.height // 3, 5))
         table.redraw()
 
     def tick(self) -> None:
-        self.query_one(LossCurves).tick()
+        self._curves.tick()
 
     def action_axis(self) -> None:
-        curves = self.query_one(LossCurves)
-        curves.over_time = not curves.over_time
-        curves.redraw()
+        self._curves.over_time = not self._curves.over_time
+        self._curves.redraw()
 
     def action_measure(self) -> None:
-        curves = self.query_one(LossCurves)
-        curves.measure = MEASURES[(MEASURES.index(curves.measure) + 1) % len(MEASURES)]
-        curves.redraw()
+        self._curves.measure = next_of(MEASURES, self._curves.measure)
+        self._curves.redraw()
 
     def action_scale(self) -> None:
-        curves = self.query_one(LossCurves)
-        curves.scale = "linear" if curves.scale == "log" else "log"
-        curves.redraw()
+        self._curves.scale = "linear" if self._curves.scale == "log" else "log"
+        self._curves.redraw()
 
     def action_smooth(self) -> None:
-        curves = self.query_one(LossCurves)
-        curves.smoothing = SMOOTHING_STEPS[(SMOOTHING_STEPS.index(curves.smoothing) + 1) % len(SMOOTHING_STEPS)]
-        curves.redraw()
+        self._curves.smoothing = next_of(SMOOTHING_STEPS, self._curves.smoothing)
+        self._curves.redraw()
 
     def action_back(self) -> None:
         self.dismiss()

@@ -24,6 +24,7 @@ class Confirm(ModalScreen[bool]):
     """
 
     PLACE = "confirm"
+    AUTO_FOCUS = "#no"  # Enter alone changes nothing
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
         Binding("n,escape,q", "answer(False)", "No"),
@@ -43,10 +44,6 @@ class Confirm(ModalScreen[bool]):
             with Horizontal(id="answers"):
                 yield Button(f"{self._yes} (y)", id="yes", variant="error", compact=True)
                 yield Button("Leave it (n)", id="no", compact=True)
-
-    def on_mount(self) -> None:
-        """Focus no, so that Enter alone changes nothing."""
-        self.query_one("#no").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.action_answer(event.button.id == "yes")

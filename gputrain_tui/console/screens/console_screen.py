@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 from textual.app import ComposeResult
 from textual.errors import NoWidget
@@ -51,10 +51,6 @@ class LaunchSession:
     hostfile: str = ""
     """Path of the hostfile; empty: none."""
 
-    @property
-    def unsaved(self) -> list[str]:
-        return [draft.name for draft in self.drafts.values() if draft.changes]
-
 
 class AppProtocol(Protocol):
     """What screens use of the app, which imports them; the methods are described in ``app.py``."""
@@ -73,9 +69,15 @@ class AppProtocol(Protocol):
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None: ...
 
 
+T = TypeVar("T")
 SELECTION_S = 15.0
 """Seconds after which a selection ends by itself: a panel with selected text is not redrawn, and an accidental click
 must not leave it with old values for long."""
+
+
+def next_of(values: Sequence[T], value: T) -> T:
+    """Return the value after one of ``values``, after the last one the first."""
+    return values[(values.index(value) + 1) % len(values)]
 
 
 class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
@@ -151,19 +153,14 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
             self.action_copy_text()
             return
         focused = self.focused.copyable() if isinstance(self.focused, Canvas) else None
-        found = focused or self.copyable()
-        if found is None:
+        if (copyable := focused or self.copyable()) is None:
             self.console.report("nothing to copy here; text that is selected with the mouse is copied by ctrl+c")
         else:
-            self.console.copy(found.text, found.label)
+            self.console.copy(copyable.text, copyable.label)
 
     def copyable(self) -> Copyable | None:
         """Return the text for the copy key if the focused panel has none; None: nothing to copy."""
         return None
-
-    def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the present view, for ``gg``: its first ``g`` is a key of its own."""
-        return lambda: None
 
 
 class ScreenTabs(Canvas):

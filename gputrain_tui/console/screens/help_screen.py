@@ -58,10 +58,6 @@ FIGURES = (
 )
 WIDTH_CELLS = 94
 """Cells of the widest window, as in the style sheet."""
-FRAME_CELLS = 8
-"""Cells of the window's border, padding and scroll bar."""
-TOPIC_INDENT_CELLS = 6
-"""Cells that Textual leaves beside a block of code."""
 WITH_LOG = ("run", "rank")
 """Screens with a log; its keys work while it has the focus."""
 
@@ -77,6 +73,7 @@ class HelpScreen(ModalScreen[None]):
     """Dialog with the keys of the screen below; beside them, a page for each topic, that of the screen first."""
 
     PLACE = "help"
+    AUTO_FOCUS = "#help"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,f1,enter", "leave", "Close"),
         Binding("right,tab,l", "turn(1)", "Next page", show=False),
@@ -87,13 +84,7 @@ class HelpScreen(ModalScreen[None]):
     ]
 
     def __init__(self, place: str, topic: str = "", heading: str = "") -> None:
-        """Make the dialog.
-
-        Args:
-            place: the screen below.
-            topic: topic of the second page.
-            heading: heading within the topic at which it is opened; empty: its beginning.
-        """
+        """Make the dialog for the screen ``place``; its second page is ``topic``, opened at ``heading``."""
         super().__init__()
         self._place = place
         first = topic or TOPICS.get(place, "recipe")
@@ -112,7 +103,6 @@ class HelpScreen(ModalScreen[None]):
     def on_mount(self) -> None:
         self._show_titles()
         self.query_one("#topic").display = False
-        self.query_one("#help").focus()
 
     def _show_titles(self) -> None:
         frame, topic = self.query_one("#help"), self._pages[self._page]
@@ -130,7 +120,7 @@ class HelpScreen(ModalScreen[None]):
         await self._show_topic()
 
     def _text_cells(self) -> int:
-        return min(self.size.width, WIDTH_CELLS) - FRAME_CELLS
+        return min(self.size.width, WIDTH_CELLS) - 8  # border, padding and scroll bar
 
     async def action_turn(self, pages: int) -> None:
         """Turn to another page: the keys, then each topic; past the last one to the keys."""
@@ -145,7 +135,7 @@ class HelpScreen(ModalScreen[None]):
             self.call_after_refresh(topic.goto_anchor, heading_anchor(self._heading))
 
     async def _show_topic(self) -> None:
-        name, width = self._pages[self._page], self._text_cells() - TOPIC_INDENT_CELLS
+        name, width = self._pages[self._page], self._text_cells() - 6  # Textual indents a block of code
         if name and (name, width) != self._shown:
             self._shown = name, width
             await self.query_one("#topic", Markdown).update(tables_as_code(read_topic(name).markdown, width))
@@ -169,15 +159,15 @@ class HelpScreen(ModalScreen[None]):
 def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
     """Return the keys by heading, wrapped at ``width``."""
     text = Text()
-    found = dict(groups(place))
+    by_group = groups(place)
+    everywhere = by_group.pop("Screens")
     if place in WITH_LOG:
-        found["Log"] = of_place("log")
-    found["Screens"] = found.pop("Screens")  # the actions of every screen come last
+        by_group["Log, while focused"] = of_place("log")
+    by_group["Screens"] = everywhere  # the actions of every screen come last
     moving = MOVING.get(place, ())
     listed = [("Moving", moving)] if moving else []
-    for heading, actions in found.items():
-        name = "Log, while focused" if heading == "Log" else heading
-        listed.append((name, tuple((action.key_texts, action.description) for action in actions)))
+    for heading, actions in by_group.items():
+        listed.append((heading, tuple((action.key_texts, action.description) for action in actions)))
     _append(text, listed, width)
     if place in WITH_LOG:
         _append(text, [("What the figures mean", FIGURES)], width)

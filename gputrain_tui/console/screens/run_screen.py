@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
@@ -29,10 +28,7 @@ from gputrain_tui.state.finding_text import by_urgency
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
-    from gputrain_tui.console.widgets.line_input import FilterLine
 
-WIDE_CELLS = 160
-"""Fewest cells of the panels' area in which the findings may stand beside the table."""
 CURSOR_DELAY_S = 0.04
 """Seconds before the charts highlight the rank under the cursor; a key held down thus redraws only the table."""
 
@@ -41,10 +37,12 @@ class RunScreen(ChartScreen):
     """The run screen."""
 
     PLACE = "run"
+    AUTO_FOCUS = "#ranks"
     EVERY_TICK = "ranks"
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__(live)
+        self.grid = RankGrid(live, id="ranks")
         self.selected_rank: int | None = None
         """The rank that all panels highlight; None: none."""
         self.choice = PanelChoice(ranks=live.state.world_size)
@@ -65,7 +63,7 @@ class RunScreen(ChartScreen):
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
             yield RootCauseCard(live, id="root_cause")
-            yield RankGrid(live, id="ranks")
+            yield self.grid
             yield RendezvousView(live, id="rendezvous")
             yield self.band_chart("loss", id="loss")
             # With one rank there is no synchronisation.
@@ -78,7 +76,6 @@ class RunScreen(ChartScreen):
 
     def on_mount(self) -> None:
         self.place_panels()
-        self.query_one(RankGrid).focus()
         self.call_after_refresh(self._mount_log)
 
     async def _mount_log(self) -> None:
@@ -108,7 +105,7 @@ class RunScreen(ChartScreen):
         version = self.live.version
         if version == self._drawn_version and version != self._settled_version:
             self._settled_version = version
-            self.query_one(RankGrid).redraw()
+            self.grid.redraw()
         self._drawn_version = version
 
     def _reveal_worst_finding(self) -> None:
@@ -119,7 +116,7 @@ class RunScreen(ChartScreen):
         if rank != self._revealed_rank:
             self._revealed_rank = rank
             if rank is not None:
-                self.query_one(RankGrid).bring_into_view(rank)
+                self.grid.bring_into_view(rank)
 
     def repaint(self) -> None:
         self._follow()
@@ -129,10 +126,10 @@ class RunScreen(ChartScreen):
 
     def _choice_for(self, size: Size) -> PanelChoice:
         state = self.live.state
-        card = self.query_one(RootCauseCard)
-        root_cause = card.root_cause()
+        hosts = {view.host for view in state.ranks.values()}
+        root_cause = self.query_one(RootCauseCard).root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
-        # The root cause card shows a failure in full, so the findings are not needed for that alone.
+        # The root cause card shows a failure in full: the findings are not needed for that alone.
         has_findings = bool(state.past_findings) or (bool(state.failures) and root_cause is None)
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return replace(
@@ -140,14 +137,11 @@ class RunScreen(ChartScreen):
             ranks=len(state.ranks),
             right=self._right_panel or ("findings" if has_findings else "log"),
             rendezvous=rendezvous,
-            hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
-            table_cells=self._table_cells() if size.width >= WIDE_CELLS else 0,
+            hosts=len(hosts) if rendezvous else 1,
+            # The findings may stand beside the table if the area is wide.
+            table_cells=whole_width(len(state.ranks), [*filter(None, hosts)]) if size.width >= 160 else 0,
             root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
         )
-
-    def _table_cells(self) -> int:
-        views = self.live.state.ranks.values()
-        return whole_width(len(views), {view.host for view in views if view.host})
 
     def place_panels(self) -> None:
         size = self.panel_size
@@ -158,15 +152,13 @@ class RunScreen(ChartScreen):
 
     def _choose(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
         panel = self.choice.panel if panel is None else panel
-        if panel == "hardware" and not (self.choice.zoomed if zoomed is None else zoomed):
+        zoomed = self.choice.zoomed if zoomed is None else zoomed
+        if panel == "hardware" and not zoomed:
             panel = "loss"
         if panel in ("findings", "log"):
             self._right_panel = panel
-        self.choice = replace(self.choice, panel=panel, zoomed=self.choice.zoomed if zoomed is None else zoomed)
+        self.choice = replace(self.choice, panel=panel, zoomed=zoomed)
         self.place_panels()
-
-    def _panel(self, name: str) -> Widget | None:
-        return next(iter(self.query(f"#{name}")), None)
 
     # Actions
 
@@ -174,7 +166,7 @@ class RunScreen(ChartScreen):
         """Show a panel and focus it; zoom it if it is focused already, or visible without a focus of its own."""
         assert name in get_args(PanelName)
         panel: PanelName = name  # type: ignore[assignment]
-        widget = self._panel(name)
+        widget = self.query_one_optional(f"#{name}")
         if widget is None:
             return
         visible = widget.display
@@ -189,17 +181,16 @@ class RunScreen(ChartScreen):
         self._focus(widget)
 
     def _focus(self, widget: Widget) -> None:
-        grid = self.query_one(RankGrid)
         if widget.can_focus:
             widget.focus()
-        elif grid.display:
-            grid.focus()
+        elif self.grid.display:
+            self.grid.focus()
         else:
             self.set_focus(None)
 
     def action_next_panel(self) -> None:
         """Show the next hidden panel; while zoomed, zoom the next one."""
-        names: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
+        names: list[PanelName] = [name for name in PANELS[1:] if self.query_one_optional(f"#{name}") is not None]
         begin = names.index(self.choice.panel) + 1 if self.choice.panel in names else 0
         order = names[begin:] + names[:begin]
         hidden = [name for name in order if not self.query_one(f"#{name}").display]
@@ -215,15 +206,6 @@ class RunScreen(ChartScreen):
         self._choose(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
-    def save_view(self) -> Callable[[], None]:
-        choice, right = self.choice, self._right_panel
-
-        def restore() -> None:
-            self.choice, self._right_panel = choice, right
-            self.place_panels()
-
-        return restore
-
     def copyable(self) -> Copyable | None:
         root_cause = self.query_one(RootCauseCard).root_cause()
         if root_cause is not None:
@@ -234,14 +216,13 @@ class RunScreen(ChartScreen):
         """Undo the first that applies: charts' cursor, range, zoom, focus of a panel, filter, selected rank."""
         if self.view_back():
             return
-        grid = self.query_one(RankGrid)
         if self.choice.zoomed:
             self._choose(zoomed=False)
-            grid.focus()
-        elif self.focused is not grid and grid.display:
-            grid.focus()
-        elif grid.filter_text:
-            grid.set_filter("")
+            self.grid.focus()
+        elif self.focused is not self.grid and self.grid.display:
+            self.grid.focus()
+        elif self.grid.filter_text:
+            self.grid.set_filter("")
         elif self.selected_rank is not None:
             self.select(None)
         elif self.choice.panel == "ranks":
@@ -249,7 +230,7 @@ class RunScreen(ChartScreen):
 
     def select(self, rank: int | None) -> None:
         self.selected_rank = rank
-        self.query_one(RankGrid).show_rank(rank)
+        self.grid.show_rank(rank)
         self._highlight_rank(rank)
 
     @on(RankGrid.Picked)
@@ -291,8 +272,10 @@ class RunScreen(ChartScreen):
     # Actions after the end
 
     def action_resume(self) -> None:
-        if self._ended():
+        if self.live.over:
             confirm_resume(self.console, self.live.run)
+        else:
+            self.console.report(f"{self.live.id} is {self.live.status}; S stops it")
 
     async def action_relaunch(self) -> None:
         await relaunch(self.console, self.live.run)
@@ -300,35 +283,27 @@ class RunScreen(ChartScreen):
     def action_compare(self) -> None:
         """Compare with another run of the same recipe: the newest before this one, or else after it."""
         run = self.live.run
-        runs = [each for each in self.console.list_runs() if each.status.recipe == run.status.recipe]
-        before = [each for each in runs if each.id < run.id]
-        others = before or [each for each in runs if each.id > run.id]
+        others = self.runs_of_recipe()
         if not others:
             text = f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two"
             self.console.report(text)
             return
+        other = next((each for each in others if each.id < run.id), others[0])
         from gputrain_tui.console.screens.compare_screen import CompareScreen
 
-        self.app.push_screen(CompareScreen([others[0], run]))
-
-    def _ended(self) -> bool:
-        """Return whether the run has ended; if not, notify that it goes on."""
-        if not self.live.over:
-            self.console.report(f"{self.live.id} is {self.live.status}; S stops it")
-        return self.live.over
+        self.app.push_screen(CompareScreen([other, run]))
 
     def action_sort(self) -> None:
-        self.query_one(RankGrid).sort_next()
+        self.grid.sort_next()
 
     def action_reverse(self) -> None:
-        self.query_one(RankGrid).reverse_sort()
+        self.grid.reverse_sort()
 
     async def action_filter(self) -> None:
         from gputrain_tui.console.widgets.line_input import FilterLine
 
-        line: FilterLine | None = next(iter(self.query(FilterLine)), None)
+        line = self.query_one_optional(FilterLine)
         if line is None:
-            grid = self.query_one(RankGrid)
-            line = FilterLine(grid)
+            line = FilterLine(self.grid)
             await self.mount(line, before=self.query_one(KeyBar))
         line.open()
