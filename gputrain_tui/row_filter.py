@@ -38,12 +38,7 @@ class FilterColumn(Generic[Row]):
 
 
 class RowFilter(Generic[Row]):
-    """Filter of rows; without words all rows match.
-
-    Args:
-        text: the filter line.
-        columns: columns by their names in the filter.
-        anywhere: returns whether a row matches a word without a column.
+    """Filter of rows; without words all rows match; ``anywhere``: whether a row matches a word without a column.
 
     Raises:
         RequestError: a word is not valid; the message names the allowed forms.

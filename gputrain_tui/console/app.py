@@ -93,14 +93,8 @@ class GputrainApp(OrderedKeys):
     ) -> None:
         """Make the console.
 
-        Args:
-            run: the run to open at once.
-            fps: maximum repaints per second.
-            runs: lists the runs, newest first.
-            follow: opens a run's record.
-            clocked: whether a timer calls ``poll``; a test calls it itself.
-            hosts: of the hostfile; with any, the console begins with the cluster screen.
-            hostfile: its path; empty: none.
+        ``run`` is opened at once; ``fps``: most repaints per second; ``clocked``: whether a timer calls ``poll``, which
+        a test calls itself; with ``hosts``, of the file ``hostfile``, the console begins with the cluster screen.
         """
         # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)

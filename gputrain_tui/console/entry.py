@@ -57,10 +57,8 @@ def _paints(text: str) -> float:
 def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> int:
     """Show the console on a run, or on all of them; return the exit code.
 
-    Args:
-        run: the run to open at once.
-        fps: most repaints a second, whatever causes them; None: the console's default, and at once after keys.
-        hostfile: file that names hosts to show besides this machine.
+    ``run`` is opened at once; ``fps``: most repaints a second, whatever causes them, None: the console's default, and
+    at once after keys; ``hostfile``: file that names hosts to show besides this machine.
 
     Raises:
         RequestError: there is no terminal, or the hostfile is wrong.

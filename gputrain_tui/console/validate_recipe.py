@@ -61,14 +61,10 @@ HOSTS_MAX_AGE_S = 20.0
 def validate_recipe(
     text: str, *, name: str, settings: Sequence[str], task: str = "", hosts_max_age_s: float = HOSTS_MAX_AGE_S
 ) -> ValidatedRecipe:
-    """Build and plan a recipe with changes, and run the preflight.
+    """Build and plan a recipe, ``text``, with changes, ``settings`` as for ``--set``, and run the preflight.
 
-    Args:
-        text: the recipe's file.
-        name: name of the recipe in messages.
-        settings: changes, as for ``--set``.
-        task: ``train.task``; a process prints the options of a task that is not built in.
-        hosts_max_age_s: greatest age of the facts of other hosts, seconds.
+    ``name``: of the recipe in messages; ``task``: ``train.task``, of which a process prints the options if it is not
+    built in; ``hosts_max_age_s``: greatest age of the facts of other hosts, seconds.
     """
     result = ValidatedRecipe(settings=tuple(settings), task=task)
     try:

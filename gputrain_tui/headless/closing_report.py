@@ -65,10 +65,7 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
 def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[Piece]]:
     """Return the closing lines of a run: table and rates where it trained, evaluations, findings, checkpoint, sample.
 
-    Args:
-        state: of the run.
-        width: columns of the terminal.
-        host: prefix of the paths of checkpoints on another host, ``HOST:``; empty: they are here, or deleted.
+    ``host``: prefix of the paths of checkpoints on another host, ``HOST:``; empty: they are here, or deleted.
     """
     lines = closing_table(state, width) if state.step else []
     rates = run_throughput(state.ranks.values())

@@ -88,15 +88,9 @@ def follow(
 
     At the end, also after an error, the lease is ended, so that no process of the run is left.
 
-    Args:
-        supervisor: supervisor of the run.
-        state: receives the events.
-        view: shows the progress; None with ``--json``.
-        reader: of the run's record.
-        out: stream to which the reader copies the events; None if it does not.
-        stop_request: forwarded to the supervisor.
-        report: writes a line for people.
-        is_script: whether the ranks run a script, of whose checkpoints nothing is known.
+    ``state`` receives the events; ``view`` is None with ``--json``; ``out``: stream to which the reader copies the
+    events, None if it does not; ``report`` writes a line for people; ``is_script``: whether the ranks run a script, of
+    whose checkpoints nothing is known.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
@@ -189,15 +183,8 @@ def conclude(
 ) -> int:
     """Print the closing report of a run; return the command's exit code.
 
-    Args:
-        run: the run.
-        returncode: of the supervisor, negative for a signal.
-        state: after the whole record.
-        for_people: whether to print for people, not only events.
-        environ: of the command.
-        out: standard output.
-        err: standard error.
-        is_interrupted: returns whether the command was interrupted, and must not wait for stalled readers.
+    ``returncode``: of the supervisor, negative for a signal; ``state``: after the whole record; ``for_people``: whether
+    to print for people, not only events; ``is_interrupted``: whether the command must not wait for stalled readers.
 
     Raises:
         NotReadyError: a host refused the run before it trained; the run directory is deleted.

@@ -237,15 +237,8 @@ class ProgressView:
     ) -> None:
         """Start without output.
 
-        Args:
-            state: state of the run.
-            stream: stream to write to.
-            live: whether to update a line in place.
-            colour: whether to use colours.
-            width: returns the columns of the terminal.
-            keeps_up: returns whether the stream's reader keeps up; otherwise the progress line is not redrawn.
-            now: Unix seconds.
-            clock: monotonic seconds, of the intervals between two lines.
+        ``live``: whether to update a line in place; ``width``: columns of the terminal; ``keeps_up``: whether the
+        stream's reader keeps up, without which the line is not redrawn; ``now``: Unix seconds; ``clock``: monotonic.
         """
         self._state = state
         self._stream = stream
