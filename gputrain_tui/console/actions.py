@@ -31,13 +31,13 @@ class Action:
     group: str
     places: tuple[str, ...]
     """Screens that have the action, or panels that have it while focused (``log``; ``text``: findings and stack)."""
-    footer: int
+    footer: int = 0
     """Rank in the footer, 1 first; if the footer is narrow, the last ones are left out. 0: not in the footer."""
-    footers: tuple[str, ...]
+    footers: tuple[str, ...] = ()
     """Screens whose footers show the action; empty: all of ``places``."""
-    folds: int
+    folds: int = 0
     """Order in which a narrow footer shortens groups to their keys and the group's name: 1, then 2; 0: never."""
-    offered: Literal["always", "while it runs", "after the end"]
+    offered: Literal["always", "while it runs", "after the end"] = "always"
     """Time at which the footer of a run shows the action; the key works at any time."""
 
     @property
