@@ -16,7 +16,7 @@ import msgspec
 
 from gputrain_tui.commands.checkpoint_flags import add_checkpoint
 from gputrain_tui.commands.rank_flags import add_ranks, chosen_ranks
-from gputrain_tui.headless.export_progress import ExportProgress
+from gputrain_tui.headless.progress import ExportProgress
 from gputrain_tui.history.export.extent import shortcomings, summary
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import write_csv, write_jsonl

@@ -17,9 +17,6 @@ from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.stop_request import STACK_SIGNAL
 
-ANSWER_BYTES = 256 << 10
-"""Most bytes to read for an answer; a stack has some kilobytes."""
-
 
 class StackRequest:
     """Request for one process's stack."""
@@ -30,8 +27,8 @@ class StackRequest:
 
     def answer(self) -> list[str]:
         """Return the lines of the stack in the rank's log; empty until the process has answered."""
-        try:
-            text = read_part(self._log, self._offset, ANSWER_BYTES).decode("utf-8", "replace")
+        try:  # a stack has some kilobytes
+            text = read_part(self._log, self._offset, 256 << 10).decode("utf-8", "replace")
         except OSError:
             return []
         lines = text.splitlines()

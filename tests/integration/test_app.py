@@ -13,9 +13,8 @@ from screens_at_rest import toasts
 from textual.events import Click, Key
 
 from gputrain_tui.commands import attach
-from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.app import GputrainApp, Palette
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
@@ -69,10 +68,10 @@ async def test_a_run_at_rest_is_read_less_often_until_something_comes(home: Path
     reader = CountingReader(run.dir)
     app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, source=reader), runs=list)
 
-    def polls(beats: int) -> int:
+    def polls(calls: int) -> int:
         before = reader.polls
-        for _ in range(beats):
-            app.beat()
+        for _ in range(calls):
+            app.poll()
         return reader.polls - before
 
     async with app.run_test(size=(80, 24)) as pilot:
@@ -364,8 +363,8 @@ def test_attaching_to_a_missing_run_is_one_line() -> None:
 
 NATIVE = """
 import os, sys
-from gputrain_tui.console.stderr_guard import guarded
-with guarded():
+from gputrain_tui.console.terminal import captured_stderr
+with captured_stderr():
     os.write(2, b"noise of a library\\n")
     print("the screen", file=sys.__stderr__, flush=True)
 print("afterwards", file=sys.stderr)

@@ -23,8 +23,7 @@ from gputrain_tui.console.widgets.loss_curves import CurveReader
 from gputrain_tui.console.widgets.run_list import cell_text
 from gputrain_tui.console.widgets.step_bars import phases_of
 from gputrain_tui.headless.closing_report import closing_lines, status_line
-from gputrain_tui.headless.progress import plain_line, progress_line
-from gputrain_tui.headless.styled_text import paint
+from gputrain_tui.headless.progress import paint, plain_line, progress_line
 from gputrain_tui.history.run_folders import Run, create, open_run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import read_status, write_status
