@@ -81,7 +81,7 @@ def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ:
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.host import resource_limits
-    from trainer.host.proc_environ import RUN
+    from trainer.host.visible_devices import visible_devices
 
     training = None if isinstance(ranks_run, Script) else ranks_run.training
     resource_limits.require(
@@ -90,26 +90,10 @@ def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ:
     )
     if training is not None and training.num_workers:
         resource_limits.require_shared_memory()
-    # Ranks of a run that the console or a command started fork from the server; those typed by hand need not.
-    forked = bool(environ.get(RUN)) and options.start_method == "forkserver"
-    if training is None or options.run_dir is None or not forked:
-        return _launch(options, ranks_run, environ)
-
-    from trainer.agent.scratch import loading_torch
-    from trainer.contract.home_folder import expand_home
-    from trainer.contract.record import RunDir
-
-    with loading_torch(RunDir(expand_home(options.run_dir).absolute()), options.node):
-        return _launch(options, ranks_run, environ)
-
-
-def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Mapping[str, str]) -> int:
-    """Decide which ranks start here, and run them; return the exit code."""
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.contract.option_rules import require_batch_sizes
     from trainer.environments.dispatch import decide
-    from trainer.host.visible_devices import visible_devices
 
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))

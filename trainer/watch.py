@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.agent import end_signal
-from trainer.agent.exception_failure import failure_of
+from trainer.agent.rank_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry import instrument

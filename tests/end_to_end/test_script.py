@@ -18,7 +18,7 @@ from waiting import LIMIT_S, until
 
 from trainer.__main__ import main
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.log_tail import last_error
+from trainer.agent.rank_failure import last_error
 from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import NodeOutcome

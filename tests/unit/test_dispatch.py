@@ -7,7 +7,7 @@ import pytest
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.environments.dispatch import Decision, apply_counts, decide
-from trainer.environments.hostlist import expand, task_counts
+from trainer.environments.slurm_step import expand, task_counts
 
 TCP = "tcp://10.0.0.1:29500"
 TORCHRUN = {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from gputrain_tui.hosts.inventory import (
 )
 from trainer.host.addresses import Network, ipv6_addresses
 from trainer.host.cores import Cpus
-from trainer.host.memory import Memory, memory_from
+from trainer.host.memory import Memory, read_memory
 from trainer.host.nvml import RawGpu, RawProcess
 
 GIB = 1024 * MIB
@@ -112,10 +113,10 @@ def test_a_gpu_is_free_when_no_process_uses_it(change: dict[str, object], reason
     assert is_free(gpu) is (reason == "")
 
 
-def test_memory_is_read_without_psutil_too() -> None:
-    meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n"
-    assert memory_from(meminfo) == Memory(total_bytes=2 * MIB, available_bytes=MIB)
-    assert memory_from("") == Memory()
+def test_memory_is_read_without_psutil_too(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n")
+    assert read_memory(tmp_path) == Memory(total_bytes=2 * MIB, available_bytes=MIB)
+    assert read_memory(tmp_path / "absent") == Memory()
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------

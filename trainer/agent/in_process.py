@@ -34,8 +34,8 @@ from trainer.contract.outcome import (
 from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
-from trainer.host.descendants import kill_descendants
-from trainer.host.proc_environ import RUN
+from trainer.host.descendants import adopt_orphans, kill_descendants
+from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest
 
 FLUSH_S = 0.15
@@ -46,7 +46,7 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
     """Run the rank, ``module:function``, to its end in this process and return its exit code."""
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
-    process_guard.adopt_orphans()
+    adopt_orphans()
     node_dir = run_dir if assignment.local_world_size == 1 else None
     with (
         StopRequest(lease=environ.get(LEASE) == "stdin", main_thread_is_free=False) as stop_request,
@@ -102,7 +102,7 @@ class _InProcessAgent:
         assert self._run_dir is not None
         assignment = self._assignment
         writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
-        writer.write(assignment.spawned(os.getpid()))
+        writer.write(assignment.state("spawned", pid=os.getpid()))
         writer.close()
 
     def sample_node(self) -> None:
@@ -115,13 +115,12 @@ class _InProcessAgent:
         assignment = self._assignment
         local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
         writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
-        log_of = self._run_dir.rank_log
         sampler = NodeSampler(
             assignment.node,
             assignment.host,
             local_ranks.pids,
             writer=writer,
-            log_of=log_of,
+            log_of=self._run_dir.rank_log,
             line_of=lambda rank: self._position.line if rank == assignment.rank else "",
             record=self._run_dir.events,
         )
@@ -163,9 +162,7 @@ class _InProcessAgent:
         if self._reported is not None:
             return self._reported
         message = f"the rank ended with exit code {code} before its training was complete"
-        assignment = self._assignment
-        failure = Failure(time=time.time(), kind="exit", message=message, rank=assignment.rank, host=assignment.host)
-        self._write_outcome(ExitCode.FAILED, failure=failure)
+        self._write_outcome(ExitCode.FAILED, failure=self._assignment.failure("exit", message))
         return code
 
     def stop_requested(self) -> bool:
@@ -213,16 +210,16 @@ class _InProcessAgent:
         if failure is not None:
             self._print_message(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
         if self._run_dir is not None and assignment.local_world_size == 1:
-            outcome = RankOutcome(exit_code=code, finished=finished)
+            stop = stopped or RankReport()
             node = NodeOutcome(
                 node=assignment.node,
                 host=assignment.host,
                 exit_code=code,
-                ranks={assignment.rank: outcome},
+                ranks={assignment.rank: RankOutcome(exit_code=code, finished=finished)},
                 failure=failure,
-                stopped_at=None if stopped is None else stopped.step,
-                saved=None if stopped is None else stopped.saved,
-                not_kept="" if stopped is None else stopped.not_kept,
+                stopped_at=stop.step,
+                saved=stop.saved,
+                not_kept=stop.not_kept,
                 stop_reason=self._stop_request.reason or "",
                 not_recorded=self._not_recorded,
             )

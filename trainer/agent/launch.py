@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.agent import forkserver, worker_entry
+from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
@@ -29,7 +29,7 @@ from trainer.environments import slurm_step
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
 from trainer.host.ports import free_port
-from trainer.host.proc_environ import RUN
+from trainer.host.processes import RUN
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
@@ -99,7 +99,6 @@ def launch(
             if decision.spawn or agent_of_its_own:
                 outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
             else:
-                forkserver.stop()  # the rank loads torch in this process
                 outcome = None
                 code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
     if outcome is None:

@@ -26,11 +26,10 @@ from trainer.agent.worker_process import WorkerProcess, start_worker
 from trainer.contract.errors import print_message
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
-from trainer.host import process_guard
-from trainer.host.descendants import kill_descendants, reap
-from trainer.host.proc_environ import RUN
+from trainer.host.descendants import adopt_orphans, kill_descendants, reap
+from trainer.host.process_identity import UnmarkedProcesses
+from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
-from trainer.host.unmarked_processes import UnmarkedProcesses
 
 
 def run_node(
@@ -39,7 +38,7 @@ def run_node(
     start_method: Literal["forkserver", "spawn"],
     environ: Mapping[str, str],
     target: str,
-    preloaded: Sequence[str] | None = None,
+    preloaded: Sequence[str] = forkserver.PRELOADED,
 ) -> NodeOutcome:
     """Run the ranks to their end and leave no process behind.
 
@@ -48,7 +47,7 @@ def run_node(
         start_method: of their processes.
         environ: the environment, for the lease.
         target: function that a rank runs, ``module:function``.
-        preloaded: modules that the fork server imports; default: ``forkserver.PRELOADED``.
+        preloaded: modules that the fork server imports.
     """
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
@@ -57,7 +56,7 @@ def run_node(
     node_dir = run_dir if len(assignments) == first.local_world_size else None
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
-    process_guard.adopt_orphans()
+    adopt_orphans()
     with (
         StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request,
         _woken_by_children(),
@@ -131,7 +130,7 @@ class _NodeAgent:
         assignments: Sequence[RankAssignment],
         start_method: Literal["forkserver", "spawn"],
         target: str,
-        preloaded: Sequence[str] | None,
+        preloaded: Sequence[str],
     ) -> None:
         """Start all ranks.
 
@@ -171,7 +170,7 @@ class _NodeAgent:
         self._ranks.append(rank)
         assert rank.process.pid is not None
         self._pids[assignment.rank] = rank.process.pid
-        self._writer.write(rank.assignment.spawned(rank.process.pid))
+        self._writer.write(assignment.state("spawned", pid=rank.process.pid))
 
     # --- watching -------------------------------------------------------------------------------------------------
 
@@ -210,7 +209,6 @@ class _NodeAgent:
         return SAMPLE_S if due_s is None else min(due_s, SAMPLE_S)
 
     def close(self) -> None:
-        """Close the sampler."""
         if self._sampler is not None:
             self._sampler.close()
 
@@ -263,15 +261,7 @@ class _NodeAgent:
         return ended
 
     def outcome(self, first: RankAssignment) -> NodeOutcome:
-        """Return the outcome of the node."""
-        shutdown = self._shutdown
-        return self._attribution.outcome(
-            first,
-            self._ranks,
-            stopped=shutdown.stopped,
-            unanswered=shutdown.unanswered,
-            stop_reason=self._stop_request.reason or "",
-        )
+        return self._attribution.outcome(first, self._ranks, self._shutdown, self._stop_request.reason or "")
 
 
 def _torch_context() -> BaseContext:

@@ -21,6 +21,7 @@ from trainer.host.processes import (
     read_usage,
     sleeps_in,
 )
+from trainer.host.resource_limits import free_bytes
 
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
@@ -31,27 +32,16 @@ ASLEEP_PERCENT = 2.0
 """Use of a core below which a process counts as asleep; two ticks of the kernel's clock in a second."""
 
 
-def rank_sample(
-    rank: int, before: ProcessUsage | None, after: ProcessUsage, *, seconds: float, tick_hz: int
-) -> RankSample:
+def rank_sample(rank: int, before: ProcessUsage | None, after: ProcessUsage, *, seconds: float) -> RankSample:
     """Return the sample of a rank from two readings of its process, with shares of the time between them."""
     sample = RankSample(rank=rank, rss_bytes=after.rss_bytes, held=after.held)
     if before is None or seconds <= 0:
         return sample
     if before.ticks is not None and after.ticks is not None:
-        sample.cpu_percent = _percent((after.ticks - before.ticks) / tick_hz, seconds)
+        sample.cpu_percent = _percent((after.ticks - before.ticks) / CLOCK_TICKS_HZ, seconds)
     if before.wait_ns is not None and after.wait_ns is not None:
         sample.wait_percent = min(100.0, _percent((after.wait_ns - before.wait_ns) / 1e9, seconds))
     return sample
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Return the space that this user may still use on a folder's disk; None if that cannot be read."""
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
 
 
 def _percent(part: float, whole: float) -> float:
@@ -206,7 +196,7 @@ class NodeSampler:
             if process is None:
                 continue  # it has ended
             earlier = self._processes.get(rank)
-            of_rank = rank_sample(rank, earlier, process, seconds=seconds, tick_hz=CLOCK_TICKS_HZ)
+            of_rank = rank_sample(rank, earlier, process, seconds=seconds)
             if of_rank.cpu_percent is not None and of_rank.cpu_percent < ASLEEP_PERCENT:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
             if (of_rank.wait_percent or 0.0) >= waits_percent:

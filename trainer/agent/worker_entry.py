@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import NoReturn
@@ -15,7 +14,8 @@ from typing import NoReturn
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import report_position
-from trainer.agent.exception_failure import failure_of
+from trainer.agent.forkserver import set_variables
+from trainer.agent.rank_failure import failure_of
 from trainer.contract.errors import ExitCode, RequestError, TrainingError
 from trainer.contract.outcome import RankReport, exit_code_of
 from trainer.contract.record import Failure, RunDir
@@ -32,7 +32,7 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     end_signal.block(ends=not assignment.is_script)
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
-    _set_environment(assignment)
+    set_variables(assignment.environment)
     terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
     if assignment.run_dir is not None:
         process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
@@ -51,16 +51,6 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
         return bool(stop_request.level) or assignment.stop_requested()
 
     leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested, terminal=terminal)))
-
-
-def _set_environment(assignment: RankAssignment) -> None:
-    for name, value in assignment.environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if "TMPDIR" in assignment.environment:
-        tempfile.tempdir = None  # tempfile may have cached the old folder
 
 
 def run(target: str, assignment: RankAssignment) -> int:

@@ -131,7 +131,7 @@ def ask_driver() -> Answers:
     if refusal := nvml.start():
         return Answers(refusal=refusal)
     try:
-        version = nvml.number("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion", kind=c_int)
+        version = nvml.number("nvmlSystemGetCudaDriverVersion_v2", kind=c_int)
         return Answers(
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
@@ -147,17 +147,16 @@ def list_gpus() -> list[tuple[str, str]]:
     if nvml is None or nvml.start():
         return []
     try:
-        found = []
+        gpus = []
         for index in range(nvml.count()):
             device = nvml.handle(index)
-            uuid, name = (
-                None if device is None else nvml.text(query, device)
-                for query in ("nvmlDeviceGetUUID", "nvmlDeviceGetName")
-            )
+            if device is None:
+                return []
+            uuid, name = nvml.text("nvmlDeviceGetUUID", device), nvml.text("nvmlDeviceGetName", device)
             if uuid is None or name is None:
                 return []
-            found.append((uuid, name))
-        return found
+            gpus.append((uuid, name))
+        return gpus
     finally:
         nvml.stop()
 
@@ -184,18 +183,14 @@ class Nvml:
     def start(self) -> str:
         """Initialize NVML; return the reason of a failure in one line, else an empty string."""
         code = self.call("nvmlInitWithFlags", c_uint(0))
-        if code is None:
-            code = self.call("nvmlInit_v2")
         if code == DONE:
             return ""
-        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.error_text(code)}"
+        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self._error_text(code)}"
 
     def stop(self) -> None:
-        """Shut NVML down."""
         self.call("nvmlShutdown")
 
     def count(self) -> int:
-        """Return the number of GPUs."""
         return self.number("nvmlDeviceGetCount_v2") or 0
 
     def handle(self, index: int) -> Any:
@@ -220,8 +215,7 @@ class Nvml:
             return None
         return cast(int, function(*args))
 
-    def error_text(self, code: int | None) -> str:
-        """Return NVML's text for an error code."""
+    def _error_text(self, code: int | None) -> str:
         try:
             function = self._library.nvmlErrorString
         except AttributeError:
@@ -230,17 +224,11 @@ class Nvml:
         return (function(c_int(code or 0)) or b"").decode("utf-8", "replace")
 
     def number(self, *names: str, args: Sequence[Any] = (), kind: Any = c_uint) -> int | None:
-        """Return the number that the first function to succeed writes into its last argument; None if none does.
-
-        Args:
-            names: functions to try in this order.
-            args: arguments before the last.
-            kind: C type of the number.
-        """
+        """Return the number, of a C type, that the first function to succeed writes into its last argument."""
         for name in names:
-            found = kind(0)
-            if self.call(name, *args, byref(found)) == DONE:
-                return int(found.value)
+            number = kind(0)
+            if self.call(name, *args, byref(number)) == DONE:
+                return int(number.value)
         return None
 
     def text(self, name: str, *args: Any) -> str | None:
@@ -248,12 +236,11 @@ class Nvml:
         buffer = create_string_buffer(96)
         return _decoded(buffer.value) if self.call(name, *args, buffer, c_uint(96)) == DONE else None
 
-    def struct(self, name: str, device: Any, found: Any) -> Any:
-        """Return ``found`` after the query has filled it; None if it is refused."""
-        return found if self.call(name, device, byref(found)) == DONE else None
+    def struct(self, name: str, device: Any, struct: Any) -> Any:
+        """Return the struct after the query has filled it; None if it is refused."""
+        return struct if self.call(name, device, byref(struct)) == DONE else None
 
     def readings(self, device: Any) -> GpuReadings:
-        """Query the readings of a GPU."""
         return GpuReadings(**self._readings(device))
 
     def gpu(self, index: int) -> RawGpu | None:
@@ -308,15 +295,15 @@ class Nvml:
         for suffix, layout in (("_v3", _Process), ("_v2", _Process), ("", _ProcessV1)):
             capacity = 0
             for _ in range(4):  # processes start and end between two calls
-                count, found = c_uint(capacity), (layout * max(capacity, 1))()
-                code = self.call(name + suffix, device, byref(count), ctypes.cast(found, POINTER(layout)))
+                count, entries = c_uint(capacity), (layout * max(capacity, 1))()
+                code = self.call(name + suffix, device, byref(count), ctypes.cast(entries, POINTER(layout)))
                 if code != INSUFFICIENT_SIZE:
                     break
                 capacity = count.value + 8
             if code == DONE:
                 return [
                     RawProcess(pid=entry.pid, memory=None if entry.memory == NOT_AVAILABLE else entry.memory, kind=kind)
-                    for entry in found[: min(count.value, capacity)]
+                    for entry in entries[: min(count.value, capacity)]
                 ]
         return None
 

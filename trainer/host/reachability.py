@@ -40,7 +40,7 @@ def outward_addresses() -> list[InterfaceAddress]:
 
     That of the default route comes first, then IPv4 before IPv6.
     """
-    found = [
+    addresses = [
         each
         for each in interface_addresses()
         if is_interface_up(each.interface)
@@ -48,7 +48,7 @@ def outward_addresses() -> list[InterfaceAddress]:
         and not ipaddress.ip_address(each.text).is_link_local
     ]
     outward = source_towards(OUTSIDE)
-    return sorted(found, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
+    return sorted(addresses, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
 
 
 def resolve(host: str) -> str | None:

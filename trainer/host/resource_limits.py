@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import MachineNotReadyError, RequestError
+from trainer.host.descendants import prctl_refusal
 from trainer.host.memory import read_container_limit_bytes, read_memory, read_swap_bytes
-from trainer.host.prctl import prctl_refusal
 from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
@@ -21,8 +21,6 @@ RANK_BYTES = 20 << 20
 its model."""
 SCRIPT_BYTES = 5 << 20
 """Minimum private memory of a script's process, which may run without torch."""
-
-
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 1 << 20
 """Least free shared memory: a data loading process needs some semaphores of 4 KiB, and its batches."""
@@ -61,7 +59,7 @@ class ResourceLimits:
         return f"{requested}, which can hold at most {max(max_ranks, 0)}: {why}"
 
 
-def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
+def require(ranks: int, *, rank_bytes: int) -> None:
     """Check the number of ranks against the limits of this machine; passing does not guarantee that they fit.
 
     Raises:
@@ -71,8 +69,7 @@ def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
     limits = read_limits()
     if limits.missing:
         raise MachineNotReadyError(limits.missing)
-    reason = limits.refusal(ranks, rank_bytes=rank_bytes)
-    if reason:
+    if reason := limits.refusal(ranks, rank_bytes=rank_bytes):
         raise RequestError(reason)
 
 
@@ -92,17 +89,21 @@ def require_shared_memory() -> None:
 
 def free_shm_bytes() -> int | None:
     """Return the free space of ``/dev/shm``; None where there is none."""
+    return free_bytes(SHM)
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the space that this user may still use on a folder's disk; None if that cannot be read."""
     try:
-        status = os.statvfs(SHM)
+        disk = os.statvfs(folder)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
+    return disk.f_bavail * disk.f_frsize
 
 
 def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
     """Read the limits of this machine and process."""
     sizes = [size for size in (read_memory(proc).total_bytes, read_swap_bytes(proc)) if size is not None]
-    machine = sum(sizes) if sizes else None
     return ResourceLimits(
         processes=_least(
             _soft(resource.RLIMIT_NPROC),
@@ -111,7 +112,7 @@ def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
             read_number(cgroup / "pids.max"),
         ),
         files=open_files(),
-        memory_bytes=_least(machine, read_container_limit_bytes(cgroup)),
+        memory_bytes=_least(sum(sizes) if sizes else None, read_container_limit_bytes(cgroup)),
         missing=_missing(proc),
     )
 
