@@ -12,10 +12,8 @@ from trainer.contract.rendezvous_url import tcp_url
 from trainer.environments.decision import (
     CountExchange,
     Decision,
-    assign_devices,
-    check_device,
-    choose_backend,
-    gpu_text,
+    decide_node,
+    decide_rank,
     parse_integer,
     require_devices,
 )
@@ -124,46 +122,21 @@ def _task_per_rank(
             "its nodes is a rank: leave the flag out, or start one task per node"
         )
     require_devices(options, device_count, world)
-    device, shared = _device_of_task(options, environ, device_count, local_rank, local_world)
-    single_node = tasks is not None and len(tasks) == 1
-    return Decision(
-        mode="slurm",
-        world_size=world,
-        first_rank=rank,
-        ranks=(rank,),
-        local_ranks=(local_rank,),
-        local_world_size=local_world,
-        device_ids=(device,),
-        init_method=_init_method(options, environ, single_node=single_node) if world > 1 else None,
-        spawn=False,
-        backend=choose_backend(options, device_count, shared=shared),
-        why=f"rank {rank} of {world}: task {local_rank} of its node in a Slurm step",
-    )
-
-
-def _device_of_task(
-    options: Distributed, environ: Mapping[str, str], device_count: int, local_rank: int, local_world: int
-) -> tuple[int | None, bool]:
-    """Return the GPU of a task that is a rank, and whether it is shared.
-
-    With ``--gpus-per-task`` each task sees only its own GPU, as number 0; otherwise every task sees all GPUs of the
-    node. If one GPU is visible, SLURM_GPUS_ON_NODE distinguishes the two.
-    """
-    if device_count == 0:
-        return None, False
-    if options.device_id is not None:
-        return check_device(options.device_id, device_count, "--device-id"), False
+    # With --gpus-per-task each task sees only its own GPU, as number 0; otherwise every task sees all GPUs of the node.
+    # If one GPU is visible, SLURM_GPUS_ON_NODE distinguishes the two.
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-    sees_only_its_own = device_count == 1 and not (on_node.isdecimal() and int(on_node) < local_world)
-    if sees_only_its_own:
-        return 0, False
-    if local_world <= device_count:
-        return local_rank, False
-    if options.share_devices:
-        return local_rank % device_count, True
-    raise RequestError(
-        f"Slurm started {local_world} tasks on this node, which has {gpu_text(device_count)} visible: "
-        "ask srun for one task per GPU, or add --share-devices"
+    single_node = tasks is not None and len(tasks) == 1
+    return decide_rank(
+        "slurm",
+        options,
+        device_count,
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        init_method=_init_method(options, environ, single_node=single_node) if world > 1 else None,
+        why=f"rank {rank} of {world}: task {local_rank} of its node in a Slurm step",
+        own_device=not (on_node.isdecimal() and int(on_node) < local_world),
     )
 
 
@@ -190,14 +163,6 @@ def _task_per_node(
             "nodes x ranks per node"
         )
     require_devices(options, device_count, max(nprocs * nodes, world or 1))
-    if options.device_id is not None and nprocs > 1 and device_count:
-        raise RequestError(
-            f"--device-id is for one rank, but {nprocs} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
-        )
-    devices, shared = assign_devices(options, device_count, nprocs)
-    if options.device_id is not None and device_count:
-        devices = (check_device(options.device_id, device_count, "--device-id"),)
-    init_method = _init_method(options, environ, single_node=nodes == 1) if nprocs * nodes > 1 else None
     exchange = None
     if not nodes_alike:
         exchange = CountExchange(
@@ -208,17 +173,14 @@ def _task_per_node(
             expected_world=world,
             key=step_key(environ),
         )
-    return Decision(
-        mode="slurm",
-        world_size=nprocs * nodes,
-        first_rank=nprocs * node,
-        ranks=tuple(range(nprocs * node, nprocs * (node + 1))),
-        local_ranks=tuple(range(nprocs)),
-        local_world_size=nprocs,
-        device_ids=devices,
-        init_method=init_method,
-        spawn=nprocs > 1,
-        backend=choose_backend(options, device_count, shared=shared),
+    return decide_node(
+        "slurm",
+        options,
+        device_count,
+        world=nprocs * nodes,
+        first=nprocs * node,
+        count=nprocs,
+        init_method=_init_method(options, environ, single_node=nodes == 1) if nprocs * nodes > 1 else None,
         why=f"node {node} of {nodes} of a Slurm step, one task per node",
         exchange=exchange,
     )
