@@ -26,7 +26,7 @@ from trainer.host.descendants import adopt_orphans, kill_descendants
 from trainer.host.import_path import node_environment
 from trainer.host.processes import RUN, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL
-from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
+from trainer.host.temporary_folder import delete_temporary_folders
 
 LEASE_S = 3.0
 """Time that the node of a leased run goes on without a session: long enough to reopen a broken connection."""
@@ -162,8 +162,7 @@ def _run_agent(
             _kill_session(node)
     code = node.wait()
     kill_descendants(run=str(run_dir))
-    for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir, [request["node"]], within)
+    delete_temporary_folders(run_dir, [request["node"]])
     _write(folder / EXIT, {"code": code})
 
 

@@ -21,7 +21,7 @@ from gputrain_tui.hosts.inventory import (
 from trainer.host.addresses import Network, ipv6_addresses
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory, read_memory
-from trainer.host.nvml import RawGpu, RawProcess
+from trainer.host.nvml import GpuReadings, RawGpu, RawProcess
 
 GIB = 1024 * MIB
 
@@ -38,28 +38,20 @@ IDLE = Gpu(
 # --- what NVML's answers mean ----------------------------------------------------------------------------------------
 
 
-def test_answers_of_nvml_become_a_gpu_in_watts_percent_and_bytes() -> None:
+def test_answers_of_nvml_become_a_gpu_with_the_owners_of_its_processes() -> None:
     raw = RawGpu(
         index=3,
         uuid="GPU-abc",
         pci_bus_id="00000000:0B:00.0",
         name="NVIDIA H100",
-        memory_used=5,
-        memory_total=10,
-        utilization=97,
-        temperature=61,
-        power_mw=412_345,
-        power_limit_mw=700_000,
-        sm_clock=1755,
-        max_sm_clock=1980,
-        throttle_mask=0x1 | 0x4 | 0x40,
-        mig_mode=0,
+        power_limit_watts=700.0,
         compute_mode=0,
         processes=[
             RawProcess(pid=9, memory=None, kind="compute"),
             RawProcess(pid=7, memory=5, kind="compute"),
             RawProcess(pid=7, memory=5, kind="graphics"),
         ],
+        readings=GpuReadings(memory_used_bytes=5, memory_total_bytes=10, throttle_reasons=("power_cap",)),
     )
     assert gpu_from(raw, {7: ("ada", "python3")}) == Gpu(
         index=3,
@@ -68,13 +60,8 @@ def test_answers_of_nvml_become_a_gpu_in_watts_percent_and_bytes() -> None:
         name="NVIDIA H100",
         memory_used_bytes=5,
         memory_total_bytes=10,
-        utilization_percent=97.0,
-        temperature_celsius=61.0,
-        power_watts=412.345,
         power_limit_watts=700.0,
-        sm_clock_mhz=1755,
-        max_sm_clock_mhz=1980,
-        throttle_reasons=("power_cap", "thermal_hardware"),
+        throttle_reasons=("power_cap",),
         processes=(
             GpuProcess(pid=7, user="ada", name="python3", memory_bytes=5),
             GpuProcess(pid=9, user=None, name=None, memory_bytes=None),

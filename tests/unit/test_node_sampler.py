@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.agent.node_sampler import Gpus, NodeSampler, rank_sample
-from trainer.contract.record import EventWriter, NodeSample, decode_events
+from trainer.contract.record import EventWriter, NodeSample, RunDir, decode_events
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
 from trainer.host.memory import read_container_memory, read_memory, read_memory_group
 from trainer.host.nvml import Nvml
@@ -146,9 +146,9 @@ def test_the_children_of_an_idle_rank_are_sampled_and_those_of_a_busy_one_are_no
         (proc / str(pid) / "stat").write_text(f"{pid} (py) {' '.join(fields)}")
         (proc / str(pid) / "statm").write_text("900 25 3")
 
-    sampler = NodeSampler(
-        0, "here", {0: 77, 1: 90}, writer=EventWriter(tmp_path / "events"), proc=proc, record=tmp_path
-    )
+    run_dir = RunDir(tmp_path)
+    writer = EventWriter(run_dir.node_events(0))
+    sampler = NodeSampler(0, "here", {0: 77, 1: 90}, writer=writer, proc=proc, run_dir=run_dir)
     counted = []
     for second in range(4):
         write(77, 1, 0)
@@ -204,10 +204,11 @@ def test_the_memory_group_of_a_process_has_the_least_limit_around_it_and_its_own
 
 
 def test_the_size_of_a_ranks_log_is_sampled(tmp_path: Path) -> None:
-    log = tmp_path / "0.log"
-    log.write_bytes(b"hello\n")
-    writer = EventWriter(tmp_path / "node-0.ndjson")
-    sampler = NodeSampler(0, "here", {0: os.getpid()}, writer=writer, log_of=lambda _: log)
+    run_dir = RunDir(tmp_path)
+    run_dir.rank_log(0).parent.mkdir()
+    run_dir.rank_log(0).write_bytes(b"hello\n")
+    writer = EventWriter(run_dir.node_events(0))
+    sampler = NodeSampler(0, "here", {0: os.getpid()}, writer=writer, run_dir=run_dir)
     sample = sampler.poll(1.0)
     writer.close()
     assert sample is not None

@@ -20,7 +20,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import CodePosition
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
-from trainer.agent.scratch import delete_scratch, scratch_folder
+from trainer.agent.scratch import scratch_folder
 from trainer.contract.errors import ExitCode, message_line
 from trainer.contract.outcome import (
     SAVE_TIMEOUT_S,
@@ -37,6 +37,7 @@ from trainer.host import process_guard
 from trainer.host.descendants import adopt_orphans, kill_descendants
 from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest
+from trainer.host.temporary_folder import delete_temporary_folders
 
 FLUSH_S = 0.15
 """Time before a stopped rank exits: a little more than ``EventWriter.interval_s``."""
@@ -98,7 +99,6 @@ class _InProcessAgent:
         """Time at which the process exits after a stop request, on the monotonic clock."""
 
     def write_spawned(self) -> None:
-        """Record the state ``spawned`` of the rank."""
         assert self._run_dir is not None
         assignment = self._assignment
         writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
@@ -120,9 +120,8 @@ class _InProcessAgent:
             assignment.host,
             local_ranks.pids,
             writer=writer,
-            log_of=self._run_dir.rank_log,
+            run_dir=self._run_dir,
             line_of=lambda rank: self._position.line if rank == assignment.rank else "",
-            record=self._run_dir.events,
         )
         gpus_known = False
         while not self._over.wait(SAMPLE_S):
@@ -166,7 +165,6 @@ class _InProcessAgent:
         return code
 
     def stop_requested(self) -> bool:
-        """Whether the rank is to save and exit."""
         return self._leave_at is not None
 
     def follow_stop_request(self) -> None:
@@ -188,7 +186,7 @@ class _InProcessAgent:
         time.sleep(FLUSH_S)
         kill_descendants(run=os.environ.get(RUN), timeout_s=1.0)
         if self._run_dir is not None and self._assignment.local_world_size == 1:
-            delete_scratch(self._run_dir, self._assignment.node)
+            delete_temporary_folders(self._run_dir.path, [self._assignment.node])
         os._exit(ExitCode.STOPPED)
 
     def _write_outcome(

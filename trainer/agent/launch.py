@@ -22,7 +22,7 @@ from trainer.agent.script_environment import launcher_environment, master_addres
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, print_message
 from trainer.contract.home_folder import expand_home
 from trainer.contract.options import Distributed, Script
-from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
+from trainer.contract.outcome import NodeOutcome, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
 from trainer.contract.training_spec import TrainingSpec
 from trainer.environments import slurm_step
@@ -53,13 +53,6 @@ def launch(
     environ: Mapping[str, str],
 ) -> int:
     """Run the ranks of a decision and return the exit code; if this process is the rank, end the process instead.
-
-    Args:
-        decision: the ranks to start on this node.
-        options: the flags of ``Distributed``.
-        ranks_run: training, or script, of the ranks.
-        devices: the visible GPUs.
-        environ: the environment.
 
     Raises:
         RequestError: the rendezvous, a GPU or the run directory cannot be used.
@@ -136,7 +129,7 @@ def assign(
             run_dir=None if run_dir is None else str(run_dir),
             run_id=run_id,
             terminal=STDOUT if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
-            report=_ignore_report,
+            report=lambda _: None,  # until ``start_worker`` or ``run_in_process`` sets another sink
         )
         for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
     ]
@@ -150,10 +143,6 @@ def _for_script(
     if script.local_rank_flag is not None:
         argv.append(f"{script.local_rank_flag}={assignment.local_rank}")
     return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
-
-
-def _ignore_report(_: RankReport) -> None:
-    """Drop a report: the sink until ``start_worker`` or ``run_in_process`` sets another."""
 
 
 def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
@@ -193,12 +182,9 @@ def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ:
 
 @contextlib.contextmanager
 def _disk_errors_as_training_errors(options: Distributed) -> Iterator[None]:
-    """Turn the error of a full or read-only disk at the start of the record into a message of one line.
+    """Raise a TrainingError for a full or read-only disk at the start of the record.
 
     Once ranks run, a full disk costs parts of the record and not the training.
-
-    Raises:
-        TrainingError: a file of the run directory cannot be created.
     """
     try:
         yield
@@ -210,19 +196,14 @@ def _disk_errors_as_training_errors(options: Distributed) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Mapping[str, str]) -> Iterator[None]:
-    """Claim the GPUs of this node's ranks in the body.
-
-    Raises:
-        MachineNotReadyError: another run has claimed one of them, or they cannot be claimed.
-    """
+    """Claim the GPUs of this node's ranks in the body; raise MachineNotReadyError if they cannot be claimed."""
     known = [uuid for uuid in uuids if uuid]
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as claims:
         try:
-            held.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
+            claims.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
         except GpuTakenError as error:
-            raise MachineNotReadyError(
-                f"{error}; choose another GPU, or allow sharing it with --share-devices"
-            ) from None
+            remedy = "choose another GPU, or allow sharing it with --share-devices"
+            raise MachineNotReadyError(f"{error}; {remedy}") from None
         except GpuClaimError as error:
             raise MachineNotReadyError(f"{error}; accept that with --share-devices") from None
         yield

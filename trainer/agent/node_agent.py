@@ -40,15 +40,7 @@ def run_node(
     target: str,
     preloaded: Sequence[str] = forkserver.PRELOADED,
 ) -> NodeOutcome:
-    """Run the ranks to their end and leave no process behind.
-
-    Args:
-        assignments: the ranks to start; their sink for reports is filled in.
-        start_method: of their processes.
-        environ: the environment, for the lease.
-        target: function that a rank runs, ``module:function``.
-        preloaded: modules that the fork server imports.
-    """
+    """Run the ranks to their end and leave no process behind; ``target`` is the function of a rank, ``module:name``."""
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
@@ -156,9 +148,8 @@ class _NodeAgent:
             self._pids,
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
-            log_of=RunDir(first.run_dir).rank_log,
+            run_dir=RunDir(first.run_dir),
             line_of=self._line_of,
-            record=RunDir(first.run_dir).events,
         )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:

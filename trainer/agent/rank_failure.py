@@ -27,13 +27,13 @@ def failure_of(
     message: str = "",
     defect: bool = True,
 ) -> Failure:
-    """Return an exception as a failure.
+    """Return the exception of a rank as a failure of a kind.
 
     Args:
         error: the exception.
         kind: one of ``Failure.kind``.
-        rank: rank that raised it.
-        host: the rank's machine.
+        rank: the rank that raised it.
+        host: its machine.
         step: optimizer steps done.
         message: one line; by default the exception's class and the first line of its message.
         defect: whether to keep the traceback; not for an error that a person can act on.

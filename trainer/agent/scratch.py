@@ -38,7 +38,7 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[Path | None]:
             yield folder
         finally:
             tempfile.tempdir = None
-            delete_scratch(run_dir, node)
+            delete_temporary_folders(run_dir.path, [node])
 
 
 def _make_folders(run_dir: RunDir, node: int) -> tuple[Path, Path]:
@@ -55,12 +55,6 @@ def _make_folders(run_dir: RunDir, node: int) -> tuple[Path, Path]:
             f"temporary files cannot be written ({error.filename or error}: {error.strerror}); "
             "set TMPDIR to a folder of this machine that can be written"
         ) from None
-
-
-def delete_scratch(run_dir: RunDir, node: int) -> None:
-    """Delete the temporary folders of a node of a run."""
-    for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir.path, [node], within)
 
 
 def _user() -> str:

@@ -63,7 +63,6 @@ class WorkerProcess:
             self.reports.send_bytes(b"stop")
 
     def poll_reports(self) -> list[RankReport]:
-        """Return the reports since the last call."""
         reports: list[RankReport] = []
         try:
             while not self.reports.closed and self.reports.poll():

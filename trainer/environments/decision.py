@@ -59,7 +59,6 @@ class Decision:
 
     @property
     def first_rank(self) -> int:
-        """Lowest rank of this process."""
         return self.ranks[0]
 
 

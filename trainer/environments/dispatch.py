@@ -110,7 +110,6 @@ def _decide_explicit(options: Distributed, environ: Mapping[str, str], device_co
 
 
 def _check_port(options: Distributed, url: str) -> None:
-    """Require that ``--distributed-port`` is the port of the init method, where both are given."""
     parsed = parse_rendezvous_url(url)
     port = parsed.port if parsed is not None and parsed.scheme == "tcp" else None
     if options.distributed_port not in (None, port):
@@ -219,7 +218,6 @@ def _local_rank(environ: Mapping[str, str], default: int) -> int:
 
 
 def _one_visible(environ: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES has exactly one device."""
     return len([entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]) == 1
 
 

@@ -266,7 +266,6 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _split(hostlist: str) -> list[str]:
-    """Split at the commas outside brackets."""
     return [entry.strip() for entry in re.split(r",(?![^\[]*\])", hostlist) if entry.strip()]
 
 

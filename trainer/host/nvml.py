@@ -83,31 +83,32 @@ class RawProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReadings:
-    """Readings that change while a GPU works, in NVML's own units; None for a refused query."""
+    """Readings that change while a GPU works; None for a refused query."""
 
-    memory_used: int | None = None
-    memory_total: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
-    power_mw: int | None = None
-    sm_clock: int | None = None
-    max_sm_clock: int | None = None
-    throttle_mask: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization_percent: int | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    """Of ``THROTTLE_REASONS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawGpu(GpuReadings):
-    """All facts of one GPU in NVML's own units; None for a refused query."""
+class RawGpu:
+    """All facts of one GPU; None for a refused query."""
 
     index: int
     uuid: str | None = None
     pci_bus_id: str | None = None
     name: str | None = None
-    power_limit_mw: int | None = None
-    mig_mode: int | None = None
-    """1 if MIG is on."""
+    power_limit_watts: float | None = None
+    mig: bool = False
     compute_mode: int | None = None
     processes: Sequence[RawProcess] | None = None
+    readings: GpuReadings = GpuReadings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,11 +162,6 @@ def list_gpus() -> list[tuple[str, str]]:
         nvml.stop()
 
 
-def throttle_reasons(mask: int | None) -> tuple[str, ...]:
-    """Return the names of the ``THROTTLE_REASONS`` in a bit mask."""
-    return tuple(name for bit, name in THROTTLE_REASONS if (mask or 0) & bit)
-
-
 def load_driver() -> Nvml | None:
     """Load the NVML library; return None on a machine without it."""
     try:
@@ -194,7 +190,6 @@ class Nvml:
         return self.number("nvmlDeviceGetCount_v2") or 0
 
     def handle(self, index: int) -> Any:
-        """Return the handle of a GPU; None if it has fallen off the bus."""
         device = c_void_p()
         return device if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) == DONE else None
 
@@ -240,9 +235,6 @@ class Nvml:
         """Return the struct after the query has filled it; None if it is refused."""
         return struct if self.call(name, device, byref(struct)) == DONE else None
 
-    def readings(self, device: Any) -> GpuReadings:
-        return GpuReadings(**self._readings(device))
-
     def gpu(self, index: int) -> RawGpu | None:
         """Query all facts of one GPU; return None if it has fallen off the bus."""
         device = self.handle(index)
@@ -256,35 +248,36 @@ class Nvml:
             uuid=self.text("nvmlDeviceGetUUID", device),
             pci_bus_id=None if pci is None else _decoded(pci.bus_id),
             name=self.text("nvmlDeviceGetName", device),
-            power_limit_mw=self.number("nvmlDeviceGetEnforcedPowerLimit", args=(device,)),
-            mig_mode=int(mig.value) if split else None,
+            power_limit_watts=self._watts("nvmlDeviceGetEnforcedPowerLimit", device),
+            mig=split and mig.value == 1,
             compute_mode=self.number("nvmlDeviceGetComputeMode", args=(device,)),
             processes=self._all_processes(device),
-            **self._readings(device),
+            readings=self.readings(device),
         )
 
-    def _readings(self, device: Any) -> dict[str, int | None]:
+    def readings(self, device: Any) -> GpuReadings:
         # Version 2 does not count the driver's own memory as used.
         memory = self.struct(
             "nvmlDeviceGetMemoryInfo_v2", device, _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
         ) or self.struct("nvmlDeviceGetMemoryInfo", device, _Memory())
         utilization = self.struct("nvmlDeviceGetUtilizationRates", device, _Utilization())
         clock = (device, c_uint(CLOCK_SM))
-        return {
-            "memory_used": None if memory is None else int(memory.used),
-            "memory_total": None if memory is None else int(memory.total),
-            "utilization": None if utilization is None else int(utilization.gpu),
-            "temperature": self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
-            "power_mw": self.number("nvmlDeviceGetPowerUsage", args=(device,)),
-            "sm_clock": self.number("nvmlDeviceGetClockInfo", args=clock),
-            "max_sm_clock": self.number("nvmlDeviceGetMaxClockInfo", args=clock),
-            "throttle_mask": self.number(
-                "nvmlDeviceGetCurrentClocksEventReasons",
-                "nvmlDeviceGetCurrentClocksThrottleReasons",
-                args=(device,),
-                kind=c_ulonglong,
-            ),
-        }
+        events, throttling = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
+        mask = self.number(events, throttling, args=(device,), kind=c_ulonglong) or 0
+        return GpuReadings(
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            utilization_percent=None if utilization is None else int(utilization.gpu),
+            temperature_celsius=self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
+            power_watts=self._watts("nvmlDeviceGetPowerUsage", device),
+            sm_clock_mhz=self.number("nvmlDeviceGetClockInfo", args=clock),
+            max_sm_clock_mhz=self.number("nvmlDeviceGetMaxClockInfo", args=clock),
+            throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS if mask & bit),
+        )
+
+    def _watts(self, name: str, device: Any) -> float | None:
+        milliwatts = self.number(name, args=(device,))
+        return None if milliwatts is None else milliwatts / 1000
 
     def _all_processes(self, device: Any) -> list[RawProcess] | None:
         compute = self._processes("nvmlDeviceGetComputeRunningProcesses", device, "compute")

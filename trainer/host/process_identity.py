@@ -21,7 +21,7 @@ from trainer.contract.record.run_dir import write_atomically
 from trainer.host.boot import boot_id
 from trainer.host.proc_files import PROC
 from trainer.host.processes import RUN, SUPERVISOR, descendants, environ_value, read_stat
-from trainer.host.temporary_folder import SHORT, system_folder, temporary_folders
+from trainer.host.temporary_folder import temporary_folders
 
 HELD_S = 5.0
 """Seconds after SIGCONT after which a process that is still stopped counts as stuck."""
@@ -74,7 +74,6 @@ class UnmarkedProcesses:
         self._listed: set[int] = set()
 
     def update(self) -> None:
-        """List the unmarked descendants that live now."""
         unmarked = {
             pid for pid in descendants(os.getpid()) if all(environ_value(pid, n) is None for n in (RUN, SUPERVISOR))
         }
@@ -89,10 +88,9 @@ class UnmarkedProcesses:
 def unmarked_processes(run_dir: Path) -> Iterator[ProcessIdentity]:
     """Yield the listed processes of a run that still live."""
     max_nodes = 256  # nodes of a run whose lists are looked for on this machine, where few run
-    for within in {system_folder(), SHORT}:
-        for folder in temporary_folders(run_dir, range(max_nodes), within):
-            try:
-                listed = read_json(folder / UNMARKED_FILE, _decode)
-            except RecordError:
-                continue
-            yield from (process for process in listed if is_alive(process))
+    for folder in temporary_folders(run_dir, range(max_nodes)):
+        try:
+            listed = read_json(folder / UNMARKED_FILE, _decode)
+        except RecordError:
+            continue
+        yield from (process for process in listed if is_alive(process))

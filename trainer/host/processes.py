@@ -133,7 +133,6 @@ def _lists_children() -> bool:
 
 
 def _scan_children() -> dict[int, list[int]]:
-    """Return the children of all processes, by the pid of their parent."""
     of_parent: dict[int, list[int]] = {}
     for each in sorted(pids()):
         if (stat := read_stat(each)) is not None:
