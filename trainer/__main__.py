@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os
     """Run the command line and return the exit code; a wrong request is one line on standard error."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        own, script_argv = _split_at_dashes(arguments)
+        dashes = arguments.index("--") if "--" in arguments else None
+        own, script_argv = arguments[:dashes], None if dashes is None else arguments[dashes + 1 :]
         require_utf8(arguments)
         if "--describe-task" in own:
             return _describe_task(own)
@@ -60,14 +61,6 @@ def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os
 def _refuse(error: Exception, code: ExitCode) -> ExitCode:
     print_message(str(error), program="trainer")
     return code
-
-
-def _split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Split the words at ``--`` into the trainer's and the script's; the latter are None without ``--``."""
-    if "--" not in arguments:
-        return arguments, None
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
 
 
 def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ: Mapping[str, str]) -> int:
@@ -126,11 +119,7 @@ def _max_local_ranks(options: Distributed, environ: Mapping[str, str]) -> int:
 
 
 def _script(arguments: Sequence[str], script_argv: Sequence[str] | None) -> Script | None:
-    """Read ``--script`` and its arguments; None without it. A script excludes the task and all training options.
-
-    Args:
-        arguments: the trainer's words, without the distributed options.
-        script_argv: words after ``--``; None without ``--``.
+    """Read ``--script`` and its arguments after ``--``; None without it. It excludes the task and all training options.
 
     Raises:
         RequestError: the script does not exist, or a flag has no effect.
@@ -195,7 +184,7 @@ def _require_rules(training: Training, task_options: Any) -> None:
 
 
 def _read(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Read the flags of a schema; return its object and the remaining words."""
+    """Read the flags of a schema; return its object and the remaining arguments."""
     known = describe(schema)
     values, remaining = read_flags(arguments, known)
     return check(schema, values, where=_flag_names(known)), remaining

@@ -39,9 +39,6 @@ from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest
 from trainer.host.temporary_folder import delete_temporary_folders
 
-FLUSH_S = 0.15
-"""Time before a stopped rank exits: a little more than ``EventWriter.interval_s``."""
-
 
 def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], target: str) -> int:
     """Run the rank, ``module:function``, to its end in this process and return its exit code."""
@@ -53,14 +50,16 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
         StopRequest(lease=environ.get(LEASE) == "stdin", main_thread_is_free=False) as stop_request,
         scratch_folder(node_dir, assignment.node),
     ):
-        agent = _InProcessAgent(assignment, run_dir, stop_request)
+        agent = _InProcessAgent(assignment, node_dir, stop_request)
         threading.Thread(target=agent.follow_stop_request, name="stop-request", daemon=True).start()
         if run_dir is not None:
-            if assignment.local_world_size == 1:
-                NodeOutcome.reserve(run_dir.node_result(assignment.node), ranks=1)
-            agent.write_spawned()
+            if node_dir is not None:
+                NodeOutcome.reserve(node_dir.node_result(assignment.node), ranks=1)
+            spawned = EventWriter(run_dir.node_events(assignment.node), shared=True)
+            spawned.write(assignment.state("spawned", pid=os.getpid()))
+            spawned.close()
             if assignment.local_rank == 0:
-                threading.Thread(target=agent.sample_node, name="node-sampler", daemon=True).start()
+                threading.Thread(target=agent.sample_node, args=(run_dir,), name="node-sampler", daemon=True).start()
             terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
             assignment = dataclasses.replace(assignment, terminal=terminal)
             process_guard.redirect_output(run_dir.rank_log(assignment.rank))
@@ -79,9 +78,10 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
 class _InProcessAgent:
     """Agent of the rank in this process: its stop request, reports, outcome and node samples."""
 
-    def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, stop_request: StopRequest) -> None:
+    def __init__(self, assignment: RankAssignment, node_dir: RunDir | None, stop_request: StopRequest) -> None:
         self._assignment = assignment
-        self._run_dir = run_dir
+        self._node_dir = node_dir
+        """Run directory, if this rank is the node's only one."""
         self._stop_request = stop_request
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
@@ -98,29 +98,21 @@ class _InProcessAgent:
         self._leave_at: float | None = None
         """Time at which the process exits after a stop request, on the monotonic clock."""
 
-    def write_spawned(self) -> None:
-        assert self._run_dir is not None
-        assignment = self._assignment
-        writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
-        writer.write(assignment.state("spawned", pid=os.getpid()))
-        writer.close()
-
-    def sample_node(self) -> None:
+    def sample_node(self, run_dir: RunDir) -> None:
         """Sample this node once a second; runs on its own thread.
 
         The thread sleeps nearly all of the time, and holds the GIL for less than a thousandth of it. Each machine has
         its own file: on a network file system, lines of several writers would mix.
         """
-        assert self._run_dir is not None
         assignment = self._assignment
-        local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
-        writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
+        local_ranks = LocalRanks(run_dir, assignment.node, assignment.host, assignment.local_world_size)
+        writer = EventWriter(run_dir.events / f"machine-{assignment.host}.ndjson")
         sampler = NodeSampler(
             assignment.node,
             assignment.host,
             local_ranks.pids,
             writer=writer,
-            run_dir=self._run_dir,
+            run_dir=run_dir,
             line_of=lambda rank: self._position.line if rank == assignment.rank else "",
         )
         gpus_known = False
@@ -183,10 +175,10 @@ class _InProcessAgent:
     def _leave(self) -> NoReturn:
         if self._reported is None:
             self._write_outcome(ExitCode.STOPPED)
-        time.sleep(FLUSH_S)
+        time.sleep(0.15)  # a little more than ``EventWriter.interval_s``
         kill_descendants(run=os.environ.get(RUN), timeout_s=1.0)
-        if self._run_dir is not None and self._assignment.local_world_size == 1:
-            delete_temporary_folders(self._run_dir.path, [self._assignment.node])
+        if self._node_dir is not None:
+            delete_temporary_folders(self._node_dir.path, [self._assignment.node])
         os._exit(ExitCode.STOPPED)
 
     def _write_outcome(
@@ -207,7 +199,7 @@ class _InProcessAgent:
             )
         if failure is not None:
             self._print_message(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
-        if self._run_dir is not None and assignment.local_world_size == 1:
+        if self._node_dir is not None:
             stop = stopped or RankReport()
             node = NodeOutcome(
                 node=assignment.node,
@@ -222,9 +214,9 @@ class _InProcessAgent:
                 not_recorded=self._not_recorded,
             )
             with contextlib.suppress(OSError):  # on a full disk only the exit code shows the outcome
-                node.write(self._run_dir.node_result(assignment.node))
+                node.write(self._node_dir.node_result(assignment.node))
 
-    def _print_message(self, line: str) -> None:
-        text = message_line(line, program="trainer") + "\n"
+    def _print_message(self, text: str) -> None:
+        line = message_line(text, program="trainer") + "\n"
         with contextlib.suppress(OSError):  # the terminal may be gone, which may be why the rank ends
-            os.write(self._terminal, text.encode(errors="backslashreplace"))
+            os.write(self._terminal, line.encode(errors="backslashreplace"))

@@ -28,14 +28,11 @@ from trainer.contract.training_spec import TrainingSpec
 from trainer.environments import slurm_step
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
-from trainer.host.ports import free_port
 from trainer.host.processes import RUN
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
 """Environment variable with the run's id, if the run directory has another name."""
-
-STDOUT = 1
 
 RANK_TARGET = "trainer.engine.worker:run_rank"
 SCRIPT_TARGET = "trainer.agent.script:run_script"
@@ -78,7 +75,7 @@ def launch(
         if isinstance(ranks_run, Script):
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
-            address = master_address(init_method, environ, free_port=free_port() if init_method is None else 0)
+            address = master_address(init_method, environ)
             outcome = run_node(
                 [_for_script(assignment, ranks_run, address, environ) for assignment in assignments],
                 start_method=options.start_method,
@@ -112,13 +109,15 @@ def assign(
     """Return the assignments of the ranks that start on this node; a world of one rank has no init method."""
     run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
     host = socket.gethostname()
+    # All nodes of srun or torchrun share one command line, so --node is 0 there.
+    node = environ.get({"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}.get(decision.mode, ""), "")
     return [
         RankAssignment(
             rank=rank,
             local_rank=local_rank,
             world_size=decision.world_size,
             local_world_size=decision.local_world_size,
-            node=_node(decision, options, environ),
+            node=int(node) if options.node == 0 and node.isdecimal() else options.node,
             host=host,
             device_id=device_id,
             device=label(device_id, devices),
@@ -128,7 +127,7 @@ def assign(
             distributed=options,
             run_dir=None if run_dir is None else str(run_dir),
             run_id=run_id,
-            terminal=STDOUT if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
+            terminal=1 if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
             report=lambda _: None,  # until ``start_worker`` or ``run_in_process`` sets another sink
         )
         for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
@@ -143,13 +142,6 @@ def _for_script(
     if script.local_rank_flag is not None:
         argv.append(f"{script.local_rank_flag}={assignment.local_rank}")
     return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
-
-
-def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
-    """Return the index of this node: ``--node``, else that of srun or torchrun, whose nodes share one command line."""
-    names = {"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}
-    index = environ.get(names.get(decision.mode, ""), "")
-    return int(index) if options.node == 0 and index.isdecimal() else options.node
 
 
 def _run_dir(options: Distributed) -> Path | None:

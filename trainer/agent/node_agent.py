@@ -184,7 +184,10 @@ class _NodeAgent:
                 sources.append(rank.process.sentinel)
                 if not rank.reports.closed:
                     sources.append(rank.reports)
-            wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
+            due_s = self._shutdown.due_in_s(running)
+            if self._sampler is not None:
+                due_s = SAMPLE_S if due_s is None else min(due_s, SAMPLE_S)
+            wait(sources, timeout=due_s)  # type: ignore[arg-type]
             self._stop_request.drain()
             # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
             reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
@@ -192,12 +195,6 @@ class _NodeAgent:
     def _line_of(self, rank: int) -> str:
         """Return the line at which a rank of this agent stays; empty for a rank of another command."""
         return next((each.position.line for each in self._ranks if each.assignment.rank == rank), "")
-
-    def _wait_s(self, running: list[WorkerProcess]) -> float | None:
-        due_s = self._shutdown.due_in_s(running)
-        if self._sampler is None:
-            return due_s
-        return SAMPLE_S if due_s is None else min(due_s, SAMPLE_S)
 
     def close(self) -> None:
         if self._sampler is not None:

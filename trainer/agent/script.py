@@ -73,7 +73,7 @@ def run_script(
 
 
 def _imitate_new_interpreter(arguments: Sequence[str]) -> None:
-    """Set arguments, import path, streams and multiprocessing as in a new interpreter that is given these words."""
+    """Set arguments, import path, streams and multiprocessing as in a new interpreter with these arguments."""
     is_module = arguments[0] == MODULE
     sys.argv = list(arguments[1:] if is_module else arguments)
     own_folder = Path.cwd() if is_module else Path(arguments[0]).resolve().parent

@@ -186,12 +186,9 @@ def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> 
 
 
 def require_devices(options: Distributed, device_count: int, world_size: int) -> None:
-    """Refuse several ranks without a GPU, unless ``--cpu`` is given.
+    """Raise ``RequestError`` for several ranks without a visible GPU, unless ``--cpu`` is given.
 
     With a silent fallback, a broken driver would mean a job that is a hundred times slower.
-
-    Raises:
-        RequestError: several ranks and no visible GPU.
     """
     if not options.cpu and device_count == 0 and world_size > 1:
         raise RequestError(
@@ -230,11 +227,7 @@ def gpu_text(count: int) -> str:
 
 
 def parse_integer(name: str, text: str, *, low: int = 0) -> int:
-    """Parse the value of an environment variable as an integer.
-
-    Raises:
-        RequestError: it is no integer, or below ``low``.
-    """
+    """Parse the value of an environment variable; raise ``RequestError`` if it is no integer, or below ``low``."""
     try:
         value = int(text)
     except ValueError:

@@ -253,7 +253,7 @@ def expand(hostlist: str) -> list[str]:
     hosts: list[str] = []
     for entry in _split(hostlist):
         parts = re.split(r"\[([^\[\]]*)\]", entry)
-        if any(mark in text for text in parts[::2] for mark in "[]"):
+        if any(bracket in text for text in parts[::2] for bracket in "[]"):
             raise RequestError(f"host list {hostlist!r} has an unmatched bracket")
         # re.split alternates plain text and the content of brackets.
         choices = [[part] if index % 2 == 0 else _numbers(part, hostlist) for index, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""Identity of a process beyond its pid, which the kernel reuses; and processes of a run that have no mark of it.
+"""Identity of a process beyond its pid, which the kernel reuses; and processes of a run that do not carry its variable.
 
 A daemon that ``env -i`` started has no environment variable of its run. Its node agent lists it in its temporary
 folder, by which it is found if the agent is killed. The folder belongs to this user and to one run directory: no copied
