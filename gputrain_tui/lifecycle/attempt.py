@@ -66,7 +66,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
 def delete_temporary_files(run_dir: RunDir, nodes: Iterable[int], tmp: Path) -> None:
     """Delete the temporary folders of nodes, which a killed node agent has left."""
-    delete_temporary_folders(run_dir.path, nodes, [tmp])
+    delete_temporary_folders(run_dir.path, nodes, tmp)
 
 
 _decode = msgspec.json.Decoder(AttemptRecord)

@@ -216,5 +216,5 @@ def test_folders_of_another_user_with_the_name_of_a_temporary_folder_are_left(tm
     theirs.mkdir()
     os.chown(theirs, NOBODY, -1)
     assert stat.S_IMODE(mine.stat().st_mode) == 0o700
-    delete_temporary_folders(tmp_path / "run", [0], [tmp_path])
+    delete_temporary_folders(tmp_path / "run", [0], tmp_path)
     assert list(tmp_path.iterdir()) == [theirs]

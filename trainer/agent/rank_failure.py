@@ -27,7 +27,7 @@ def failure_of(
     message: str = "",
     defect: bool = True,
 ) -> Failure:
-    """Return the exception of a rank as a failure of a kind.
+    """Return the exception of a rank as a failure.
 
     Args:
         error: the exception.

@@ -49,12 +49,9 @@ def _kill_self() -> None:
 
 
 def set_signals(*, ignored: Collection[int] = ()) -> None:
-    """Set a rank's signals: ignore SIGINT and SIGUSR1/2, let SIGTERM and NOW_SIGNAL kill, print stacks on SIGQUIT.
+    """Set a rank's signals: ignore SIGINT, SIGUSR1/2 and those given, print stacks on SIGQUIT, let the others kill.
 
     Default dispositions kill the rank even inside a collective, in which no Python handler would run.
-
-    Args:
-        ignored: further signals to ignore, including those that are pending.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(NOW_SIGNAL, signal.SIG_DFL)

@@ -45,11 +45,11 @@ def make_temporary_folder(run_dir: Path, node: int, within: Path) -> Path:
             return path
 
 
-def temporary_folders(run_dir: Path, nodes: Iterable[int], within: Iterable[Path] = ()) -> list[Path]:
-    """Return the temporary folders of nodes of a run, by their names and owner, in the given and the usual places."""
+def temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path | None = None) -> list[Path]:
+    """Return the temporary folders of nodes of a run, by their names and owner; ``within`` replaces the system's."""
     prefixes = tuple(_prefix(run_dir, node) for node in nodes)
     folders = []
-    for parent in {system_folder(), SHORT, *within}:
+    for parent in {within or system_folder(), SHORT}:
         with suppress(OSError, ValueError):
             for name in os.listdir(parent):  # noqa: PTH208 - a folder of any size, of which few names fit
                 if name.startswith(prefixes) and NAME.fullmatch(name):
@@ -59,8 +59,8 @@ def temporary_folders(run_dir: Path, nodes: Iterable[int], within: Iterable[Path
     return folders
 
 
-def delete_temporary_folders(run_dir: Path, nodes: Iterable[int], within: Iterable[Path] = ()) -> None:
-    """Delete the temporary folders of nodes of a run, in the given and the usual places."""
+def delete_temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path | None = None) -> None:
+    """Delete the temporary folders of nodes of a run; ``within`` replaces the system's."""
     for folder in temporary_folders(run_dir, nodes, within):
         shutil.rmtree(folder, ignore_errors=True)
 
