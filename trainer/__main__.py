@@ -157,6 +157,7 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
         RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.
     """
     from trainer.contract.builtin_tasks import check_data, options_schema
+    from trainer.contract.option_rules import require_consistent, require_end
     from trainer.contract.seed_flags import remove_seed_flags
 
     training, remaining = _read(Training, arguments)
@@ -164,23 +165,19 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
             raise RequestError(f"unexpected argument {quoted(remaining[0])}")
-        _require_rules(training, None)
-        return TrainingSpec(training=training, task_flags=tuple(remaining))
-    values, unknown = read_flags(remaining, describe(schema))
-    unknown, notes = remove_seed_flags(unknown)
-    if unknown:
-        raise _unknown(unknown[0], training.task, describe(schema))
-    task_options = check(schema, values, where=_flag_names(describe(schema)))
-    _require_rules(training, task_options)
-    check_data(task_options)
-    return TrainingSpec(training=training, task_options=task_options, notes=tuple(notes))
-
-
-def _require_rules(training: Training, task_options: Any) -> None:
-    from trainer.contract.option_rules import require_consistent, require_end
-
-    require_consistent(training, task_options)
-    require_end(training, task_options)
+        spec = TrainingSpec(training=training, task_flags=tuple(remaining))
+    else:
+        known = describe(schema)
+        values, unknown = read_flags(remaining, known)
+        unknown, notes = remove_seed_flags(unknown)
+        if unknown:
+            raise _unknown(unknown[0], training.task, known)
+        task_options = check(schema, values, where=_flag_names(known))
+        spec = TrainingSpec(training=training, task_options=task_options, notes=tuple(notes))
+    require_consistent(training, spec.task_options)
+    require_end(training, spec.task_options)
+    check_data(spec.task_options)
+    return spec
 
 
 def _read(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:

@@ -60,18 +60,18 @@ def launch(
     # By default CUDA numbers the fastest GPU as 0; NVML and nvidia-smi have PCI order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     claimed = [devices[index].uuid for index in decision.device_ids if index is not None]
-    run_id = environ.get(RUN_ID) or (Path(options.run_dir).name if options.run_dir else "")
+    run_dir = None if options.run_dir is None else expand_home(options.run_dir).absolute()
+    run_id = environ.get(RUN_ID) or ("" if run_dir is None else run_dir.name)
     with (
         _claim(claimed, run_id, options, environ),
         usable_init_method(decision) as init_method,
         _disk_errors_as_training_errors(options),
     ):
-        run_dir = _run_dir(options)
+        if run_dir is not None:
+            _make_run_dir(run_dir)
         # In the rank's own process orphans that it adopts could not be told from children that the task waits for.
         agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
-        assignments = assign(
-            decision, options, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
-        )
+        assignments = _assign(decision, options, init_method, run_dir, run_id, devices, environ)
         if isinstance(ranks_run, Script):
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
@@ -97,17 +97,15 @@ def launch(
     return outcome.exit_code
 
 
-def assign(
+def _assign(
     decision: Decision,
     options: Distributed,
-    *,
     init_method: str | None,
     run_dir: Path | None,
+    run_id: str,
     devices: Sequence[Device],
     environ: Mapping[str, str],
 ) -> list[RankAssignment]:
-    """Return the assignments of the ranks that start on this node; a world of one rank has no init method."""
-    run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
     host = socket.gethostname()
     # All nodes of srun or torchrun share one command line, so --node is 0 there.
     node = environ.get({"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}.get(decision.mode, ""), "")
@@ -144,17 +142,13 @@ def _for_script(
     return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
 
 
-def _run_dir(options: Distributed) -> Path | None:
-    if options.run_dir is None:
-        return None
-    path = expand_home(options.run_dir).absolute()
+def _make_run_dir(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise RequestError(f"--run-dir {options.run_dir} cannot be made: {error.strerror}") from None
+        raise RequestError(f"--run-dir {path} cannot be made: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise RequestError(f"--run-dir {options.run_dir} cannot be written")
-    return path
+        raise RequestError(f"--run-dir {path} cannot be written")
 
 
 def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ: Mapping[str, str]) -> TrainingSpec:

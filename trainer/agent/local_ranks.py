@@ -48,13 +48,9 @@ class LocalRanks:
         lines = lines[: lines.rfind(b"\n") + 1]
         self._read += len(lines)
         for event in decode_events(lines):
-            if (
-                isinstance(event, RankState)
-                and event.state == "spawned"
-                and event.host == self._host
-                and event.pid is not None
-                and self._started_before(event.pid, event.time)
-            ):
+            if not isinstance(event, RankState) or event.state != "spawned" or event.host != self._host:
+                continue
+            if event.pid is not None and self._started_before(event.pid, event.time):
                 self.pids[event.rank] = event.pid
                 self.devices[event.rank] = event.device or ""
         return self.pids
