@@ -79,7 +79,7 @@ def require_shared_memory() -> None:
     Raises:
         MachineNotReadyError: ``/dev/shm`` is full.
     """
-    free = free_shm_bytes()
+    free = free_bytes(SHM)
     if free is not None and free < MIN_SHM_BYTES:
         raise MachineNotReadyError(
             f"/dev/shm has {free >> 10} KiB free, and data loading processes share batches there: remove files, "
@@ -87,18 +87,14 @@ def require_shared_memory() -> None:
         )
 
 
-def free_shm_bytes() -> int | None:
-    """Return the free space of ``/dev/shm``; None where there is none."""
-    return free_bytes(SHM)
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Return the space that this user may still use on a folder's disk; None if that cannot be read."""
+def free_bytes(path: Path) -> int | None:
+    """Return the free space for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        disk = os.statvfs(folder)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return disk.f_bavail * disk.f_frsize
+    # Some network file systems report a size of zero, whatever is free.
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
