@@ -22,13 +22,11 @@ from typing import Any
 from gputrain_tui.hosts.host_frames import RefusedCallError
 from trainer.contract.home_folder import expand_home
 from trainer.host.boot import boot_id
-from trainer.host.descendants import kill_descendants
+from trainer.host.descendants import adopt_orphans, kill_descendants
 from trainer.host.import_path import node_environment
-from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
-from trainer.host.proc_environ import RUN
-from trainer.host.processes import read_stat
+from trainer.host.processes import RUN, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL
-from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
+from trainer.host.temporary_folder import delete_temporary_folders
 
 LEASE_S = 3.0
 """Time that the node of a leased run goes on without a session: long enough to reopen a broken connection."""
@@ -140,7 +138,7 @@ def _run_agent(
         os.dup2(null, stream)
     os.closerange(3, 1024)
     try:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         with (run_dir / "logs" / f"node-{request['node']}.log").open("ab") as log:
             # The node ends at the end of its standard input, which the death of this process causes too.
             node = subprocess.Popen(
@@ -164,8 +162,7 @@ def _run_agent(
             _kill_session(node)
     code = node.wait()
     kill_descendants(run=str(run_dir))
-    for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir, [request["node"]], within)
+    delete_temporary_folders(run_dir, [request["node"]])
     _write(folder / EXIT, {"code": code})
 
 

@@ -26,7 +26,7 @@ from gputrain_tui.tables import printable
 
 MODULES = {
     "trainer.contract": "errors home_folder stop_level",
-    "trainer.host": "addresses boot cores descendants gpu_claims import_path memory nvml ports prctl proc_environ "
+    "trainer.host": "addresses boot cores descendants gpu_claims import_path memory nvml ports "
     "proc_files processes reachability resource_limits stop_request temporary_folder",
     "gputrain_tui.hosts": "host_agent host_frames host_names host_program host_session inventory machine_facts "
     "node_facts push_target",

@@ -29,8 +29,7 @@ from gputrain_tui.hosts.host_agent import (
 from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
 from trainer.contract.home_folder import expand_home
 from trainer.contract.stop_level import StopLevel
-from trainer.host.proc_environ import RUN
-from trainer.host.processes import environ_value
+from trainer.host.processes import RUN, environ_value
 from trainer.host.stop_request import STACK_SIGNAL, signal_of
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import Literal
 from gputrain_tui.hosts.host_names import address_of
 from trainer.contract.home_folder import expand_home
 from trainer.host.ports import is_port_free, port_holder
+from trainer.host.resource_limits import free_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +125,6 @@ def folder_facts(path: Path) -> Folder:
     except OSError as error:
         return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
     return Folder(path=str(path), free_bytes=free_bytes(existing), free_files=free_files(existing))
-
-
-def free_bytes(path: Path) -> int | None:
-    """Return the free space for ordinary users on the file system of a path; None if it is not reported."""
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return None
-    # Some network file systems report a size of zero, whatever is free.
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def free_files(path: Path) -> int | None:

@@ -18,7 +18,7 @@ from trainer.contract.record.events import Count, Rank
 from trainer.contract.record.regular_file import read_json
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity
-from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
+from trainer.host.temporary_folder import delete_temporary_folders, system_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
 def delete_temporary_files(run_dir: RunDir, nodes: Iterable[int], tmp: Path) -> None:
     """Delete the temporary folders of nodes, which a killed node agent has left."""
-    chosen = list(nodes)
-    for within in {tmp, SHORT}:
-        delete_temporary_folders(run_dir.path, chosen, within)
+    delete_temporary_folders(run_dir.path, nodes, tmp)
 
 
 _decode = msgspec.json.Decoder(AttemptRecord)

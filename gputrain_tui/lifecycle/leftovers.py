@@ -12,10 +12,8 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.host.proc_environ import RUN, SUPERVISOR as SUPERVISOR, is_same_directory, run_of
-from trainer.host.process_identity import ProcessIdentity, is_alive
-from trainer.host.processes import ancestors, pids
-from trainer.host.unmarked_processes import unmarked_processes
+from trainer.host.process_identity import ProcessIdentity, is_alive, unmarked_processes
+from trainer.host.processes import RUN, SUPERVISOR as SUPERVISOR, ancestors, is_same_directory, pids, run_of
 
 MARK = RUN
 """Environment variable of all processes of a run except supervisors: the run directory."""

@@ -24,7 +24,7 @@ from gputrain_tui.lifecycle.sink_state import SinkState, read_sink_state
 from trainer.contract.errors import RecordError
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
-from trainer.host.process_guard import adopt_orphans
+from trainer.host.descendants import adopt_orphans
 
 POLL_S = 1.0
 """Time between two reads of the record."""

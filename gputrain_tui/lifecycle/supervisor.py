@@ -44,8 +44,7 @@ from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
-from trainer.host import process_guard
-from trainer.host.descendants import kill_descendants, reap
+from trainer.host.descendants import adopt_orphans, kill_descendants, reap
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 from trainer.host.temporary_folder import system_folder
 
@@ -100,7 +99,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the poll
         self._stop_request.catch()
         self._poll.register(self._stop_request, select.POLLIN)
-        process_guard.adopt_orphans()
+        adopt_orphans()
         try:
             ended = self._adopt() if self._adopting else self._run_attempts()
         except BaseException as error:  # clean up and record the error before raising it

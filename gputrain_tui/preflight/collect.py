@@ -72,7 +72,7 @@ def collect_facts(
         home=folder_facts(paths.runs_folder()),
         save_dir=_save_dir(save_dir, recipe.train.resume) if save_dir and first else None,
         limits=limits,
-        shm_free_bytes=resource_limits.free_shm_bytes(),
+        shm_free_bytes=resource_limits.free_bytes(resource_limits.SHM),
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
         cores=usable_cores(),

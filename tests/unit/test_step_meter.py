@@ -25,7 +25,7 @@ from trainer.contract.record import (
     encode_event,
     single_steps,
 )
-from trainer.host.core_waits import core_waits
+from trainer.host.cores import core_waits
 from trainer.telemetry.clocks import CudaClock, HostClock
 from trainer.telemetry.comm_hook import factor
 from trainer.telemetry.ddp_log import SyncTimes, sync_times

@@ -19,6 +19,7 @@ from trainer.data.dataset import SizedDataset
 from trainer.data.seeds import seed_all
 from trainer.data.worker_start import start_method
 from trainer.host import process_guard
+from trainer.host.descendants import die_with_parent_process
 from trainer.host.stop_request import save_signals_blocked
 
 Collate = Callable[[list[Any]], Any]
@@ -226,7 +227,7 @@ def start_worker(rank_pid: int, method: str, worker: int) -> None:
     if method == "forkserver":
         process_guard.die_with_process(rank_pid)  # its parent is the fork server
     else:
-        process_guard.die_with_parent_process()
+        die_with_parent_process()
         if os.getppid() != rank_pid:  # the rank ended before the call above
             os._exit(1)
     # A scheduler may send these signals to every process of a job.

@@ -14,8 +14,8 @@ import torch
 from trainer import distributed
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.exception_failure import failure_of
 from trainer.agent.line_printer import LinePrinter
+from trainer.agent.rank_failure import failure_of
 from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
@@ -40,8 +40,8 @@ from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
 from trainer.environments import slurm_step
-from trainer.host.allocator import keep_freed_memory
 from trainer.host.cores import usable_cores
+from trainer.host.memory import keep_freed_memory
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.distributed import flight_recorder
 from trainer.host.boot import ClockSet
-from trainer.host.core_waits import core_waits
+from trainer.host.cores import core_waits
 from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
