@@ -93,11 +93,7 @@ def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None
 
 
 def await_agent(folder: Path) -> dict[str, Any]:
-    """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them.
-
-    Raises:
-        RefusedCallError: there is no agent, or it could not start the node.
-    """
+    """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them."""
     deadline = time.monotonic() + START_S
     while (agent := read_object(folder / AGENT)) is None:
         if not (folder / STARTED).exists() or time.monotonic() > deadline:

@@ -48,11 +48,7 @@ def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
 
 
 def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
-    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
-
-    Raises:
-        RequestError: the text names no host, or a line is wrong.
-    """
+    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``."""
     entries: dict[str, tuple[int, HostEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()

@@ -60,10 +60,7 @@ class RendezvousFile:
 def port_facts(number: int, host: str, *, is_own: bool | None = None) -> Port:
     """Return state and holder of the port on which rank 0 would listen, if this is its machine.
 
-    Args:
-        number: the port.
-        host: host or address that the ranks connect to.
-        is_own: whether that is one of this machine; None to find out.
+    ``host`` is what the ranks connect to; ``is_own`` whether that is this machine, None to find out.
     """
     is_own = _is_own_address(host) if is_own is None else is_own
     if number < 1024 and os.geteuid() != 0:

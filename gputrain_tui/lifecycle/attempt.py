@@ -152,14 +152,9 @@ def attempt_result(
 ) -> AttemptResult:
     """Return the result of an attempt of which no node runs: finished, stopped by whom, or failed for which cause.
 
-    Args:
-        attempt: the attempt.
-        plan: its plan.
-        run_dir: the record.
-        stop_request: stop request of the supervisor.
-        adopting: whether the supervisor has taken over from one that was killed.
-        over_before: nodes that had ended, with unfinished ranks, when it did.
-        missing_rank: returns the failure of the rank that the others have lost, by the record of all ranks.
+    ``adopting``: the supervisor has taken over from one that was killed; ``over_before`` are nodes that had ended, with
+    unfinished ranks, when it did. ``missing_rank`` returns the failure of the rank that the others have lost, by the
+    record of all ranks.
     """
     ends = attempt.ended.values()
     if len(ends) == len(plan.nodes) and not any(end.unfinished for end in ends):

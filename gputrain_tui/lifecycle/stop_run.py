@@ -42,8 +42,7 @@ MAX_SUPERVISORS = 3
 def stop_by_name(wanted: str, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run by its id, a prefix of it or ``last``; also a run with processes but without a readable directory.
 
-    Raises:
-        RequestError: there is no such run, or it belongs to another machine.
+    Return one line about the end of the run, and the processes that do not end; raise as ``stop`` does.
     """
     lost = {name: path for name, path in living_runs(paths.runs_folder()).items() if open_run(path) is None}
     if wanted in lost:

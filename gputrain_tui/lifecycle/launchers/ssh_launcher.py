@@ -210,12 +210,7 @@ class SshProcess(NodeProcess):
             time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
 
     def _talk(self, channel: HostChannel, request: Mapping[str, Any]) -> int:
-        """Serve one connection; return the node's exit code.
-
-        Raises:
-            HostRefusedError: the node cannot be started there.
-            HostError: the connection broke or ended first.
-        """
+        """Serve one connection; return the node's exit code."""
         call, is_started, sent_level = channel.send("node", **request), False, StopLevel.NONE
         beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
         self._unwritten.clear()
@@ -253,11 +248,7 @@ class SshProcess(NodeProcess):
                 os.eventfd_read(self._stop_event)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
-        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
-
-        Raises:
-            HostError: the file is not one of the node, or the part would leave a gap.
-        """
+        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes, gaps are refused."""
         if not is_of_node(name, self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow
