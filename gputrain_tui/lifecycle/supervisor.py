@@ -25,7 +25,6 @@ from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
-    NodeProcess,
     attempt_result,
     delete_temporary_files,
     failed,
@@ -35,6 +34,7 @@ from gputrain_tui.lifecycle.attempt import (
 from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
 from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable

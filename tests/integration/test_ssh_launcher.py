@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from gputrain_tui.console.stack_request import request_stack
-from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers.ssh_launcher import SshLauncher, forwarded_environment, request_stacks
 from gputrain_tui.lifecycle.leftovers import processes_of
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.state import RankView
 from trainer.contract.record import RunDir, write_atomically

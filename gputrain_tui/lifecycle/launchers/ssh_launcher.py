@@ -25,11 +25,10 @@ from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
-from gputrain_tui.lifecycle.supervisor_process import start_supervisor
 from trainer.contract.errors import ExitCode
 from trainer.contract.options import Distributed
 from trainer.contract.record import RunDir, write_atomically
@@ -97,6 +96,8 @@ class SshLauncher(Launcher):
 
     def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
         """Start the supervisor, which inherits the idle channels to the hosts of the plan."""
+        from gputrain_tui.lifecycle.supervisor_process import start_supervisor
+
         channels = Ssh().take_idle(node.host for node in plan.nodes)
         return start_supervisor(run.dir, leased=leased, channels=channels)
 
