@@ -101,6 +101,8 @@ def validate_on_fixed_machine(
         planned = plan(recipe, {}, local=HERE)
     except RequestError as error:
         return ValidatedRecipe(settings=tuple(settings), problem=str(error), key=message_key(str(error)))
+    if planned.launcher == "ssh":  # which queries all hosts
+        facts = msgspec.structs.replace(facts, queried=frozenset(node.host for node in planned.nodes))
     results = tuple(run_checks(recipe, planned, facts, local=HERE))
     return ValidatedRecipe(settings=tuple(settings), recipe=recipe, plan=planned, results=results)
 
