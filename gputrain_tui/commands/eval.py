@@ -8,8 +8,7 @@ from argparse import ArgumentParser, Namespace
 from gputrain_tui.commands import run as run_command
 from gputrain_tui.commands.checkpoint_flags import add_checkpoint
 from gputrain_tui.commands.recipe_flags import add_settings
-from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
-from gputrain_tui.lifecycle.recipe_to_run import recipe_of
+from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, recipe_of
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import print_message
 from trainer.contract.errors import RequestError

@@ -13,8 +13,7 @@ from gputrain_tui import paths
 from gputrain_tui.commands.recipe_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
-from gputrain_tui.lifecycle.planned import plan_with_inventories
-from gputrain_tui.lifecycle.prepared import endless_reason
+from gputrain_tui.lifecycle.prepared import endless_reason, plan_with_inventories
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
 from gputrain_tui.plan.planner import Plan, with_run_dir

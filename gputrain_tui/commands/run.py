@@ -9,8 +9,8 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from gputrain_tui.commands.recipe_flags import add_recipe
-from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.lifecycle import start
+from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared, prepare
 from gputrain_tui.lifecycle.recipe_to_run import load
 from gputrain_tui.output import print_message
@@ -54,23 +54,23 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
         detach: whether to print the run id and return.
     """
     try:
-        with OpenConnections() as connections:
-            prepared = prepare(recipe, connections=connections)
-            for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
-                print_message(note)
-            if detach:
-                return _detached(prepared, connections)
-            return _foreground(prepared, connections, json=json)
+        prepared = prepare(recipe)
+        for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
+            print_message(note)
+        if not detach:
+            return _foreground(prepared, json=json)
+        print(start.launch_detached(prepared).id)
+        return ExitCode.FINISHED
     except NotReadyError as refused:
         for problem in refused.errors:
             print_message(problem.line)
         return ExitCode.REFUSED
 
 
-def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool) -> int:
+def _foreground(prepared: Prepared, *, json: bool) -> int:
     with StopRequest() as stop_request:
         # The supervisor is started first; the imports below run while it starts.
-        started, supervisor = start.launch(prepared, leased=True, connections=connections)
+        started, supervisor = start.launch(prepared, leased=True)
         from gputrain_tui.headless import foreground, progress
         from gputrain_tui.headless.safe_stream import SafeStream
         from gputrain_tui.history.run_reader import RunReader
@@ -108,7 +108,7 @@ def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool)
             if code < 0 and not run_end.is_recorded(started.dir):
                 # The supervisor was killed, and the nodes of this machine with it. A new one adopts the nodes of other
                 # hosts, or records the end of the run.
-                supervisor = start.take_over(started, prepared)
+                supervisor = launcher(prepared.plan.launcher).take_over(started)
                 if stop_request.level:
                     supervisor.terminate()  # the killed one had received the stop request
                 code = follow(supervisor)
@@ -130,8 +130,3 @@ def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool)
         if copied_to is not None and isinstance(copied_to.error, BrokenPipeError):
             raise copied_to.error  # as in any command whose reader closes the pipe, after the end of the run
         return code
-
-
-def _detached(prepared: Prepared, connections: OpenConnections) -> int:
-    print(start.launch_detached(prepared, connections=connections).id)
-    return ExitCode.FINISHED

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gputrain_tui.lifecycle.planned import plan_recipe
-from gputrain_tui.lifecycle.prepared import Prepared, check_planned
+from gputrain_tui.lifecycle.prepared import Prepared, check_planned, plan_recipe
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError
 from gputrain_tui.recipe.build import build

@@ -21,12 +21,7 @@ class DeviceUnavailableError(RequestError):
     """A machine lacks devices that a node requests; the recipe itself is valid."""
 
     def __init__(self, where: str, reason: str) -> None:
-        """Keep location and reason.
-
-        Args:
-            where: ``FILE:LINE: KEY``.
-            reason: requested and existing devices, without the location.
-        """
+        """Keep the location, ``FILE:LINE: KEY``, and the reason, which has no location."""
         super().__init__(f"{where} {reason}")
         self.where = where
         self.reason = reason
@@ -41,38 +36,40 @@ class NodeDevices:
     visible: tuple[Device, ...] = ()
     """Value of CUDA_VISIBLE_DEVICES, in PCI order; empty: the environment's value stays."""
     shared: bool = False
-    """Whether two ranks use one GPU."""
 
     @property
     def cpu(self) -> bool:
-        """Whether these ranks run on the CPU."""
         return "cpu" in self.devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What a node of the recipe asks of its machine."""
+
+    node: Node
+    machine: str
+    shown: str
+    """The machine's name in messages."""
+    where: str
+    """``FILE:LINE: KEY``."""
+    allocated: Sequence[Device]
+    """Devices of the machine that other nodes have."""
 
 
 class DeviceAllocator:
     """Allocates the devices of all nodes, each GPU once unless sharing is allowed."""
 
     def __init__(self, inventories: Mapping[str, Inventory], *, share: bool, cuda_visible_devices: str | None) -> None:
-        """Start with all devices unallocated.
-
-        Args:
-            inventories: by machine, the argument of ``allocate``.
-            share: allow two ranks on one GPU.
-            cuda_visible_devices: CUDA_VISIBLE_DEVICES of this machine, ``localhost``; None if it is not set.
-        """
+        """Take the inventories by machine, and this machine's CUDA_VISIBLE_DEVICES, None if it is not set."""
         self._inventories = inventories
         self._share = share
         self._cuda_visible_devices = cuda_visible_devices
         self._allocated: dict[str, list[Device]] = {}
 
     def allocate(self, machine: str, shown: str, node: Node, *, where: str) -> NodeDevices:
-        """Allocate the devices of a node.
+        """Allocate the devices of a node; all nodes on one machine have the same key of the inventories, ``machine``.
 
-        Args:
-            machine: its key in the inventories; all nodes on one machine have the same.
-            shown: the machine's name in messages.
-            node: the recipe's node, with the number or the list of its devices.
-            where: the location in the recipe, for messages.
+        ``shown`` and ``where``, the location in the recipe, are for messages.
 
         Raises:
             DeviceUnavailableError: the machine lacks requested devices.
@@ -80,66 +77,56 @@ class DeviceAllocator:
         """
         if node.cpu_ranks is not None:
             return NodeDevices(devices=("cpu",) * node.cpu_ranks)
-        inventory = self._inventories.get(machine)
         allocated = self._allocated.setdefault(machine, [])
-        if inventory is None:
-            share = self._from_recipe(allocated, shown, node, where)
-        else:
-            gpus = self._usable(machine, shown, inventory)
-            share = self._from_inventory(allocated, gpus, shown, node, where, inventory)
-        if not share.cpu:
-            allocated += share.devices
-        return share
+        request = _Request(node=node, machine=machine, shown=shown, where=where, allocated=allocated)
+        inventory = self._inventories.get(machine)
+        chosen = self._from_recipe(request) if inventory is None else self._from_inventory(request, inventory)
+        if not chosen.cpu:
+            allocated += chosen.devices
+        return chosen
 
-    def _from_recipe(self, allocated: Sequence[Device], shown: str, node: Node, where: str) -> NodeDevices:
+    def _from_recipe(self, request: _Request) -> NodeDevices:
         """Return devices on a machine without inventory: the recipe's count or list, unchecked."""
-        if isinstance(node.gpus, tuple):
-            self._require_unshared(node.gpus, allocated, shown, where)
-            order = sorted(node.gpus) if all(isinstance(item, int) for item in node.gpus) else node.gpus
-            return NodeDevices(devices=tuple(order), visible=_distinct(order), shared=len(set(order)) < len(order))
-        if isinstance(node.gpus, int):
+        gpus, allocated = request.node.gpus, request.allocated
+        if isinstance(gpus, tuple):
+            self._require_unshared(gpus, request)
+            return _listed(tuple(sorted(gpus)) if all(isinstance(item, int) for item in gpus) else gpus)
+        if isinstance(gpus, int):
             if any(isinstance(item, str) for item in allocated):
                 raise RequestError(
-                    f"{where} is a count, but another node of {shown} names its GPUs by UUID; name them here too"
+                    f"{request.where} is a count, but another node of {request.shown} names its GPUs by UUID; "
+                    "name them here too"
                 )
             taken = () if self._share else allocated
-            free = [index for index in range(len(taken) + node.gpus) if index not in taken]
-            devices = tuple(free[: node.gpus])
+            free = [index for index in range(len(taken) + gpus) if index not in taken]
+            devices = tuple(free[:gpus])
             return NodeDevices(devices=devices, visible=devices if allocated else ())
-        requested = f' = "{node.gpus}"' if node.gpus is not None else ""
+        value = f' = "{gpus}"' if gpus is not None else ""
         raise RequestError(
-            f"{where}{requested} depends on the GPUs of {shown}, which are not known: "
+            f"{request.where}{value} depends on the GPUs of {request.shown}, which are not known: "
             "set gpus to a count or a list of device ids"
         )
 
-    def _from_inventory(
-        self,
-        allocated: Sequence[Device],
-        gpus: Sequence[Gpu],
-        shown: str,
-        node: Node,
-        where: str,
-        inventory: Inventory,
-    ) -> NodeDevices:
-        """Return devices on a machine with an inventory."""
-        unallocated = [gpu for gpu in gpus if gpu.uuid not in allocated]
+    def _from_inventory(self, request: _Request, inventory: Inventory) -> NodeDevices:
+        node, shown = request.node, request.shown
+        gpus = self._usable(request.machine, inventory)
+        unallocated = [gpu for gpu in gpus if gpu.uuid not in request.allocated]
         if isinstance(node.gpus, tuple):
-            chosen = self._find_listed(node.gpus, gpus, shown, where, inventory)
-            self._require_unshared(chosen, allocated, shown, where)
-            return NodeDevices(devices=chosen, visible=_distinct(chosen), shared=len(set(chosen)) < len(chosen))
+            chosen = self._find_listed(node.gpus, gpus, request, inventory)
+            self._require_unshared(chosen, request)
+            return _listed(chosen)
         if node.gpus == "free":
             from gputrain_tui.hosts.inventory import is_free  # imported only when needed: starting a run is fast
 
             free = [gpu for gpu in unallocated if is_free(gpu)]
             if not free:
                 busy = f"all {_gpu_count(len(gpus))} are in use (see `gputrain gpus`)" if gpus else "it has no GPU"
-                raise DeviceUnavailableError(where, f'is "free", but {shown} has no free GPU: {busy}')
+                raise DeviceUnavailableError(request.where, f'is "free", but {shown} has no free GPU: {busy}')
             return _whole_gpus(free)
         if node.gpus == "all":
             if not unallocated:
-                raise DeviceUnavailableError(
-                    where, f'is "all", but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs'
-                )
+                reason = f'is "all", but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs'
+                raise DeviceUnavailableError(request.where, reason)
             return _whole_gpus(unallocated)
         if node.gpus is None and not gpus:
             return NodeDevices(devices=("cpu",) * (node.ranks or 1))
@@ -149,25 +136,20 @@ class DeviceAllocator:
         assert isinstance(count, int)
         if count <= len(unallocated):
             return _whole_gpus(unallocated[:count])
+        asks = f"asks for {_gpu_count(count)}, but {shown} has"
         if not gpus:
-            raise DeviceUnavailableError(
-                where,
-                f"asks for {_gpu_count(count)}, but {shown} has {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs",
-            )
+            raise DeviceUnavailableError(request.where, f"{asks} {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs")
         if not self._share:
             taken = len(gpus) - len(unallocated)
             others = f", {taken} of them taken by other nodes of the recipe" if taken else ""
-            raise DeviceUnavailableError(
-                where,
-                f"asks for {_gpu_count(count)}, but {shown} has {len(gpus)}{others}; "
-                "train.share_devices = true puts several ranks on one GPU",
-            )
+            reason = f"{asks} {len(gpus)}{others}; train.share_devices = true puts several ranks on one GPU"
+            raise DeviceUnavailableError(request.where, reason)
         uuids = [gpu.uuid for gpu in gpus]
         return NodeDevices(
             devices=tuple(uuids[index % len(uuids)] for index in range(count)), visible=tuple(uuids), shared=True
         )
 
-    def _usable(self, machine: str, shown: str, inventory: Inventory) -> list[Gpu]:
+    def _usable(self, machine: str, inventory: Inventory) -> list[Gpu]:
         """Return the usable GPUs in PCI order: no MIG, not prohibited, in this machine's CUDA_VISIBLE_DEVICES."""
         gpus = sorted(inventory.gpus, key=lambda gpu: (gpu.pci_bus_id, gpu.index))
         gpus = [gpu for gpu in gpus if not gpu.mig and not gpu.prohibited]
@@ -177,21 +159,20 @@ class DeviceAllocator:
         return [gpu for gpu in gpus if any(_matches(word, gpu) for word in allowed)]
 
     def _find_listed(
-        self, ids: Sequence[Device], gpus: Sequence[Gpu], shown: str, where: str, inventory: Inventory
+        self, ids: Sequence[Device], gpus: Sequence[Gpu], request: _Request, inventory: Inventory
     ) -> tuple[Device, ...]:
         """Return the UUIDs of the listed GPUs in PCI order: local ranks do not depend on the order of the list."""
-        found: list[tuple[str, Device]] = []
+        uuids: list[tuple[str, Device]] = []
         for item in ids:
             if isinstance(item, str) and item.startswith("MIG-"):
-                found.append(("~", item))  # an instance, which the inventory does not list: after the whole GPUs
+                uuids.append(("~", item))  # an instance, which the inventory does not list: after the whole GPUs
                 continue
             gpu = next((gpu for gpu in gpus if _matches(str(item), gpu)), None)
             if gpu is None:
-                raise DeviceUnavailableError(
-                    where, f"names GPU {item}, but {self._why_unusable(item, gpus, shown, inventory)}"
-                )
-            found.append((f"{gpu.pci_bus_id}/{gpu.index:04}", gpu.uuid))
-        return tuple(device for _, device in sorted(found, key=lambda entry: entry[0]))
+                why = self._why_unusable(item, gpus, request.shown, inventory)
+                raise DeviceUnavailableError(request.where, f"names GPU {item}, but {why}")
+            uuids.append((f"{gpu.pci_bus_id}/{gpu.index:04}", gpu.uuid))
+        return tuple(device for _, device in sorted(uuids, key=lambda entry: entry[0]))
 
     def _why_unusable(self, item: Device, gpus: Sequence[Gpu], shown: str, inventory: Inventory) -> str:
         hidden = next((gpu for gpu in inventory.gpus if _matches(str(item), gpu)), None)
@@ -205,16 +186,17 @@ class DeviceAllocator:
             return f"{shown} has {_no_gpu(gpus, inventory)}"
         return f"{shown} has {', '.join(str(gpu.index) for gpu in gpus)}"
 
-    def _require_unshared(self, devices: Sequence[Device], allocated: Sequence[Device], shown: str, where: str) -> None:
+    def _require_unshared(self, devices: Sequence[Device], request: _Request) -> None:
         if self._share:
             return
+        allows = "train.share_devices = true allows it"
         for index, device in enumerate(devices):
             if device in devices[:index]:
-                raise RequestError(f"{where} names GPU {device} twice; train.share_devices = true allows it")
-            if device in allocated:
+                raise RequestError(f"{request.where} names GPU {device} twice; {allows}")
+            if device in request.allocated:
                 raise RequestError(
-                    f"{where} names GPU {device} of {shown}, which another node of the recipe uses; "
-                    "train.share_devices = true allows it"
+                    f"{request.where} names GPU {device} of {request.shown}, which another node of the recipe uses; "
+                    f"{allows}"
                 )
 
 
@@ -223,8 +205,9 @@ def _whole_gpus(gpus: Sequence[Gpu]) -> NodeDevices:
     return NodeDevices(devices=uuids, visible=uuids)
 
 
-def _distinct(devices: Sequence[Device]) -> tuple[Device, ...]:
-    return tuple(dict.fromkeys(devices))
+def _listed(devices: tuple[Device, ...]) -> NodeDevices:
+    visible = tuple(dict.fromkeys(devices))
+    return NodeDevices(devices=devices, visible=visible, shared=len(visible) < len(devices))
 
 
 def _matches(word: str, gpu: Gpu) -> bool:

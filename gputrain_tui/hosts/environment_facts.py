@@ -61,13 +61,7 @@ class Environment:
 
 
 def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Environment:
-    """Read the environment of this interpreter.
-
-    Args:
-        task: name of the user's own task or of a built-in one; empty for a script.
-        script: path of the script; empty for a task.
-        options: the task's options.
-    """
+    """Read the environment of this interpreter for a task, the user's own or a built-in one, or for a script."""
     own = _own_file(task, script)
     trainer = _folder_of("trainer")
     torch = installed_torch()

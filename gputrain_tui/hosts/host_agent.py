@@ -42,6 +42,14 @@ the newest session, the agent at its end."""
 HOME = "GPUTRAIN_HOME"
 
 
+def home_folder(request: Mapping[str, Any]) -> Path:
+    """Return gputrain's folder on this host, set by the recipe, this host's environment or the launching side's."""
+    chosen = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
+    if chosen:
+        return expand_home(chosen).absolute()
+    return expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "gputrain"
+
+
 def node_command(argv: Sequence[str], setup: str) -> list[str]:
     """Return the command line that runs the line of shell ``setup``, if any, and then ``argv`` in its place."""
     if not setup:
@@ -54,11 +62,6 @@ def node_command(argv: Sequence[str], setup: str) -> list[str]:
 
 def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
     """Start an agent that outlives this process, unless another session of this attempt has done so.
-
-    Args:
-        folder: of the attempt, below the run directory.
-        run_dir: run directory on this host.
-        request: of the call ``node``.
 
     Raises:
         RefusedCallError: the node's folder or interpreter is missing.
@@ -88,11 +91,7 @@ def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None
 
 
 def await_agent(folder: Path) -> dict[str, Any]:
-    """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them.
-
-    Raises:
-        RefusedCallError: there is no agent, or it could not start the node.
-    """
+    """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them."""
     deadline = time.monotonic() + START_S
     while (agent := read_object(folder / AGENT)) is None:
         if not (folder / STARTED).exists() or time.monotonic() > deadline:
@@ -104,11 +103,7 @@ def await_agent(folder: Path) -> dict[str, Any]:
 
 
 def node_launch(request: Mapping[str, Any], run_dir: Path) -> tuple[list[str], dict[str, str], str]:
-    """Return the command, the environment and the working folder of a node.
-
-    Raises:
-        RefusedCallError: the folder or the interpreter is missing.
-    """
+    """Return the command, the environment and the folder of a node; refuse one without folder or interpreter."""
     old_dir = str(request["run_dir"])  # of the launching side
     argv = [
         str(run_dir) + word[len(old_dir) :] if word == old_dir or word.startswith(f"{old_dir}/") else word
@@ -175,25 +170,25 @@ class _Lease:
     """The right of a node to go on: a live session for a leased run, and beats or growing events for every run."""
 
     def __init__(self, folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
-        self._beat = folder / BEAT
+        self._heartbeat = folder / BEAT
         self._events = [run_dir / "events" / f"{rank}.ndjson" for rank in request["ranks"]]
         self._idle_s: float = request["idle_s"]
-        self._last_beat: dict[str, Any] = {"leased": request["leased"]}
+        self._last_heartbeat: dict[str, Any] = {"leased": request["leased"]}
         self._event_bytes = -1
         self._active_at = self._session_at = time.monotonic()
 
     def is_over(self) -> bool:
         """Whether a leased run has no session for ``LEASE_S``, or neither beats nor events came for ``idle_s``."""
         now = time.monotonic()
-        beat = read_object(self._beat)
-        if beat is not None and beat != self._last_beat:
-            self._last_beat, self._active_at = beat, now
-        if "pid" not in self._last_beat or is_alive(self._last_beat):
+        heartbeat = read_object(self._heartbeat)
+        if heartbeat is not None and heartbeat != self._last_heartbeat:
+            self._last_heartbeat, self._active_at = heartbeat, now
+        if "pid" not in self._last_heartbeat or is_alive(self._last_heartbeat):
             self._session_at = now
         event_bytes = sum(_size(path) for path in self._events)
         if event_bytes != self._event_bytes:
             self._event_bytes, self._active_at = event_bytes, now
-        lease_ended = self._last_beat["leased"] and now - self._session_at > LEASE_S
+        lease_ended = self._last_heartbeat["leased"] and now - self._session_at > LEASE_S
         return lease_ended or now - self._active_at > self._idle_s
 
 
@@ -201,11 +196,7 @@ class _Lease:
 
 
 def write_heartbeat(folder: Path, *, leased: bool) -> None:
-    """Record in an attempt's folder that the launching side is connected to this process.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Record in an attempt's folder that the launching side is connected to this process."""
     _write(folder / BEAT, {"time": time.monotonic(), "leased": leased, **_identity(os.getpid())})
 
 

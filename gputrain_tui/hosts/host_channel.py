@@ -20,8 +20,7 @@ import msgspec
 import gputrain_tui
 import trainer
 from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
-from gputrain_tui.hosts.host_pipes import HostPipes
-from gputrain_tui.hosts.ssh_failure import SSH_FAILED, explain_failure
+from gputrain_tui.hosts.host_pipes import SSH_FAILED, HostPipes, explain_failure
 from gputrain_tui.tables import printable
 
 MODULES = {
@@ -103,7 +102,6 @@ class HostChannel:
         """Take a connection whose program runs, or gets its source from the caller."""
         self.host = host
         self.answered = False
-        """Whether a frame has arrived."""
         self.mark = mark
         self.pipes = pipes
         self._input = FrameBuffer(mark.encode())
@@ -114,16 +112,7 @@ class HostChannel:
 
     @classmethod
     def started(cls, host: str, command: Callable[[Sequence[str]], list[str]], *, quoted: bool = True) -> HostChannel:
-        """Start the program on a host.
-
-        Args:
-            host: its name in messages.
-            command: turns arguments of the host's Python into the command line of a process on this machine.
-            quoted: whether a shell will read the arguments.
-
-        Raises:
-            HostError: that process cannot be started.
-        """
+        """Start the program on a host; ``command`` makes the command line here of arguments of the host's Python."""
         mark, program = f"gputrain-{secrets.token_hex(8)}:", packed_program()
         reader = READER.format(len(program))
         argv = command(["-I", "-c", f"'{reader}'" if quoted else reader, mark])
@@ -134,11 +123,6 @@ class HostChannel:
         channel = cls(host, pipes, mark)
         channel._unsent = program
         return channel
-
-    @classmethod
-    def inherited(cls, host: str, mark: str, descriptors: tuple[int, int, int, int]) -> HostChannel:
-        """Take over the connection of a channel of the process that started this one, which uses it no more."""
-        return cls(host, HostPipes(*descriptors), mark)
 
     @property
     def noise_bytes(self) -> int:
@@ -178,12 +162,7 @@ class HostChannel:
         return self.answer(self.send(function, **arguments), decoder, timeout_s)
 
     def frames(self, timeout_s: float, wake_fd: int | None = None) -> list[HostFrame]:
-        """Return the frames that have arrived, after waiting for output of the host or for ``wake_fd`` to be readable.
-
-        Raises:
-            HostError: the connection has ended, or its output is no frame.
-            HostRefusedError: there is no program on the host, for a reason that stays.
-        """
+        """Return the frames that have arrived, after waiting for the host or for ``wake_fd`` to be readable."""
         stdin, stdout = self.pipes.stdin, self.pipes.stdout
         watched = [stdout] if wake_fd is None else [stdout, wake_fd]
         readable, writable, _ = select.select(watched, [stdin] if self._unsent else [], [], timeout_s)
@@ -215,7 +194,6 @@ class HostChannel:
             self._unsent = b""
 
     def _failure(self) -> HostError:
-        """Return the reason for the end of the host's output."""
         code = self.pipes.exit_code(EXIT_S)
         if self.answered and code in (0, None, SSH_FAILED):
             return HostError("the connection ended")
@@ -227,11 +205,9 @@ class HostChannel:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Return this channel."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the channel; at once after an error."""
         self.close(at_once=error[0] is not None)
 
     def close(self, *, at_once: bool = False) -> None:
@@ -243,12 +219,7 @@ class HostChannel:
 
 
 def decoded(arrived: HostFrame, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decode the JSON of a frame.
-
-    Raises:
-        HostError: it is not of the decoder's type, or not bounded.
-        HostRefusedError: it is the error of a call.
-    """
+    """Decode the JSON of a frame; HostRefusedError for the error of a call, HostError for other types or sizes."""
     try:
         if arrived.kind == "error":
             raise HostRefusedError(printable(str(json.loads(arrived.data)))[:MAX_TEXT_CHARS])

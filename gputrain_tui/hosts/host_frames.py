@@ -17,7 +17,7 @@ may be on their way. ``node`` is a *stream*: ``started``, then ``file`` (a part 
 file) as the record grows, and the node's exit code as the answer; the other calls are answered meanwhile.
 
     inventory                        of the machine
-    facts, clock, route, token, reach    checks before a run
+    facts, clock, route, token, reach, release    checks before a run
     node; beat, stop, stacks         start or rejoin a node, and what concerns it
     probe, prepare                   for ``gputrain push``
 
@@ -25,8 +25,9 @@ file) as the record grows, and the node's exit code as the answer; the other cal
 the launching side does. The program ends with its standard input and, unless it serves a node, after ``LIFE_S`` without
 a frame: a cut connection leaves nothing behind. A node outlives it: its agent is a process of its own.
 
-*One connection*: an idle one serves the next user in its process (``Ssh``), and a process that starts another passes
-on mark and descriptors. Thus the checks use the connections of the inventories, and the launch those of the checks.
+*One connection*: an idle one serves the next user in its process (``Ssh``), and a process that starts a supervisor
+passes on mark and descriptors. Thus the checks use the connections of the inventories, and the launch those of the
+checks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,6 @@ class HostFrame(NamedTuple):
     data: bytes
 
     def encoded(self, mark: bytes = b"") -> bytes:
-        """Return the frame as it is sent."""
         header = {"call": self.call, "kind": self.kind, "name": self.name, "offset": self.offset}
         return mark + json.dumps({**header, "bytes": len(self.data)}).encode() + b"\n" + self.data
 
@@ -82,15 +82,10 @@ class FrameBuffer:
         """What was printed between frames, or before the first one."""
 
     def add(self, part: bytes) -> None:
-        """Add what was read."""
         self._bytes += part
 
     def frames(self) -> Iterator[HostFrame]:
-        """Remove the complete frames, and yield them.
-
-        Raises:
-            FrameError: a header is invalid.
-        """
+        """Remove the complete frames, and yield them; FrameError for an invalid header."""
         while (found := self._next()) is not None:
             yield found
 

@@ -16,6 +16,9 @@ neither torchrun's 29400 nor torch's 29500, which other programs use."""
 PENDING_HOST = "node-{}.slurm.invalid"
 """Name of a node that Slurm has not chosen yet; no host has such a name (RFC 2606)."""
 
+CHANNELS = "--channels="
+"""Flag of a supervisor, its last one: the open channels to hosts that it inherits, as JSON."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalFacts:
@@ -34,7 +37,6 @@ class LocalFacts:
     slurm: bool = False
     """Whether this process is inside a Slurm allocation."""
     slurm_hosts: tuple[str, ...] = ()
-    """The hosts of that allocation."""
 
 
 def address_of(host: str) -> str:

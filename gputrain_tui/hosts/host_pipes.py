@@ -6,6 +6,7 @@ A process that starts another may pass the descriptors on, and the new process c
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -13,7 +14,54 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gputrain_tui.hosts.ssh_failure import SSH_FAILED
+from gputrain_tui.tables import printable
+
+MAX_LINE_CHARS = 160
+"""Limit of a quoted line of ssh or the host: it shares a table's row with other columns."""
+
+SSH_FAILED = 255
+"""Exit code of ssh when the connection fails; any other is the remote command's."""
+
+REASONS = (
+    (r"could not resolve hostname", "no such host: the name is not in DNS or ~/.ssh/config"),
+    (r"connection refused", "it refuses connections: is sshd running there, and on this port?"),
+    (r"no route to host|network is unreachable", "there is no route to it from here"),
+    (r"timed out during banner|timed out waiting", "something listens there, but no ssh server answers"),
+    (r"timed out", "it does not answer"),
+    (r"host identification has changed", "its host key has changed: if expected, `ssh-keygen -R {host}`"),
+    (r"host key verification failed|host key is known", "its host key is not known yet: run `ssh {host}` once"),
+    (r"permission denied", "it refuses the key: `ssh {host} true` must work without a password"),
+    (r"too many authentication failures", "it refuses the keys: name one with IdentityFile in ~/.ssh/config"),
+    (r"connection (closed|reset)|kex_exchange_identification|broken pipe", "it closed the connection"),
+    (r"bad configuration option|can't open user config", "ssh rejects its configuration: {line}"),
+)
+"""Patterns of ssh's messages, in any case → explanation; the first match counts."""
+
+OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
+
+
+def explain_failure(host: str, code: int, stderr: str) -> str:
+    """Explain in one line why ssh, or the program on the host, has ended with this code and standard error."""
+    lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
+    # ssh goes on without a shared connection whose process has ended.
+    lines = [line for line in lines if not line.startswith("Control socket connect")]
+    last = _shortened(lines[-1]) if lines else ""
+    if code == SSH_FAILED:
+        for pattern, reason in REASONS:
+            if found := next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None):
+                return reason.format(host=printable(host), line=_shortened(found))
+        return last or "ssh failed without a message"
+    if code == 127 or "python3: command not found" in stderr:
+        return "there is no python3"
+    if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):
+        return OLD_PYTHON.format(version=version[1])
+    return f"it failed: {last}" if last else f"it failed with exit code {code}"
+
+
+def _shortened(line: str) -> str:
+    line = printable(line)
+    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 1] + "…"
+
 
 STDERR_BYTES = 1 << 16
 """Part of standard error, from its beginning, that is read to explain a failure."""
@@ -27,12 +75,8 @@ class HostPipes:
     ) -> None:
         """Take over open descriptors.
 
-        Args:
-            stdin: non-blocking pipe to the program.
-            stdout: pipe from it.
-            stderr: file with its standard error and that of ssh.
-            pidfd: of ssh.
-            process: ssh, if it is a child of this process.
+        They are a non-blocking pipe to the program, a pipe from it, a file with its standard error and that of ssh, and
+        the pidfd of ssh. ``process`` is ssh, if it is a child of this process.
         """
         for descriptor in (stdin, stdout, stderr, pidfd):
             os.set_inheritable(descriptor, False)
@@ -42,11 +86,7 @@ class HostPipes:
 
     @classmethod
     def started(cls, argv: Sequence[str]) -> HostPipes:
-        """Start ssh, or another program, by its command line.
-
-        Raises:
-            OSError: the program cannot be started.
-        """
+        """Start ssh, or another program, by its command line; raise OSError if that fails."""
         with tempfile.TemporaryFile() as stderr:
             process = subprocess.Popen(
                 argv,
@@ -66,15 +106,12 @@ class HostPipes:
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
-        """Descriptors that another process passes to this class: stdin, stdout, stderr and pidfd."""
         return self.stdin, self.stdout, self._stderr, self._pidfd
 
     def stderr_bytes(self) -> int:
-        """Return the number of bytes on standard error."""
         return os.fstat(self._stderr).st_size
 
     def stderr(self) -> str:
-        """Return the first ``STDERR_BYTES`` of standard error."""
         return os.pread(self._stderr, STDERR_BYTES, 0).decode("utf-8", "replace")
 
     def exit_code(self, timeout_s: float) -> int | None:
@@ -88,14 +125,13 @@ class HostPipes:
 
     def kill(self) -> None:
         """Kill ssh and, if it is a child of this process, its own children, such as a proxy command."""
-        if self._process is None:
-            with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
+            if self._process is None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        elif self._process.returncode is None:  # after the wait its pid may be reused
-            kill_session(self._process)
+            elif self._process.returncode is None:  # after the wait its pid may be reused
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close_stdin(self) -> None:
-        """Close the pipe to the program, which then reads the end of its input."""
         if self.stdin >= 0:
             os.close(self.stdin)
             self.stdin = -1
@@ -112,9 +148,3 @@ class HostPipes:
         self.close_stdin()
         for descriptor in (self.stdout, self._stderr, self._pidfd):
             os.close(descriptor)
-
-
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill ssh and its children, such as a proxy command."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

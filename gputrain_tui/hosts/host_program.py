@@ -25,6 +25,7 @@ FUNCTIONS = {
     "route": "node_facts",
     "token": "node_facts",
     "reach": "node_facts",
+    "release": "node_facts",
     "node": "host_session",
     "probe": "push_target",
     "prepare": "push_target",
@@ -42,7 +43,6 @@ class CallServer:
         self._mark = mark
         self._input = FrameBuffer()
         self.call = 0
-        """Number of the newest call."""
         self.of_node: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
         """Further functions, of the node that this connection serves."""
         self.held = ExitStack()

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain_tui.hosts.host_agent import (
     EXIT,
-    HOME,
     TOKEN,
     await_agent,
+    home_folder,
     is_alive,
     read_object,
     send_signals,
@@ -27,7 +27,6 @@ from gputrain_tui.hosts.host_agent import (
     write_heartbeat,
 )
 from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
-from trainer.contract.home_folder import expand_home
 from trainer.contract.stop_level import StopLevel
 from trainer.host.processes import RUN, environ_value
 from trainer.host.stop_request import STACK_SIGNAL, signal_of
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 """Interval at which a session sends the growth of the record; each costs the launching side time per rank."""
 PART_BYTES = 1 << 18
-"""Most bytes of a file in one frame."""
 ROUND_BYTES = 1 << 20
 """Most bytes of the record that are sent before calls are answered again."""
 RECORD_FILE = re.compile(r"(?:events|logs|digest)/[A-Za-z0-9._-]{1,255}")
@@ -64,12 +62,7 @@ def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
 
 
 def node(server: CallServer, request: Mapping[str, Any]) -> int:
-    """Start a node unless that was done before, send its record as it grows, and return its exit code.
-
-    Raises:
-        RefusedCallError: there is no agent, or it could not start the node.
-        OSError: the run directory cannot be made or written.
-    """
+    """Start a node unless that was done before, send its record as it grows, and return its exit code."""
     call, session = server.call, Session(request)
     server.held.close()
     if request["start"]:
@@ -98,7 +91,7 @@ class Session:
         self._leased: bool = request["leased"]
         path = Path(request["run_dir"])
         self.shared = (path / "agents" / request["attempt"] / TOKEN).exists()
-        self.run_dir = path if self.shared else _home(request) / "runs" / path.name
+        self.run_dir = path if self.shared else home_folder(request) / "runs" / path.name
         self.folder = self.run_dir / "agents" / request["attempt"]
         self._node: int = request["node"]
         self._ranks: list[int] = request["ranks"]
@@ -110,7 +103,6 @@ class Session:
     # --- calls --------------------------------------------------------------------------------------------------
 
     def beat(self, _: Mapping[str, Any]) -> None:
-        """Record that the launching side is connected."""
         with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
             write_heartbeat(self.folder, leased=self._leased)
 
@@ -135,7 +127,6 @@ class Session:
     # --- the node -----------------------------------------------------------------------------------------------
 
     def exit_code(self) -> int | None:
-        """Return the node's exit code; None while it runs."""
         alive = is_alive(self.agent) or is_alive(self.agent["node"])
         ended = read_object(self.folder / EXIT)  # read last: a process that has ended wrote it before
         if ended is not None:
@@ -189,14 +180,6 @@ class Session:
                         yield name, entry.stat().st_size
         except OSError:
             return
-
-
-def _home(request: Mapping[str, Any]) -> Path:
-    """Return gputrain's folder on this host, set by the recipe, this host's environment or the launching side's."""
-    chosen = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
-    if chosen:
-        return expand_home(chosen).absolute()
-    return expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "gputrain"
 
 
 def _part(path: Path, begin: int, count: int) -> bytes:

@@ -23,22 +23,16 @@ class HostEntry:
     host: str
     """As ssh and a recipe take it: ``gpu1``, ``ada@gpu1``, ``[fd00::1]``, ``ssh://gpu1:2222``."""
     slots: int | None = None
-    """Number of ranks; None if the line gives none."""
     gpus: Gpus | None = None
     """As the key ``gpus`` of a recipe's node."""
 
     @property
     def node(self) -> Node:
-        """The recipe's node for this host; without ranks if the line gives none."""
         return Node(host=self.host, gpus=self.gpus, ranks=self.slots)
 
 
 def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
-    """Read a hostfile.
-
-    Raises:
-        RequestError: it cannot be read, names no host, or a line is wrong.
-    """
+    """Read a hostfile; raise RequestError if it cannot be read, names no host, or a line is wrong."""
     # Enough for forty thousand hosts; a larger file was named by mistake and is not read.
     max_hostfile_bytes = 1 << 20
     try:
@@ -54,41 +48,33 @@ def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
 
 
 def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
-    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
-
-    Raises:
-        RequestError: the text names no host, or a line is wrong.
-    """
-    found: dict[str, tuple[int, HostEntry]] = {}
+    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``."""
+    entries: dict[str, tuple[int, HostEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         entry = _parse_entry(words, f"{name}:{number}")
-        if entry.host in found:
+        if entry.host in entries:
             raise RequestError(
-                f"{name}:{number}: {entry.host} is already on line {found[entry.host][0]}; keep one line per host"
+                f"{name}:{number}: {entry.host} is already on line {entries[entry.host][0]}; keep one line per host"
             )
-        found[entry.host] = number, entry
-    if not found:
+        entries[entry.host] = number, entry
+    if not entries:
         raise RequestError(f"{name} names no host; write one per line, such as `gpu1` or `gpu1 gpus=0,2`")
-    return tuple(entry for _, entry in found.values())
+    return tuple(entry for _, entry in entries.values())
 
 
 def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...]:
-    """Parse a comma-separated list of hosts, as in ``--hosts``.
-
-    Raises:
-        RequestError: a word is no host, or the list is empty.
-    """
-    found: dict[str, HostEntry] = {}
+    """Parse a comma-separated list of hosts, as in ``--hosts``; raise RequestError for a word that is no host."""
+    entries: dict[str, HostEntry] = {}
     for word in text.split(","):
         if word.strip():
             entry = _parse_entry([word.strip()], name)
-            found[entry.host] = entry
-    if not found:
+            entries[entry.host] = entry
+    if not entries:
         raise RequestError(f"{name} is {quoted(text)}, but must name hosts, separated by commas, such as gpu1,gpu2")
-    return tuple(found.values())
+    return tuple(entries.values())
 
 
 def _parse_entry(words: list[str], where: str) -> HostEntry:

@@ -165,13 +165,7 @@ def is_free(gpu: Gpu) -> bool:
 
 
 def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim | None = None) -> Gpu:
-    """Turn NVML's answers into a GPU.
-
-    Args:
-        raw: the answers.
-        owners: pid → user and name, of the processes that are visible here.
-        claim: the run that claimed it.
-    """
+    """Turn NVML's answers into a GPU; ``owners`` has user and name by pid."""
     processes: dict[int, GpuProcess] = {}
     for process in raw.processes or ():
         if process.pid in processes:  # listed for compute and for graphics: compute comes first and is kept

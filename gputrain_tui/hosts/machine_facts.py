@@ -30,7 +30,6 @@ class Folder:
     free_files: int | None = None
     """Free inodes of its file system; None if they are not reported."""
     checkpoints: int = 0
-    """Number of checkpoints in it."""
     owner: str = ""
     """Run of the newest of them; empty if it names none."""
 
@@ -62,10 +61,7 @@ class RendezvousFile:
 def port_facts(number: int, host: str, *, is_own: bool | None = None) -> Port:
     """Return state and holder of the port on which rank 0 would listen, if this is its machine.
 
-    Args:
-        number: the port.
-        host: host or address that the ranks connect to.
-        is_own: whether that is one of this machine; None to find out.
+    ``host`` is what the ranks connect to; ``is_own`` whether that is this machine, None to find out.
     """
     is_own = _is_own_address(host) if is_own is None else is_own
     if number < 1024 and os.geteuid() != 0:

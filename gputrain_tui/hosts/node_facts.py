@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gputrain_tui.hosts.host_agent import HOME, node_command
+from gputrain_tui.hosts.host_agent import home_folder, node_command
 from gputrain_tui.hosts.inventory import take_inventory
 from gputrain_tui.hosts.machine_facts import folder_facts, port_facts, rendezvous_file
 from trainer.contract.home_folder import expand_home
@@ -47,7 +47,6 @@ exec(compile(sys.argv.pop(1), "environment_facts.py", "exec"))
 """
 """Runs the source in its first argument without the working folder in ``sys.path``; Python 3.10 has no ``-P``."""
 MAX_LINE_CHARS = 300
-"""Limit of a quoted line."""
 SETUP_FAILED = "setup ended with exit code"
 """Begin of the message that the shell of ``node_command`` prints if setup fails."""
 
@@ -95,22 +94,20 @@ def read_environment(request: Mapping[str, Any]) -> tuple[Mapping[str, Any] | No
 
 
 def facts(server: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of this host for one node: the fields of ``gputrain_tui.preflight.host_facts.HostFacts``.
+    """Return the facts of this host for one node: the fields of ``gputrain_tui.preflight.collect_hosts.HostFacts``.
 
     Its ``probe_port`` accepts connections of the other hosts until the checks are over.
     """
     listener = server.held.enter_context(listen_on_any_port())
     environment, problem, key = read_environment(request)
-    home = request["env"].get(HOME) or os.environ.get(HOME) or request["home"]
-    home = home or str(Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "gputrain"))
-    written_folders = [os.environ.get("TMPDIR") or "/tmp", home, *request["folders"]]
+    written_folders = [os.environ.get("TMPDIR") or "/tmp", str(home_folder(request)), *request["folders"]]
     port, rendezvous = request["port"], request["rendezvous"]
     return {
         "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
         "shm_free_bytes": free_bytes(SHM),
-        "folders": [asdict(folder_facts(Path(place))) for place in dict.fromkeys(written_folders)],
+        "folders": [asdict(folder_facts(Path(folder))) for folder in dict.fromkeys(written_folders)],
         "port": None if port is None else asdict(port_facts(port["number"], port["host"])),
         "rendezvous": None if rendezvous is None else asdict(rendezvous_file(Path(rendezvous))),
         "probe_port": int(listener.getsockname()[1]),
@@ -146,6 +143,11 @@ def token(server: CallServer, request: Mapping[str, Any]) -> bool:
 def _delete(path: str) -> None:
     with suppress(OSError):
         Path(path).unlink()
+
+
+def release(server: CallServer, _: Mapping[str, Any]) -> None:
+    """End what the checks keep open on this host: its port, and the token."""
+    server.held.close()
 
 
 def reach(_: CallServer, request: Mapping[str, Any]) -> dict[int, str]:

@@ -1,4 +1,7 @@
-"""Slurm's own commands: hosts of an allocation, submission, state and end of a job, signals to its steps."""
+"""Slurm's own commands: hosts of an allocation, submission, state and end of a job, signals to its steps.
+
+All raise RequestError if Slurm refuses, with its message in one line, or does not answer.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,9 @@ WORDS = {
 }
 """Reason for the end of a job by its state; for COMPLETED and FAILED the exit code has it."""
 
+UNSEEN = "does not see the run directory"
+"""Message of a host of a job whose file system is another one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -46,7 +52,6 @@ class Job:
 
     number: int
     state: str
-    """``PENDING``, ``RUNNING``, …"""
     reason: str
     """Why it is pending; empty otherwise."""
     starts: float | None
@@ -62,7 +67,6 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended or is being ended."""
         return self.state in OVER
 
 
@@ -72,11 +76,7 @@ def is_requeued(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
-    """Return the hosts of this process's allocation, each with its component of a heterogeneous job, None for others.
-
-    Raises:
-        RequestError: ``scontrol`` fails.
-    """
+    """Return the hosts of this process's allocation, each with its component of a heterogeneous job, if any."""
     if not environ.get("SLURM_JOB_ID"):
         return []
     components = int(environ.get("SLURM_HET_SIZE") or 0)
@@ -93,29 +93,17 @@ def _hosts(abbreviated: str) -> list[str]:
 
 
 def submit(argv: Sequence[str], script: str) -> int:
-    """Submit a batch script; return the job's number.
-
-    Raises:
-        RequestError: Slurm refuses, with its message in one line.
-    """
+    """Submit a batch script; return the job's number."""
     return int(_call(["sbatch", "--parsable", *argv], script).partition(";")[0])
 
 
 def test(argv: Sequence[str], script: str) -> str:
-    """Test a batch script without submitting it; return Slurm's estimate of its start and hosts.
-
-    Raises:
-        RequestError: Slurm refuses, with its message in one line.
-    """
+    """Test a batch script without submitting it; return Slurm's estimate of its start and hosts."""
     return _call(["sbatch", "--test-only", *argv], script, from_stderr=True)
 
 
 def job(number: int) -> Job | None:
-    """Return a job; None if Slurm has forgotten it.
-
-    Raises:
-        RequestError: Slurm does not answer.
-    """
+    """Return a job; None if Slurm has forgotten it."""
     try:
         text = _call(["scontrol", "--oneliner", "show", "job", str(number)])
     except RequestError as error:
@@ -148,21 +136,13 @@ def parse_job(text: str) -> Job:
 
 
 def lost_hosts(abbreviated: str) -> list[str]:
-    """Return the hosts that are down or do not answer, of a list as Slurm abbreviates it.
-
-    Raises:
-        RequestError: Slurm does not answer.
-    """
+    """Return the hosts that are down or do not answer, of a list as Slurm abbreviates it."""
     argv = ["sinfo", "--noheader", "--Node", f"--nodes={abbreviated}", "--states=down,fail,no_respond", "--format=%N"]
     return sorted(set(_call(argv).split()))
 
 
 def cancel(number: int) -> None:
-    """Cancel a job by ``scancel``: its processes have Slurm's KillWait to save.
-
-    Raises:
-        RequestError: Slurm refuses, with its message in one line.
-    """
+    """Cancel a job by ``scancel``: its processes have Slurm's KillWait to save."""
     _call(["scancel", str(number)])
 
 
@@ -173,26 +153,16 @@ def signal_script(number: int, name: str) -> None:
 
 
 def signal_steps(number: int, step_name: str, name: str) -> None:
-    """Send a signal to the steps of a job that have this name.
-
-    Raises:
-        RequestError: Slurm does not answer.
-    """
-    steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j"]).splitlines()
-    named = [line.split()[0] for line in steps if line.split()[1:] == [step_name]]
+    """Send a signal to the steps of a job that have this name."""
+    named = [step for step, its_name, _ in _steps(number) if its_name == step_name]
     if named:
         with suppress(RequestError):  # they have ended meanwhile
             _call(["scancel", f"--signal={name}", *named])
 
 
 def kill_step(number: int, step_name: str, host: str) -> None:
-    """Kill the step of this name on a host; if the host does not answer, the controller cancels it.
-
-    Raises:
-        RequestError: Slurm does not answer.
-    """
-    steps = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
-    named = [line.split()[0] for line in steps if line.split()[1:] == [step_name, host]]
+    """Kill the step of this name on a host; if the host does not answer, the controller cancels it."""
+    named = [step for step, *name_and_host in _steps(number) if name_and_host == [step_name, host]]
     kill_timeout_s = 2.0  # time limit for killing a step; a live host needs hundredths of a second, a lost one 11 s
     if named:
         try:
@@ -202,12 +172,14 @@ def kill_step(number: int, step_name: str, host: str) -> None:
                 _call(["scancel", *named])
 
 
+def _steps(number: int) -> list[list[str]]:
+    """Return number, name and hosts of each step of a job."""
+    lines = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()
+    return [words for line in lines if len(words := line.split()) == 3]
+
+
 def _call(
-    argv: Sequence[str],
-    script: str | None = None,
-    *,
-    from_stderr: bool = False,
-    timeout_s: float = COMMAND_TIMEOUT_S,
+    argv: Sequence[str], script: str | None = None, *, from_stderr: bool = False, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> str:
     try:
         done = subprocess.run(

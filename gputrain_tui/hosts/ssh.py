@@ -6,15 +6,21 @@ and may have options such as ``ssh -F lab/ssh_config``, which override ``OPTIONS
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakSet
 
-from gputrain_tui.hosts.host_channel import HostChannel
+import msgspec
+
+from gputrain_tui.hosts.host_channel import END_S, HostChannel
+from gputrain_tui.hosts.host_pipes import HostPipes
 from trainer.contract.errors import RequestError
 
 CONNECT_TIMEOUT_S = 5
@@ -31,7 +37,7 @@ OPTIONS = (
     "LogLevel=ERROR",
 )
 
-_IDLE: dict[tuple[str, ...], HostChannel] = {}
+_IDLE: defaultdict[tuple[str, ...], list[HostChannel]] = defaultdict(list)
 """Open channels that nobody uses, by ssh's command and host: the inventory's serves the checks and then the launch."""
 _LOCK = threading.Lock()
 
@@ -40,11 +46,7 @@ class Ssh:
     """Opens channels to hosts, also from several threads."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """Read ``GPUTRAIN_SSH``.
-
-        Raises:
-            RequestError: it is no command line.
-        """
+        """Read ``GPUTRAIN_SSH``; raise RequestError if it is no command line."""
         try:
             self._command = shlex.split(environ.get("GPUTRAIN_SSH", "")) or ["ssh"]
         except ValueError as error:
@@ -55,21 +57,14 @@ class Ssh:
         self._closed = False
 
     def command_line(self, host: str, *command: str) -> list[str]:
-        """Return the ssh command line that runs a command on a host; the caller starts it.
-
-        Args:
-            host: a name, ``user@host`` or ``ssh://user@host:port``.
-            command: words that no shell changes.
-        """
+        """Return the ssh command line that runs a command, words that no shell changes, on a host."""
         options = [word for setting in OPTIONS for word in ("-o", setting)]
         return [*self._command, *options, "-T", "-x", "--", ssh_destination(host), *command]
 
     def channel(self, host: str, *, here: bool = False) -> HostChannel:
         """Return a channel to a host, an idle one if there is one; the caller closes it.
 
-        Args:
-            host: a name, ``user@host`` or ``ssh://user@host:port``.
-            here: whether the host is this machine, so that the program is started without ssh.
+        ``here``: the host is this machine, whose program is started without ssh.
 
         Raises:
             HostError: ``ssh`` cannot be started.
@@ -78,12 +73,8 @@ class Ssh:
         def command(argv: Sequence[str]) -> list[str]:
             return [sys.executable, *argv] if here else self.command_line(host, "python3", *argv)
 
-        with _LOCK:
-            channel = None if here else _IDLE.pop((*self._command, host), None)
-        if channel is not None and channel.pipes.exit_code(0) is not None:  # the connection has ended meanwhile
-            channel.close(at_once=True)
-            channel = None
-        channel = channel or HostChannel.started(host, command, quoted=not here)
+        idle = None if here else self._pop_idle(host)
+        channel = idle or HostChannel.started(host, command, quoted=not here)
         with _LOCK:
             self._channels.add(channel)
             closed = self._closed
@@ -93,34 +84,69 @@ class Ssh:
 
     @contextmanager
     def shared_channel(self, host: str) -> Iterator[HostChannel]:
-        """Yield a channel that stays open for the next user in this process unless the body fails.
-
-        Raises:
-            HostError: ``ssh`` cannot be started.
-        """
+        """Yield a channel that stays open for the next user in this process unless the body fails."""
         channel = self.channel(host)
         try:
             yield channel
         except BaseException:  # also Ctrl-C: the channel may be in the middle of a call
             channel.close(at_once=True)
             raise
+        self.keep(channel)
+
+    def keep(self, channel: HostChannel) -> None:
+        """Keep a channel open for the next user in this process; it is in no call whose answer is awaited."""
         with _LOCK:
-            second = _IDLE.pop((*self._command, host), None)
-            _IDLE[(*self._command, host)] = channel
-        if second is not None:
-            second.close()
+            _IDLE[(*self._command, channel.host)].append(channel)
+
+    def take_idle(self, hosts: Iterable[str]) -> list[HostChannel]:
+        """Return the idle channels to some hosts, which the caller uses and closes."""
+        taken = []
+        for host in dict.fromkeys(hosts):
+            while (channel := self._pop_idle(host)) is not None:
+                taken.append(channel)
+        return taken
+
+    def _pop_idle(self, host: str) -> HostChannel | None:
+        while True:
+            with _LOCK:
+                idle = _IDLE[(*self._command, host)]
+                channel = idle.pop() if idle else None
+            if channel is None or channel.pipes.exit_code(0) is None:
+                return channel
+            channel.close(at_once=True)  # the connection has ended meanwhile
 
     def close(self) -> None:
         """Kill the connections of all channels, so that no caller waits for a host that does not answer."""
         with _LOCK:
             self._closed = True
             channels = list(self._channels)
-            idle = [key for key, channel in _IDLE.items() if channel in channels]
-            ended = [_IDLE.pop(key) for key in idle]
+            idle = [
+                (same_host, channel) for same_host in _IDLE.values() for channel in same_host if channel in channels
+            ]
+            for same_host, channel in idle:
+                same_host.remove(channel)
         for channel in channels:
             channel.pipes.kill()
-        for channel in ended:
+        for _, channel in idle:
             channel.close(at_once=True)
+
+
+def keep_inherited(encoded: str) -> None:
+    """Keep the channels that the process which started this one has passed on: JSON of hosts, marks and descriptors."""
+    for host, mark, descriptors in msgspec.json.decode(encoded, type=list[tuple[str, str, tuple[int, int, int, int]]]):
+        Ssh().keep(HostChannel(host, HostPipes(*descriptors), mark))
+
+
+@atexit.register
+def _close_idle() -> None:
+    """End the programs at the other end of the idle channels, all at once."""
+    idle = [channel for same_host in _IDLE.values() for channel in same_host]
+    deadline = time.monotonic() + END_S
+    for channel in idle:
+        channel.pipes.close_stdin()
+    for channel in idle:
+        channel.pipes.exit_code(max(deadline - time.monotonic(), 0.0))
+        channel.pipes.close()
 
 
 def ssh_destination(host: str) -> str:

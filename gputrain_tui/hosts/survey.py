@@ -51,7 +51,6 @@ class HostSurvey:
         self._lock = threading.Lock()
 
     def __call__(self, host: str) -> HostReport:
-        """Query one host."""
         try:
             with self._lock:
                 if self._ssh is None:
@@ -64,7 +63,6 @@ class HostSurvey:
         return query_host(host, ssh)
 
     def close(self) -> None:
-        """Kill all running queries."""
         with self._lock:
             self._closed = True
             if self._ssh is not None:
@@ -78,11 +76,7 @@ def query_hosts(
     query: Callable[..., HostReport] = query_host,
     ssh: Ssh | None = None,
 ) -> list[HostReport]:
-    """Query hosts in parallel; return their reports in the same order.
-
-    Raises:
-        RequestError: ``GPUTRAIN_SSH`` is no command line.
-    """
+    """Query hosts in parallel; return their reports in the same order."""
     names = list(hosts)
     if not names:
         return []

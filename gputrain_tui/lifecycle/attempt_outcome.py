@@ -16,14 +16,20 @@ from pathlib import Path
 
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import LOST_PEER_KINDS, RECORD_END_MISSING, node_outcome, root_cause, signal_name
+from trainer.contract.outcome import (
+    LOST_PEER_KINDS,
+    RECORD_END_MISSING,
+    NodeOutcome,
+    node_outcome,
+    root_cause,
+    signal_name,
+)
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of an event file that are searched for the end of its rank."""
 LOG_BYTES = 64 << 10
-"""Bytes at the end of a log that are searched."""
 ROOM_BYTES = 16 << 10
 """Free space below which ranks may have been unable to write their last events."""
 ACCEPTED_STATES = ("training", "validating", "saving", "finished")
@@ -42,7 +48,6 @@ class NodeEnd:
     unfinished: list[int]
     """Its ranks without a record of having finished."""
     host_error: str = ""
-    """Error of its host or of the connection, which did not start or keep it; empty if its log has the cause."""
     killed_by_us: bool = False
     """Whether the supervisor killed it; its end is then no cause, even if it was seen first."""
 
@@ -67,8 +72,7 @@ def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[
 
 def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe why the end of the record is missing; empty when the record is complete."""
-    outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
-    why = next((outcome.not_recorded for outcome in outcomes if outcome.not_recorded), "")
+    why = next((outcome.not_recorded for outcome in _outcomes(run_dir, nodes) if outcome.not_recorded), "")
     if disk_is_full(run_dir):
         return f"the disk of the run directory is full: {RECORD_END_MISSING}"
     return f"{RECORD_END_MISSING}: {why}" if why else ""
@@ -96,27 +100,18 @@ def disk_is_full(run_dir: RunDir) -> bool:
 
 def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
     """Return the failures that ranks and nodes recorded in this attempt."""
-    found: list[Failure] = []
-    for path in run_dir.events.glob("*.ndjson"):
-        found += [event for event in _tail(path, since, b'"failure"') if isinstance(event, Failure)]
-    return found
+    events = (event for path in run_dir.events.glob("*.ndjson") for event in _tail(path, since, b'"failure"'))
+    return [event for event in events if isinstance(event, Failure)]
 
 
 def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int], until: float) -> bool:
     """Whether a failure that is no consequence of a stop was recorded in this attempt before a time, Unix seconds."""
-    found = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
-    return any(failure.time <= until and failure.kind not in LOST_PEER_KINDS for failure in found)
+    recorded = _all_failures(run_dir, since, nodes)
+    return any(failure.time <= until and failure.kind not in LOST_PEER_KINDS for failure in recorded)
 
 
 def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
-    """Return the root cause of a failed attempt.
-
-    Args:
-        run_dir: the record.
-        since: sizes of the event files when the attempt began.
-        ended: per node, in the order in which they ended.
-        now: Unix seconds, the time of a failure that is derived from an exit code.
-    """
+    """Return the root cause of a failed attempt; ``since``: sizes of the event files when it began."""
     missing = [(node, end) for node, end in ended.items() if end.unfinished]
     recorded = recorded_cause(run_dir, since, [node for node, _ in missing])
     killed = [(node, end) for node, end in missing if end.host_error or (end.exit_code < 0 and not end.killed_by_us)]
@@ -129,8 +124,18 @@ def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd
 
 def recorded_cause(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int]) -> Failure | None:
     """Return the root cause among the failures that ranks and nodes recorded in this attempt; None without one."""
-    found = [*failures(run_dir, since), *_reported_failures(run_dir, nodes)]
-    return root_cause((int(failure.time * 1e9), failure) for failure in found)
+    recorded = _all_failures(run_dir, since, nodes)
+    return root_cause((int(failure.time * 1e9), failure) for failure in recorded)
+
+
+def _all_failures(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int]) -> list[Failure]:
+    """Return the recorded failures, and those in the nodes' outcomes: an event may be missing, on a full disk."""
+    reported = [outcome.failure for outcome in _outcomes(run_dir, nodes) if outcome.failure is not None]
+    return [*failures(run_dir, since), *reported]
+
+
+def _outcomes(run_dir: RunDir, nodes: Iterable[int]) -> list[NodeOutcome]:
+    return [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
 
 
 def node_end(
@@ -161,22 +166,13 @@ def is_deleted(run_dir: RunDir) -> bool:
 
 
 def deletion_failure(run_dir: RunDir, now: float) -> Failure:
-    """Return the failure of a run whose directory was deleted during the run.
-
-    Args:
-        run_dir: the deleted directory.
-        now: Unix seconds.
-    """
+    """Return the failure of a run whose directory was deleted during the run."""
     message = f"the run directory {run_dir.path} was deleted during the run"
     return Failure(time=now, kind="run_directory", message=message)
 
 
 def first_stopped_node(ended: Mapping[int, NodeEnd]) -> int | None:
-    """Return the first node to end, if a stop on its own machine ended it; None otherwise.
-
-    Args:
-        ended: per node, in the order in which they ended, of an attempt without a stop request to the supervisor.
-    """
+    """Return the first node to end, if a stop on its own machine and not the supervisor ended it; None otherwise."""
     first = next(((node, end) for node, end in ended.items() if end.unfinished), None)
     return first[0] if first is not None and first[1].exit_code in STOPPED else None
 
@@ -195,7 +191,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe the update and checkpoint at which ranks stopped, and ranks that did not answer; may be empty."""
-    outcomes = [outcome for node in nodes if (outcome := node_outcome(run_dir, node)) is not None]
+    outcomes = _outcomes(run_dir, nodes)
     parts = []
     stopped = [outcome.stopped_at for outcome in outcomes if outcome.stopped_at is not None]
     not_kept = next((outcome.not_kept for outcome in outcomes if outcome.not_kept), "")
@@ -223,13 +219,7 @@ def largest_rank(run_dir: RunDir, node: int) -> int | None:
 
 
 def last_lines(path: Path, count: int, *, since: int = 0) -> list[str]:
-    """Return the last non-blank lines of a text file; none when it cannot be read.
-
-    Args:
-        path: the file.
-        count: maximum number of lines.
-        since: byte offset before which the file is not read.
-    """
+    """Return the last non-blank lines of a text file after byte ``since``; none when it cannot be read."""
     try:
         text = read_tail(path, min(LOG_BYTES, max(size_of(path) - since, 0))).decode("utf-8", "replace")
     except OSError:
@@ -251,8 +241,8 @@ def _finished(path: Path, since: Mapping[str, int]) -> bool:
     return any(isinstance(event, RankState) and event.state == "finished" for event in events)
 
 
-def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEvent]:
-    """Yield the events of this attempt in the last ``TAIL_BYTES`` of a file whose lines contain the mark."""
+def _tail(path: Path, since: Mapping[str, int], text: bytes) -> Iterator[AnyEvent]:
+    """Yield the events of this attempt in the last ``TAIL_BYTES`` of a file whose lines contain the text."""
     try:
         begin = since.get(path.name, 0)
         start = max(begin, size_of(path) - TAIL_BYTES)
@@ -260,40 +250,26 @@ def _tail(path: Path, since: Mapping[str, int], mark: bytes) -> Iterator[AnyEven
     except OSError:
         return
     for line in lines[1:] if start > begin else lines:  # the first may be cut in the middle
-        if mark in line:
+        if text in line:
             yield from decode_events(line)
-
-
-def _reported_failures(run_dir: RunDir, nodes: Iterable[int]) -> Iterator[Failure]:
-    """Yield the failures in the nodes' outcomes: an event may be missing, on a full disk for instance."""
-    for node in nodes:
-        result = node_outcome(run_dir, node)
-        if result is not None and result.failure is not None:
-            yield result.failure
 
 
 def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
     """Return the failure that a node's exit code and last log line show; for an attempt without recorded failures."""
-    host, code, ranks = end.host, end.exit_code, end.unfinished
-    if end.host_error:
-        return Failure(time=now, kind="launch", host=host, message=f"node {node} on {host}: {end.host_error}")
+    code, names = end.exit_code, rank_names(end.unfinished)
     # A process prints nothing about SIGKILL: its last line is about something else.
     lines = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     last_line = lines[-1].removeprefix("gputrain: ").strip() if lines else ""
     suffix = f": {last_line}" if lines else ""
-    if code == ExitCode.BAD_REQUEST:
-        return Failure(
-            time=now,
-            kind="request",
-            host=host,
-            message=last_line or f"node {node} rejected the request without a message",
-        )
-    if code == ExitCode.REFUSED:
+    if end.host_error:
+        kind, message = "launch", f"node {node} on {end.host}: {end.host_error}"
+    elif code == ExitCode.BAD_REQUEST:
+        kind, message = "request", last_line or f"node {node} rejected the request without a message"
+    elif code == ExitCode.REFUSED:
+        kind = "refused"
         message = last_line.removeprefix("trainer: ") or f"node {node} refused to start without a message"
-        return Failure(time=now, kind="refused", host=host, message=message)
-    names = rank_names(ranks)
-    if code < 0:
-        message = f"node {node} was killed by {signal_name(-code)} before {names} finished{suffix}"
-        return Failure(time=now, kind="signal", host=host, message=message)
-    message = f"node {node} ended with exit code {code} and {names} did not finish{suffix}"
-    return Failure(time=now, kind="exit", host=host, message=message)
+    elif code < 0:
+        kind, message = "signal", f"node {node} was killed by {signal_name(-code)} before {names} finished{suffix}"
+    else:
+        kind, message = "exit", f"node {node} ended with exit code {code} and {names} did not finish{suffix}"
+    return Failure(time=now, kind=kind, host=end.host, message=message)

@@ -23,13 +23,13 @@ REMOTE_TIMEOUT_S = 15.0
 
 def delete_refused(run: Run) -> None:
     """Delete a run that was refused before it trained: its directory here and those on its hosts."""
-    found = {(remote.host, remote.run_dir) for remote in remote_nodes(run.dir)}
+    folders = {(remote.host, remote.run_dir) for remote in remote_nodes(run.dir)}
     # A host chooses the recorded path: only one that ends in this run's folder is deleted.
-    found = {(host, path) for host, path in found if PurePosixPath(path).parts[-2:] == ("runs", run.id)}
+    folders = {(host, path) for host, path in folders if PurePosixPath(path).parts[-2:] == ("runs", run.id)}
     processes = []
     with suppress(RequestError, OSError):
         ssh = Ssh()
-        for host, path in sorted(found):
+        for host, path in sorted(folders):
             argv = ssh.command_line(host, "rm", "-rf", "--", shlex.quote(path))
             null = subprocess.DEVNULL
             processes.append(subprocess.Popen(argv, stdin=null, stdout=null, stderr=null))

@@ -1,41 +1,84 @@
-"""Watch of a run directory by its supervisor: the lock's time, the stop file, and whether the directory exists."""
+"""Watch of a run by its supervisor, once a second: the lock's time, the stop file, the run directory, silent hosts.
+
+A stop file stops a run whose supervisor is on another host with the same file system.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.stop_file import read_stop_file
-from trainer.contract.record import Failure, RunDir
+from gputrain_tui.lifecycle.node_process import NodeProcess
+from gputrain_tui.plan.planner import Plan
+from trainer.contract.record import Failure, Finding, RunDir, write_atomically
+from trainer.contract.record.regular_file import read_part
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import StopRequest
 
 CHECK_S = 1.0
-"""Time between two checks of the run directory."""
+SILENT_S = 5.0
+"""Silence of a host, which answers once a second, from which it is reported; the run is not diagnosed meanwhile, as
+the record of its ranks ends where the connection broke."""
+POLL_S = 0.1
+MAX_STOP_BYTES = 80
+BEAT_TIMEOUT_S = 5.0
+"""Time for the mtime of the lock to change; a supervisor updates it once a second, a network file system delays it."""
+
+
+def read_stop_file(run_dir: RunDir) -> tuple[StopLevel, str]:
+    """Return the stop level requested by another host, and the reason of the stop."""
+    try:
+        level, _, reason = read_part(run_dir.stop, 0, MAX_STOP_BYTES).decode().partition(" ")
+        return StopLevel(int(level)), f"{reason} on another host"
+    except (OSError, ValueError):
+        return StopLevel.NONE, ""
+
+
+def write_stop_file(run_dir: RunDir, reason: str) -> None:
+    """Request a stop with a checkpoint; if there is a request already, a stop without one."""
+    level = StopLevel.NOW if read_stop_file(run_dir)[0] else StopLevel.SAVE
+    write_atomically(run_dir.stop, f"{int(level)} {reason}".encode())
+
+
+def supervisor_beats(run_dir: RunDir) -> bool:
+    """Whether a supervisor on any host is alive: wait until it updates the mtime of the lock."""
+    try:
+        before = run_dir.lock.stat().st_mtime_ns
+        deadline = time.monotonic() + BEAT_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if run_dir.lock.stat().st_mtime_ns != before:
+                return True
+            time.sleep(POLL_S)
+    except OSError:
+        return False
+    return False
+
+
+def await_end(run_dir: RunDir, timeout_s: float) -> bool:
+    """Wait until the status is final; return whether it is within ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        status = read_status(run_dir)
+        if status is not None and status.status in ENDED:
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 class DirectoryWatch:
     """Watch of one run directory."""
 
-    def __init__(self, run_dir: RunDir, stop_request: StopRequest, *, now: Callable[[], float]) -> None:
-        """Check nothing yet.
-
-        Args:
-            run_dir: the run directory.
-            stop_request: stop request of the supervisor.
-            now: clock, Unix seconds.
-        """
+    def __init__(self, run_dir: RunDir, stop_request: StopRequest) -> None:
         self._dir = run_dir
         self._stop_request = stop_request
-        self._now = now
         self.due = 0.0
         """Time of the next check, monotonic seconds."""
         self.deleted: Failure | None = None
-        """Failure of a run whose directory was deleted."""
 
     def check(self) -> None:
         """Touch the lock, and stop the run at a request in the stop file or if its directory was deleted.
@@ -49,6 +92,25 @@ class DirectoryWatch:
         if level > self._stop_request.level:
             self._stop_request.ask(level, reason)
         if self.deleted is None and attempt_outcome.is_deleted(self._dir):
-            self.deleted = attempt_outcome.deletion_failure(self._dir, self._now())
+            self.deleted = attempt_outcome.deletion_failure(self._dir, time.time())
             print(self.deleted.message, file=sys.stderr, flush=True)
             self._stop_request.ask(StopLevel.SAVE, self.deleted.message)  # ``save_dir`` may be somewhere else
+
+
+def silence_findings(silent: set[int], running: Iterable[NodeProcess], plan: Plan) -> list[Finding]:
+    """Update the silent nodes; return a finding for each host that has become silent or answers again."""
+    changed = [process for process in running if (process.silent_s() >= SILENT_S) != (process.node in silent)]
+    silent ^= {process.node for process in changed}
+    return [
+        Finding(
+            time=time.time(),
+            kind="host_silent",
+            state="raised" if process.node in silent else "cleared",
+            rank=plan.nodes[process.node].first_rank,
+            host=process.host,
+            message=f"no contact with {process.host}: its ranks may still be running; "
+            "their record follows when it answers again",
+            advice=f"check that `ssh {process.host} true` works",
+        )
+        for process in changed
+    ]

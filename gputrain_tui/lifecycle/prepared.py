@@ -1,18 +1,21 @@
-"""Checks of a planned run: the preflight of its machines, and whether its training would ever end."""
+"""Plan of a run with the inventories of its machines, and its checks: the preflight, and whether it would ever end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from gputrain_tui.hosts.devices import DeviceUnavailableError
+from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
+from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.launchers import launcher
-from gputrain_tui.lifecycle.planned import Planned, plan_recipe
-from gputrain_tui.plan.planner import Plan
+from gputrain_tui.plan.planner import Plan, plan as make_plan
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
+from gputrain_tui.preflight.result import warning
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
@@ -20,11 +23,94 @@ from trainer.contract.option_rules import require_end
 from trainer.contract.schema import check
 
 if TYPE_CHECKING:
-    from gputrain_tui.hosts.open_connections import OpenConnections
-    from gputrain_tui.preflight.host_facts import HostAnswer
-
+    from gputrain_tui.hosts.inventory import Inventory
+    from gputrain_tui.hosts.survey import HostReport
+    from gputrain_tui.preflight.collect_hosts import HostAnswer
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables with the network interface of a backend; after ``=`` NCCL takes a name, not a prefix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Plan, and the facts that it was made from."""
+
+    plan: Plan
+    local: LocalFacts
+    inventories: Mapping[str, Inventory]
+    """Inventories that the plan needed, by host; ``localhost`` is this machine."""
+    warnings: tuple[str, ...] = ()
+    """A line for each host whose list of GPUs was accepted because it did not answer."""
+
+
+def plan_recipe(recipe: Recipe) -> Planned:
+    """Plan a run that is to start: a missing device is a failed check.
+
+    Raises:
+        NotReadyError: a machine does not have the devices.
+        RequestError: the recipe contradicts itself.
+    """
+    try:
+        return plan_with_inventories(recipe)
+    except DeviceUnavailableError as error:
+        what, _, fix = error.reason.partition("; ")
+        key = error.where.rpartition(" ")[2]
+        result = CheckResult(status="error", check="GPUs", what=what, fix=fix, key=key, where=error.where)
+        raise NotReadyError([result]) from None
+
+
+def plan_with_inventories(
+    recipe: Recipe, *, query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None
+) -> Planned:
+    """Plan a recipe on its machines in their current state.
+
+    The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
+    ``all``, ``free``, ``ranks`` or a list of GPUs. A count of GPUs is accepted unchecked, and so is a list if the host
+    does not answer.
+
+    Raises:
+        RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
+            whose inventory is needed does not answer.
+    """
+    local = local_facts(node.host for node in recipe.cluster.nodes)
+    inventories: dict[str, Inventory] = {}
+    warnings = []
+    nodes = [] if recipe.is_for_slurm else recipe.cluster.nodes  # Slurm assigns the GPUs
+    # NVML takes longer than everything else here: it is read only if ranks may use the GPUs.
+    if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):
+        from gputrain_tui.hosts.inventory import take_inventory
+
+        inventories[THIS_MACHINE] = take_inventory()
+    unknown = {
+        index: str(node.host)
+        for index, node in enumerate(nodes)
+        if node.cpu_ranks is None and not isinstance(node.gpus, int) and not is_local(node.host, local)
+    }
+    reports = _query(list(dict.fromkeys(unknown.values())), query)
+    for index, host in unknown.items():
+        node, report = nodes[index], reports[host]
+        if report.inventory is not None:
+            inventories[host] = report.inventory
+        elif isinstance(node.gpus, tuple):
+            warnings.append(f"{host}: {report.problem}; its list of GPUs is used unchecked")
+        else:
+            key, value = ("gpus", node.gpus) if node.gpus is not None else ("ranks", node.ranks)
+            reason = f"is {value!r}, but the GPUs of {host} are not known: {report.problem}"
+            where = recipe.where("cluster", "nodes", index, key)
+            raise DeviceUnavailableError(where, f"{reason}; a count or a list of GPUs is accepted unchecked")
+    plan = make_plan(recipe, inventories, local=local)
+    return Planned(plan=plan, local=local, inventories=inventories, warnings=tuple(warnings))
+
+
+def _query(
+    hosts: Sequence[str], query: Callable[[Sequence[str]], Sequence[HostReport]] | None
+) -> dict[str, HostReport]:
+    if not hosts:
+        return {}
+    if query is None:
+        from gputrain_tui.hosts.survey import query_hosts
+
+        query = query_hosts
+    return {report.host: report for report in query(hosts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +123,13 @@ class Prepared:
     """Results of the preflight, none of which is an error."""
 
 
-def prepare(recipe: Recipe, *, connections: OpenConnections | None = None) -> Prepared:
-    """Plan a run and check its machines.
-
-    Args:
-        recipe: the recipe.
-        connections: receives the connections to other hosts, which the launch continues to use.
-
-    Raises:
-        NotReadyError: the recipe is right, but the machines are not ready for it.
-        RequestError: the recipe contradicts itself, or would never end.
-    """
-    return check_planned(recipe, plan_recipe(recipe), connections=connections)
+def prepare(recipe: Recipe) -> Prepared:
+    """Plan a run and check its machines; raise as ``plan_recipe`` and ``check_planned`` do."""
+    return check_planned(recipe, plan_recipe(recipe))
 
 
-def check_planned(
-    recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0, connections: OpenConnections | None = None
-) -> Prepared:
+def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -> Prepared:
     """Run the preflight checks of a planned run.
-
-    Args:
-        recipe: the recipe.
-        planned: its plan.
-        max_age_s: maximum age of cached answers of other hosts.
-        connections: receives the connections to other hosts, which the launch continues to use.
 
     Raises:
         NotReadyError: a check failed.
@@ -70,35 +139,38 @@ def check_planned(
         raise RequestError(problem)
     chosen = launcher(planned.plan.launcher)
     results = chosen.check(recipe, planned.plan)
-    answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s, connections=connections)
-    asked = {
+    answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s)
+    answered = {
         answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
     }
-    found = collect_facts(recipe, planned.plan, planned.local, inventories={**asked, **planned.inventories})
-    results += run_checks(recipe, planned.plan, found, local=planned.local)
+    facts = collect_facts(
+        recipe,
+        planned.plan,
+        planned.local,
+        inventories={**answered, **planned.inventories},
+        queried=frozenset(answer.host for answer in answers),
+    )
+    results += run_checks(recipe, planned.plan, facts, local=planned.local)
     if answers:
         from gputrain_tui.preflight.host_checks import check_hosts
 
         results += check_hosts(recipe, planned.plan, answers)
-    results += [CheckResult(status="warning", check="other hosts", what=warning) for warning in planned.warnings]
+    results += [warning("other hosts", line) for line in planned.warnings]
     if errors(results):
         raise NotReadyError(results, plan=planned.plan)
     return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
 
 
 def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
-    """Return the plan with the network interface of each host that leads to the other hosts, in its environment.
-
-    A variable that the user has set is not changed.
-    """
+    """Return the plan with each host's interface towards the others in its environment, unless the user has set one."""
     interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
     if not interfaces:
         return plan
     names = {GLOO_INTERFACE: "{}", **({NCCL_INTERFACE: "={}"} if plan.backend == "nccl" else {})}
     nodes = []
     for node in plan.nodes:
-        found = interfaces.get(node.host)
-        own = {name: form.format(found) for name, form in names.items() if found and name not in os.environ}
+        interface = interfaces.get(node.host)
+        own = {name: form.format(interface) for name, form in names.items() if interface and name not in os.environ}
         nodes.append(msgspec.structs.replace(node, env={**own, **node.env}))
     return msgspec.structs.replace(plan, nodes=nodes)
 

@@ -65,7 +65,6 @@ class Transfer:
 
     source: Path
     target: str
-    """Folder on the host."""
     files: tuple[str, ...] | None = None
     """Paths relative to the folder; None for all files except ``__pycache__``."""
 
@@ -81,7 +80,6 @@ class HostPush:
     imports: tuple[str, ...] = ()
     """Copied folders of code that the environment installed on the host imports from."""
     lines: tuple[str, ...] = ()
-    """Description of the plan, for people."""
 
 
 class HostPlatform(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,13 +88,11 @@ class HostPlatform(msgspec.Struct, frozen=True, kw_only=True):
     libc: str
     """Name and version of its C library."""
     machine: str
-    """Its architecture."""
     base: str
     """Version of the interpreter at the path of this machine's; empty if there is none."""
     rsync: bool
     workdir: str
     shared: tuple[str, ...]
-    """Visible tokens."""
 
 
 PLATFORM, PREPARED = msgspec.json.Decoder(HostPlatform), msgspec.json.Decoder(None)
@@ -106,14 +102,14 @@ T = TypeVar("T")
 
 def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[Destination]:
     """Return the hosts of a recipe that are not this machine."""
-    found = {}
+    by_host = {}
     for index in range(len(recipe.cluster.nodes)):
         node = recipe.cluster.of_node(index)
         if node.host is not None and not is_here(node.host):
             workdir = node.workdir or str(Path.cwd())
             own = node.python not in (None, sys.executable)
-            found[node.host] = Destination(host=node.host, workdir=workdir, own_python=own)
-    return list(found.values())
+            by_host[node.host] = Destination(host=node.host, workdir=workdir, own_python=own)
+    return list(by_host.values())
 
 
 def data_of(recipe: Recipe) -> set[Path]:
@@ -123,11 +119,7 @@ def data_of(recipe: Recipe) -> set[Path]:
 
 
 def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[HostPush]:
-    """Probe every host, and return the plan for each; nothing is copied yet.
-
-    Raises:
-        PushError: a host does not answer, or has no rsync.
-    """
+    """Probe every host, and return the plan for each; nothing is copied yet. Raise PushError for the first failure."""
     code = Path.cwd()
     imports = import_folders(code)
     base = Path(sys.base_prefix) / "bin" / f"python{sysconfig.get_python_version()}"
@@ -139,12 +131,12 @@ def plan_push(ssh: Ssh, to: Sequence[Destination], data: set[Path]) -> list[Host
 
         answers = _in_parallel(probe, to)
     sent_code = tuple(code_files(code, data))
-    found = []
+    pushes = []
     for destination, answer in zip(to, answers, strict=True):
         shared = {folder for folder, token in tokens.items() if token in answer.shared}
         missing = [path for path in imports if path not in shared]
-        found.append(_plan_host(destination, answer, code, sent_code, missing, shared))
-    return found
+        pushes.append(_plan_host(destination, answer, code, sent_code, missing, shared))
+    return pushes
 
 
 def _plan_host(
@@ -155,16 +147,7 @@ def _plan_host(
     imports: Sequence[Path],
     shared: set[Path],
 ) -> HostPush:
-    """Return the plan for one host, from its answer to the probe.
-
-    Args:
-        destination: the host.
-        answer: of ``probe``.
-        code: the working folder.
-        files: files of the working folder to be copied.
-        imports: folders of imports that the host does not share.
-        shared: folders that the host shares with this machine.
-    """
+    """Return the plan for one host; ``imports`` are the folders of imports that it does not share."""
     transfers, lines = [], []
     if code in shared and answer.workdir == str(code):
         lines.append(f"code: {code} is shared with this machine; nothing to copy")
@@ -211,11 +194,7 @@ def _plan_host(
 
 
 def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
-    """Carry out the plans of all hosts in parallel; return a line for each host.
-
-    Raises:
-        PushError: it failed on a host; on others it may have succeeded.
-    """
+    """Carry out the plans of all hosts in parallel; return a line for each. A PushError is of one host, not of all."""
 
     def push_host(item: HostPush) -> str:
         request = {
@@ -233,11 +212,6 @@ def push(ssh: Ssh, pushes: Sequence[HostPush]) -> list[str]:
 
 
 def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
-    """Copy one folder with rsync; return the bytes sent.
-
-    Raises:
-        PushError: rsync is missing here, or failed.
-    """
     # rsync runs `SHELL HOST COMMAND`. The shell words contain the host already, so `env` stands in the place of HOST.
     shell = " ".join(f'"{word}"' if " " in word else word for word in ssh.command_line(host))
     argv = ["rsync", "-a", "-s", "--stats", "-e", shell]
@@ -267,12 +241,7 @@ def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
     if listed.returncode == 0:
         names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
     else:
-        names = [
-            str((Path(parent) / file).relative_to(folder))
-            for parent, folders, files in os.walk(folder)
-            if folders.sort() is None  # sorts in place, for a stable order
-            for file in files
-        ]
+        names = [str(Path(parent, file).relative_to(folder)) for parent, _, files in os.walk(folder) for file in files]
     for name in sorted(set(names)):
         parts = Path(name).parts
         path = folder / name
@@ -292,48 +261,44 @@ def files_of(folder: Path) -> tuple[str, ...] | None:
 def import_folders(code: Path) -> list[Path]:
     """Return the folders of ``sys.path`` and the environment, without standard library, ``/usr`` and ``code``."""
     library = {Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")}
-    found = [] if Path(sys.prefix).is_relative_to(SYSTEM) else [Path(sys.prefix)]
+    folders = [] if Path(sys.prefix).is_relative_to(SYSTEM) else [Path(sys.prefix)]
     for name in sys.path:
         path = Path(name)
         if not name or not path.is_dir() or any(path.is_relative_to(folder) for folder in (code, SYSTEM)):
             continue
         standard = path in library or path.name == "lib-dynload"
-        if not standard and not any(path.is_relative_to(folder) for folder in found):
-            found.append(path)
-    return found
+        if not standard and not any(path.is_relative_to(folder) for folder in folders):
+            folders.append(path)
+    return folders
 
 
 def package_versions() -> Iterator[str]:
     """Yield ``name==version`` of the installed packages, without editable and local installs (PEP 610)."""
-    found = {package.metadata["Name"]: package for package in importlib.metadata.distributions()}
-    for name in sorted(found, key=str.lower):
-        if found[name].read_text("direct_url.json") is None:
-            yield f"{name}=={found[name].version}"
+    packages = {package.metadata["Name"]: package for package in importlib.metadata.distributions()}
+    for name in sorted(packages, key=str.lower):
+        if packages[name].read_text("direct_url.json") is None:
+            yield f"{name}=={packages[name].version}"
 
 
 @contextmanager
 def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
     """Create a randomly named file in each folder; a host that finds it there shares the folder."""
     name = f".gputrain-{secrets.token_hex(8)}"
-    found: dict[Path, str] = {}
+    tokens: dict[Path, str] = {}
     try:
         for folder in folders:
             with suppress(OSError):  # a folder without write permission counts as not shared
                 (folder / name).touch()
-                found[folder] = str(folder / name)
-        yield found
+                tokens[folder] = str(folder / name)
+        yield tokens
     finally:
-        for token in found.values():
+        for token in tokens.values():
             with suppress(OSError):
                 Path(token).unlink()
 
 
 def _call(ssh: Ssh, host: str, function: str, decoder: Decoder[T], timeout_s: float, **arguments: Any) -> T:
-    """Call a function of ``push_target`` on a host; return its answer.
-
-    Raises:
-        PushError: the host does not answer, its answer is an error or invalid, or its shell prints.
-    """
+    """Call a function of ``push_target`` on a host; return its answer."""
     try:
         with ssh.shared_channel(host) as channel:
             answer = channel.call(function, decoder, timeout_s, **arguments)

@@ -1,77 +1,70 @@
-"""The recipe of a new run: read from a file, or that of the run that it continues."""
+"""The recipe of a new run: read from a file, that of the run that it continues, or of the evaluation of a training."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
-from typing import IO
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
 
 from gputrain_tui.history.run_folders import Run, find
-from gputrain_tui.lifecycle import run_checkpoints
 from gputrain_tui.lifecycle.remote_nodes import remote_node
+from gputrain_tui.lifecycle.run_checkpoints import describe_missing_checkpoint, resumable_checkpoint, run_named_by
 from gputrain_tui.recipe.build import load as load_recipe
-from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
+from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.option_rules import RESETS
+from trainer.contract.option_rules import RESETS, require_consistent
 from trainer.contract.record.regular_file import open_regular
 
 
 def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
-    """Read the recipe of a new run, or of one that continues another.
-
-    Args:
-        source: file, ``-``, or None for the recipe of the run that is continued.
-        overrides: ``KEY=VALUE`` settings.
-        resume: the run to continue: an id, a prefix of one, or ``last``.
-        stdin: stream that ``-`` reads.
+    """Read the recipe of a new run, or of one that continues another, by its id, a prefix of it or ``last``.
 
     Raises:
         RequestError: the recipe is wrong, or the run has nothing to continue from.
     """
-    settings = list(overrides)
-    if resume is not None:
-        run = find(resume)
-        if run.status.archived is not None:
-            raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
-        if run.state in ("queued", "starting", "running", "stopping"):
+    if resume is None:
+        if source is None:
             raise RequestError(
-                f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`"
+                "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
             )
-        found = run_checkpoints.resumable_checkpoint(run.dir)
-        if found is None:
-            raise RequestError(f"--resume {resume}: {run_checkpoints.describe_missing_checkpoint(run)}")
-        if run.state == "finished" and source is None and not overrides:
-            raise RequestError(
-                f"--resume {resume}: {run.id} has finished: nothing is left to train; "
-                "to train further, raise the limit that ended it, such as --set train.max_updates=N"
-            )
-        settings += [f"train.resume={found}", f"train.checkpoint_run={run_checkpoints.run_named_by(run.dir, found)}"]
-        source = source or recipe_of(run)
-        recipe = load_recipe(source, overrides=settings, stdin=stdin)
-        # The resets of the run's own recipe are done; only overrides reset again.
-        done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
-        if done and source != "-":
-            recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
-        remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
-        if remote is not None and first != remote.host:
-            raise RequestError(
-                f"--resume {resume}: the checkpoints of {run.id} are on {remote.host}, in {found}, where rank 0 reads "
-                f"them, but the first node is {first or 'this machine'}; keep {remote.host} as the first node"
-            )
-        return recipe
-    if source is None:
+        return load_recipe(source, overrides=list(overrides), stdin=stdin)
+    run = find(resume)
+    if run.status.archived is not None:
+        raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
+    if run.state in ("queued", "starting", "running", "stopping"):
+        raise RequestError(f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`")
+    checkpoint = resumable_checkpoint(run.dir)
+    if checkpoint is None:
+        raise RequestError(f"--resume {resume}: {describe_missing_checkpoint(run)}")
+    if run.state == "finished" and source is None and not overrides:
         raise RequestError(
-            "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
+            f"--resume {resume}: {run.id} has finished: nothing is left to train; "
+            "to train further, raise the limit that ended it, such as --set train.max_updates=N"
         )
-    return load_recipe(source, overrides=settings, stdin=stdin)
+    owner = run_named_by(run.dir, checkpoint)
+    settings = [*overrides, f"train.resume={checkpoint}", f"train.checkpoint_run={owner}"]
+    source = source or recipe_of(run)
+    recipe = load_recipe(source, overrides=settings, stdin=stdin)
+    # The resets of the run's own recipe are done; only overrides reset again.
+    done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
+    if done and source != "-":
+        recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
+    remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
+    if remote is not None and first != remote.host:
+        raise RequestError(
+            f"--resume {resume}: the checkpoints of {run.id} are on {remote.host}, in {checkpoint}, where rank 0 "
+            f"reads them, but the first node is {first or 'this machine'}; keep {remote.host} as the first node"
+        )
+    return recipe
 
 
 def recipe_of(run: Run) -> str:
-    """Return the path of a run's recipe, which must be a regular file.
-
-    Raises:
-        RecordError: it cannot be read.
-    """
+    """Return the path of a run's recipe; raise RecordError if it is no regular file that can be read."""
     try:
         os.close(open_regular(run.dir.recipe))
     except OSError as error:
@@ -88,3 +81,50 @@ def recipe_text(recipe: Recipe) -> str:
     from gputrain_tui.recipe.toml_writer import dump_toml  # a slow import (tomlkit) that few runs need
 
     return dump_toml(recipe)
+
+
+PREFIX = "eval-"
+
+
+def evaluation_recipe(
+    source: str,
+    *,
+    overrides: list[str],
+    checkpoint: Path,
+    run: str,
+    split: Literal["test", "valid"] | None,
+    stdin: IO[str] | None = None,
+) -> Recipe:
+    """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
+
+    The checkpoint is a file, or a folder for its newest good one; it must belong to ``run``, empty for any. Without
+    ``split`` it is ``test``, or ``valid`` of a task without one.
+
+    Raises:
+        RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
+    """
+    recipe = load_recipe(source, overrides=overrides, stdin=stdin)
+    if recipe.script is not None:
+        raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
+    schema = options_schema(recipe.train.task)
+    task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
+    sizes = recipe.train.batch_size
+    train = msgspec.structs.replace(
+        recipe.train,
+        eval_only=str(checkpoint),
+        eval_split=split,
+        checkpoint_run=run,
+        resume=None,
+        save_dir=None,
+        finetune_from=None,
+        finetune_partial=False,
+        batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
+    )
+    require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
+    changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
+    return dataclasses.replace(
+        recipe,
+        name=(PREFIX + recipe.name)[:MAX_NAME_CHARS],
+        train=train,
+        origin=dataclasses.replace(recipe.origin, overridden=recipe.origin.overridden | changed),
+    )

@@ -19,9 +19,7 @@ class RemoteNode(msgspec.Struct, frozen=True, kw_only=True):
     """Node that writes into a run directory of its own host."""
 
     host: str
-    """As in the plan."""
     run_dir: str
-    """Path on that host."""
 
 
 _decode = msgspec.json.Decoder(RemoteNode)
@@ -29,8 +27,8 @@ _decode = msgspec.json.Decoder(RemoteNode)
 
 def attempt_folders(run_dir: RunDir, node: int) -> list[Path]:
     """Return the folders of a node's attempts, ``agents/<node>.<attempt>.<token>``, oldest first."""
-    found = [path for path in run_dir.agents.glob(f"{node}.*.*") if path.name.split(".")[1].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.split(".")[1]))
+    folders = [path for path in run_dir.agents.glob(f"{node}.*.*") if path.name.split(".")[1].isdecimal()]
+    return sorted(folders, key=lambda path: int(path.name.split(".")[1]))
 
 
 def write_remote_node(run_dir: RunDir, attempt: str, remote: RemoteNode) -> None:
@@ -46,11 +44,11 @@ def path_with_host(run_dir: RunDir, node: int, path: str) -> str:
 
 def remote_nodes(run_dir: RunDir) -> list[RemoteNode]:
     """Return the nodes with a run directory of their own host, for all attempts."""
-    found = []
+    nodes = []
     for path in run_dir.agents.glob(f"*/{FILE}"):
         with suppress(RecordError):
-            found.append(read_json(path, _decode))
-    return found
+            nodes.append(read_json(path, _decode))
+    return nodes
 
 
 def remote_node(run_dir: RunDir, node: int) -> RemoteNode | None:

@@ -10,39 +10,38 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui import paths
-from gputrain_tui.history.status_file import read_status
-from gputrain_tui.lifecycle import leftovers
+from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
-from gputrain_tui.lifecycle.on_end import run_on_end
+from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.lifecycle.sink_state import read_sink_state
 from gputrain_tui.recipe.report_options import ReportOptions
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
-from trainer.contract.record.regular_file import open_to_append, read_whole
+from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.schema import check
-from trainer.host.processes import descendants
+from trainer.host.processes import RUN, descendants
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.run_status import RunStatusWriter
 
 SINK_TIMEOUT_S = 30.0
 """Time limit of a sink for the rest of the record after the end of the run, in which wandb uploads."""
+ON_END_TIMEOUT_S = 30.0
+"""Time limit of the command ``on_end``, after which it is killed; `gputrain run` in the foreground waits for it."""
 POLL_S = 0.05
-"""Time between two checks whether a sink has ended."""
+"""Time between two checks whether a stop request ends the wait for a process."""
 
 
 class LiveSink:
     """Process that writes the record of a run to one sink, TensorBoard or wandb."""
 
     def __init__(self, run_dir: RunDir, name: str, target: str) -> None:
-        """Start the process; it ends with this one."""
         self.name = name
         self._log = run_dir.logs / f"report-{name}.log"
         self._reported = False
@@ -50,7 +49,7 @@ class LiveSink:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.sink_program", str(run_dir.path), name, target],
-                env={**os.environ, leftovers.MARK: str(run_dir.path)},
+                env={**os.environ, RUN: str(run_dir.path)},
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -60,7 +59,6 @@ class LiveSink:
             os.close(output)
 
     def pids(self) -> set[int]:
-        """Return the process and its descendants; none once it has ended."""
         pid = self._process.pid
         return {pid, *descendants(pid)} if self._process.poll() is None else set()
 
@@ -77,10 +75,7 @@ class LiveSink:
         stdin = self._process.stdin
         assert stdin is not None
         stdin.close()
-        deadline = time.monotonic() + SINK_TIMEOUT_S
-        while self._process.poll() is None and time.monotonic() < deadline and not is_interrupted():
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(POLL_S)
+        _wait(self._process, SINK_TIMEOUT_S, is_interrupted)
         left = self.pids()
         for pid in left:
             with suppress(ProcessLookupError):
@@ -122,17 +117,72 @@ class RunReport:
         return [problem for sink in self._sinks if (problem := sink.problem())]
 
     def end(self, writer: RunStatusWriter, *, is_interrupted: Callable[[], bool] = bool) -> None:
-        """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock.
-
-        Args:
-            writer: writes the warnings into the status.
-            is_interrupted: whether to kill what has not ended and return.
-        """
+        """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock."""
         problems = [sink.end(is_interrupted=is_interrupted) for sink in self._sinks]
         if self._options.on_end:
             problems.append(run_on_end(self._options.on_end, self._dir, writer.status, is_interrupted=is_interrupted))
         for problem in filter(None, problems):
             writer.warn(problem)
+
+
+def run_on_end(command: str, run_dir: RunDir, status: Status, *, is_interrupted: Callable[[], bool]) -> str:
+    """Run the command unless it was run before; return a warning, empty if it succeeded.
+
+    It gets the facts of the run as environment variables only.
+    """
+    log = run_dir.on_end_log
+    try:
+        # The process that creates the log runs the command: at most once, even if a supervisor was killed meanwhile.
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return ""
+    except OSError:  # a full disk, a deleted run directory
+        output = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    environment = {
+        "GPUTRAIN_RUN_ID": status.run,
+        "GPUTRAIN_RUN_NAME": status.recipe,
+        "GPUTRAIN_RUN_STATUS": status.status,
+        "GPUTRAIN_RUN_EXIT_CODE": "" if status.exit_code is None else str(status.exit_code),
+        "GPUTRAIN_RUN_MESSAGE": printable(status.message or ""),
+        "GPUTRAIN_RUN_FINDING": printable(run_mark(status.findings)),
+        "GPUTRAIN_RUN_DIR": str(run_dir.path),
+    }
+    try:
+        with subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:
+            problem = _await_on_end(process, is_interrupted)
+    except OSError as error:
+        problem = f"could not be started: {error.strerror}"
+    finally:
+        os.close(output)
+    return problem and f"report.on_end {problem}; its output is in {log}"
+
+
+def _await_on_end(process: subprocess.Popen[bytes], is_interrupted: Callable[[], bool]) -> str:
+    if not _wait(process, ON_END_TIMEOUT_S, is_interrupted):
+        in_time = is_interrupted()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return "was killed before it ended" if in_time else f"took longer than {ON_END_TIMEOUT_S:.0f} s and was killed"
+    code = process.returncode
+    if not code:
+        return ""
+    return f"was killed by signal {-code}" if code < 0 else f"has failed with exit code {code}"
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, is_interrupted: Callable[[], bool]) -> bool:
+    """Wait for the end of a process; return whether it has ended before the time limit and the interrupt."""
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline and not is_interrupted():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+    return process.returncode is not None
 
 
 def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
@@ -144,21 +194,13 @@ def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
     try:
         if adopted and not _was_started_here(run_dir):
             return None
-        text = read_whole(run_dir.recipe, MAX_RECIPE_BYTES)
-        if b"report" not in text:
-            return None
-        table = tomllib.loads(text.decode("utf-8")).get("report")
-        return RunReport(run_dir, check(ReportOptions, table, where=str)) if isinstance(table, dict) else None
+        table = recorded_table(run_dir, "report")
+        return RunReport(run_dir, check(ReportOptions, table, where=str)) if table else None
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def _was_started_here(run_dir: RunDir) -> bool:
-    """Whether a run directory is in the runs folder and no copy.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     status = read_status(run_dir)
     known = None if status is None else status.inode
     return run_dir.path.parent.samefile(paths.runs_folder()) and known == run_dir.path.stat().st_ino

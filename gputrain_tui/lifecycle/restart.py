@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.lifecycle.run_checkpoints import resumable_checkpoint, run_named_by
+from gputrain_tui.lifecycle.run_checkpoints import recorded_table, resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import Plan, with_flags
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES as RECIPE_BYTES
 from trainer.contract.record import Failure, RunDir
-from trainer.contract.record.regular_file import read_whole
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
 from trainer.host.addresses import is_loopback
 from trainer.host.ports import free_port
@@ -24,12 +21,7 @@ SCRIPT_FLAG = "--script"
 
 def max_restarts(run_dir: RunDir) -> int:
     """Return ``cluster.max_restarts`` of the run's recipe; 0 if it cannot be read."""
-    try:
-        recipe = tomllib.loads(read_whole(run_dir.recipe, RECIPE_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return 0
-    cluster = recipe.get("cluster")
-    value = cluster.get("max_restarts", 0) if isinstance(cluster, dict) else 0
+    value = recorded_table(run_dir, "cluster").get("max_restarts", 0)
     return value if isinstance(value, int) else 0
 
 

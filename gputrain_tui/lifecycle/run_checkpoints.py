@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gputrain_tui.history.run_folders import Run, find, list_runs, open_run
 from gputrain_tui.history.status_file import read_status
@@ -54,7 +55,6 @@ class ChosenCheckpoint:
     path: Path
     """A file, or a folder for its newest good checkpoint; absolute."""
     run: Run | None
-    """Run of the checkpoint; None if not known."""
     run_id: str = ""
     """The run's id as the checkpoint names it, if a run was named; empty for a named file."""
     description: str
@@ -110,12 +110,16 @@ def last_trained() -> Run:
 
 def evaluated_checkpoint(run_dir: RunDir) -> str:
     """Return ``train.eval_only`` of a run's recipe, the evaluated checkpoint; empty for a run that trains."""
+    return str(recorded_table(run_dir, "train").get("eval_only", ""))
+
+
+def recorded_table(run_dir: RunDir, name: str) -> dict[str, Any]:
+    """Return a table of a run's recipe; an empty one if there is none, or the recipe cannot be read."""
     try:
-        recipe = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
+        table = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8")).get(name)
     except (OSError, ValueError, RecursionError):
-        return ""
-    train = recipe.get("train")
-    return str(train.get("eval_only", "")) if isinstance(train, dict) else ""
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def _named_file(path: Path) -> ChosenCheckpoint:

@@ -16,15 +16,14 @@ from typing import IO
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from gputrain_tui.lifecycle.attempt import AttemptResult, delete_temporary_files, read_attempt
+from gputrain_tui.lifecycle.attempt import AttemptResult, delete_temporary_files, failed, read_attempt
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
-from trainer.contract.record import Failure, RunDir, RunEnded, decode_events
+from trainer.contract.record import RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
 
 LOCK_POLL_S = 0.02
-"""Time between two attempts to take the lock."""
 TAIL_BYTES = 1 << 16
 """Bytes at the end of the run's own events in which the last one is searched."""
 
@@ -32,10 +31,7 @@ TAIL_BYTES = 1 << 16
 def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
     """Take the lock of a run directory; return False if another process holds it.
 
-    Args:
-        lock: the open lock file.
-        patience_s: how long to wait: a process that a killed supervisor was forking holds the lock until its exec.
-        give_up: whether to end the wait early.
+    A process that a killed supervisor was forking holds it until its exec: hence ``patience_s``.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -55,12 +51,12 @@ def is_recorded(run_dir: RunDir) -> bool:
     return not run_dir.path.is_dir() if status is None else status.status in ENDED
 
 
-def recorded_exit_code(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> int | None:
+def recorded_exit_code(run_dir: RunDir, plan: Plan) -> int | None:
     """Return the exit code of a run whose end is recorded, else None; for the holder of the lock.
 
     If a supervisor was killed between the ``run_ended`` event and the status, the status is written from the event.
     """
-    status, writer = read_status(run_dir), RunStatusWriter(run_dir, plan, now=now)
+    status, writer = read_status(run_dir), RunStatusWriter(run_dir, plan)
     if status is None or status.status not in ENDED:
         try:
             events = decode_events(read_tail(run_dir.run_events, TAIL_BYTES).rpartition(b"\n")[0] + b"\n")
@@ -73,22 +69,10 @@ def recorded_exit_code(run_dir: RunDir, plan: Plan, *, now: Callable[[], float] 
     return ExitCode.FAILED if writer.status.exit_code is None else writer.status.exit_code
 
 
-def record_end(
-    run_dir: RunDir,
-    plan: Plan,
-    returncode: int,
-    *,
-    give_up: Callable[[], bool],
-    now: Callable[[], float] = time.time,
-) -> int:
+def record_end(run_dir: RunDir, plan: Plan, returncode: int, *, give_up: Callable[[], bool]) -> int:
     """Kill the processes of a run without a supervisor and write its end; return its exit code.
 
-    Args:
-        run_dir: the run directory.
-        plan: plan of the run.
-        returncode: exit code of the last supervisor, a negative signal number if it was killed.
-        give_up: whether to end the wait for another supervisor that has adopted the run.
-        now: clock, Unix seconds.
+    ``returncode`` is of the last supervisor; ``give_up`` ends the wait for another one that has adopted the run.
     """
     try:
         lock = os.fdopen(open_to_append(run_dir.lock), "ab")
@@ -99,15 +83,15 @@ def record_end(
         if not take_lock(lock, patience_s=float("inf"), give_up=lambda: is_recorded(run_dir) or give_up()):
             status = read_status(run_dir)
             return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
-        if (code := recorded_exit_code(run_dir, plan, now=now)) is not None:
+        if (code := recorded_exit_code(run_dir, plan)) is not None:
             return code
         launched = read_attempt(run_dir)
         left = leftovers.kill_processes(run_dir.path)
         delete_temporary_files(run_dir, [node.node for node in plan.nodes], Path(launched.tmp))
         if not left:
             attempt_outcome.delete_partial_checkpoints(run_dir)
-        ended = _result(run_dir, plan, returncode, launched.since, now())
-        writer = RunStatusWriter(run_dir, plan, now=now)
+        ended = _result(run_dir, plan, returncode, launched.since)
+        writer = RunStatusWriter(run_dir, plan)
         code = writer.close(ended, left=left)
         _report_end(run_dir, writer)
         return code
@@ -119,7 +103,7 @@ def _report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:
     report_end(run_dir, writer)
 
 
-def _result(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int], now: float) -> AttemptResult:
+def _result(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int]) -> AttemptResult:
     if not any(attempt_outcome.unfinished(run_dir, node.node, node.ranks, since) for node in plan.nodes):
         return AttemptResult(status="finished")
     if returncode == ExitCode.STOPPED:
@@ -130,8 +114,5 @@ def _result(run_dir: RunDir, plan: Plan, returncode: int, since: dict[str, int],
             status="failed", failure=recorded, recorded=recorded in attempt_outcome.failures(run_dir, since)
         )
     if returncode < 0:
-        failure = Failure(time=now, kind="signal", message="the run's supervisor was killed, and its ranks with it")
-    else:
-        where = run_dir.logs / "supervisor.log"
-        failure = Failure(time=now, kind="exit", message=f"the run's supervisor failed; see the end of {where}")
-    return AttemptResult(status="failed", failure=failure)
+        return failed("signal", "the run's supervisor was killed, and its ranks with it")
+    return failed("exit", f"the run's supervisor failed; see the end of {run_dir.logs / 'supervisor.log'}")

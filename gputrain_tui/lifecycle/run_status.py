@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from math import isfinite
 from typing import Literal
@@ -28,26 +29,18 @@ from trainer.host.process_identity import identify
 class RunStatusWriter:
     """Writer of a run's status and own events; used by its supervisor, or by the holder of its lock."""
 
-    def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float]) -> None:
-        """Continue the status in the run directory.
-
-        Args:
-            run_dir: the run directory.
-            plan: plan of the run.
-            now: clock, Unix seconds.
-        """
+    def __init__(self, run_dir: RunDir, plan: Plan, *, now: Callable[[], float] = time.time) -> None:
         self._dir = run_dir
         self._plan = plan
         self._now = now
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
         self._events = -1
         """File descriptor of the run's own events; negative before the first event."""
-        self.remark = ""
+        self.missing_record = ""
         """Note on missing parts of the record, appended to the final message."""
 
     @property
     def status(self) -> Status:
-        """Status as last written."""
         return self._status
 
     def take_over(self) -> None:
@@ -78,17 +71,14 @@ class RunStatusWriter:
         )
 
     def restarting(self) -> None:
-        """Count a restart in the status."""
         self._status.restarts += 1
         self._write_status()
 
     def stopping(self) -> None:
-        """Write into the status that a stop was requested."""
         self._status.status = "stopping"
         self._write_status()
 
     def record(self, event: Event) -> None:
-        """Append an event to the run's own events."""
         line = encode_event(event)
         try:
             # Kept open: a reader of the open file gets the end of the run even if the directory was deleted.
@@ -109,10 +99,7 @@ class RunStatusWriter:
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
         """Write the end of the run into its events and status; return its exit code.
 
-        Args:
-            ended: result of the last attempt.
-            left: processes that could not be killed.
-            state: state after the whole record; None if the record could not be read.
+        ``left`` are processes that could not be killed; ``state`` is None if the record could not be read.
         """
         message = None
         if ended.status == "stopped":
@@ -123,7 +110,7 @@ class RunStatusWriter:
             if not ended.recorded:
                 self.record(ended.failure)
             message, code = ended.failure.message, exit_code_of(ended.failure)
-        message = "; ".join(filter(None, [message, self.remark])) or None
+        message = "; ".join(filter(None, [message, self.missing_record])) or None
         if left:
             message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))
         status = self._status

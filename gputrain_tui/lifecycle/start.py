@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,32 +11,24 @@ from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.plan.planner import with_run_dir
-from gputrain_tui.preflight.result import CheckResult, NotReadyError
+from gputrain_tui.preflight.result import NotReadyError, error
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 
-if TYPE_CHECKING:
-    from gputrain_tui.hosts.open_connections import OpenConnections
 
-
-def launch(
-    prepared: Prepared, *, leased: bool, connections: OpenConnections | None = None
-) -> tuple[Run, subprocess.Popen[bytes]]:
+def launch(prepared: Prepared, *, leased: bool) -> tuple[Run, subprocess.Popen[bytes]]:
     """Write the run directory and start the run's supervisor in a session of its own, or submit the run as a job.
 
-    Args:
-        prepared: recipe and plan.
-        leased: whether closing the standard input, a pipe, of the returned process ends the run.
-        connections: connections of the preflight to the hosts, which the supervisor takes over.
+    Closing the standard input, a pipe, of the returned process of a leased run ends the run.
 
     Raises:
         NotReadyError: the run directory cannot be written, or the scheduler refuses the run.
     """
-    run, recipe, plan = _create(prepared), prepared.recipe, prepared.plan
-    return run, launcher(plan.launcher).start(run, recipe, plan, leased=leased, connections=connections)
+    run = _create(prepared)
+    return run, launcher(prepared.plan.launcher).start(run, prepared.recipe, prepared.plan, leased=leased)
 
 
-def launch_detached(prepared: Prepared, *, connections: OpenConnections | None = None) -> Run:
+def launch_detached(prepared: Prepared) -> Run:
     """Write the run directory and start the run, to continue without this process; return once it has started.
 
     Raises:
@@ -45,13 +36,8 @@ def launch_detached(prepared: Prepared, *, connections: OpenConnections | None =
         RequestError: the supervisor did not start.
     """
     run = _create(prepared)
-    launcher(prepared.plan.launcher).start_detached(run, prepared.recipe, prepared.plan, connections=connections)
+    launcher(prepared.plan.launcher).start_detached(run, prepared.recipe, prepared.plan)
     return run
-
-
-def take_over(run: Run, prepared: Prepared) -> subprocess.Popen[bytes]:
-    """Start a new supervisor for a leased run whose previous one was killed, or a new process in its place."""
-    return launcher(prepared.plan.launcher).take_over(run)
 
 
 def _create(prepared: Prepared) -> Run:
@@ -62,6 +48,6 @@ def _create(prepared: Prepared) -> Run:
 
     try:
         return create(recipe.name, world_size=prepared.plan.world_size, recipe_toml=recipe_text(recipe), plan=planned)
-    except RequestError as error:
-        what, _, fix = str(error).partition("; ")
-        raise NotReadyError([CheckResult(status="error", check="run folder", what=what, fix=fix)]) from None
+    except RequestError as refused:
+        what, _, fix = str(refused).partition("; ")
+        raise NotReadyError([error("run folder", what, fix)]) from None

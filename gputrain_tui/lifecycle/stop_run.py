@@ -15,9 +15,9 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, launchers
-from gputrain_tui.lifecycle.leftovers import SUPERVISOR, kill_processes, living_runs, open_process, supervisors_of
+from gputrain_tui.lifecycle.directory_watch import await_end, supervisor_beats, write_stop_file
+from gputrain_tui.lifecycle.leftovers import kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
-from gputrain_tui.lifecycle.stop_file import await_end, supervisor_beats, write_stop_file
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
 from trainer.contract.errors import RecordError, RequestError, quoted
@@ -26,7 +26,7 @@ from trainer.contract.outcome import SAVE_TIMEOUT_S, node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.events import MAX_RANKS
 from trainer.host.process_identity import HELD_S, is_alive
-from trainer.host.processes import is_held
+from trainer.host.processes import SUPERVISOR, is_held
 from trainer.host.stop_request import STOP_COMMAND_SIGNAL, STOP_REASONS
 
 SUPERVISOR_EXIT_S = 5.0
@@ -34,7 +34,6 @@ SUPERVISOR_EXIT_S = 5.0
 SUPERVISOR_START_S = 3.0
 """Time for the supervisor process of a new run to exist; its modules may take longer to load."""
 POLL_S = 0.02
-"""Time between two checks for the supervisor of a new run."""
 MAX_SUPERVISORS = 3
 """Supervisors that are stopped in turn: the run's own, and adopting ones that another command may start meanwhile."""
 
@@ -42,34 +41,26 @@ MAX_SUPERVISORS = 3
 def stop_by_name(wanted: str, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run by its id, a prefix of it or ``last``; also a run with processes but without a readable directory.
 
-    Args:
-        wanted: the run.
-        origin: signal that names the origin of the request, one of ``STOP_REASONS``.
-
-    Returns:
-        One line about the end of the run, and the processes that do not end.
-
-    Raises:
-        RequestError: there is no such run, or it belongs to another machine.
+    Return one line about the end of the run, and the processes that do not end; raise as ``stop`` does.
     """
     lost = {name: path for name, path in living_runs(paths.runs_folder()).items() if open_run(path) is None}
     if wanted in lost:
         return _stop_without_record(lost[wanted], origin)
     fitting = sorted(name for name in lost if wanted and name.startswith(wanted))
     try:
-        found = find(wanted)
+        run = find(wanted)
     except RequestError:
         if len(fitting) != 1:
             raise
         return _stop_without_record(lost[fitting[0]], origin)
-    if fitting and wanted not in (found.id, "last"):
-        raise RequestError(f"{quoted(wanted)} fits {len(fitting) + 1} runs: {', '.join([found.id, *fitting])}")
-    if found.state == "lost":
-        print(f"the supervisor of {found.id} was killed; taking over", file=sys.stderr)
-    return stop(found, origin)
+    if fitting and wanted not in (run.id, "last"):
+        raise RequestError(f"{quoted(wanted)} fits {len(fitting) + 1} runs: {', '.join([run.id, *fitting])}")
+    if run.state == "lost":
+        print(f"the supervisor of {run.id} was killed; taking over", file=sys.stderr)
+    return stop(run, origin)
 
 
-def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
+def stop(run: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run on all its nodes; return one line about its end, and the processes that do not end.
 
     The supervisor is found by its environment: its pid in ``status.json`` may be out of date, copied or forged.
@@ -77,37 +68,30 @@ def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]
     Raises:
         RequestError: the run belongs to another machine, or no supervisor could end it.
     """
-    path = found.dir.path
-    if found.status.archived is not None:
-        raise RequestError(f"stop: {found.id} is an archive; it has no processes to stop")
-    if found.status.by_hand and found.state not in ENDED:
+    path = run.dir.path
+    if run.status.archived is not None:
+        raise RequestError(f"stop: {run.id} is an archive; it has no processes to stop")
+    if run.status.by_hand and run.state not in ENDED:
         raise RequestError(
-            f"stop: the commands of {found.id} were typed by hand; "
+            f"stop: the commands of {run.id} were typed by hand; "
             "end them with Ctrl-C in their terminals, or with scancel"
         )
-    job_ended = launchers.stop_job(found, origin, timeout_s=_stop_timeout_s(found.dir))
+    job_ended = launchers.stop_job(run, origin, timeout_s=_stop_timeout_s(run.dir))
     if job_ended is not None:
-        return _report(job_ended, [], was_over=found.state in ENDED), []
-    _await_supervisor(found)
-    taken_over = found.state == "lost"
-    supervisor = found.status.supervisor
-    if (
-        found.state not in ENDED
-        and supervisor is not None
-        and not supervisors_of(path)
-        and is_alive(supervisor) is None
-    ):
-        if supervisor_beats(found.dir):
-            return _stop_through_file(found, supervisor.host, origin)
-        if not all(attempt_folders(found.dir, node.node) for node in read_plan(found.dir).nodes):
-            raise RequestError(
-                f"stop: {found.id} runs on {supervisor.host}, and so do some of its ranks; stop it there"
-            )
-        print(f"the supervisor of {found.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
-        found, taken_over = adopt(found), True
-    now, problem = found, ""
+        return _report(job_ended, [], was_over=run.state in ENDED), []
+    _await_supervisor(run)
+    taken_over = run.state == "lost"
+    supervisor = run.status.supervisor
+    if run.state not in ENDED and supervisor is not None and not supervisors_of(path) and is_alive(supervisor) is None:
+        if supervisor_beats(run.dir):
+            return _stop_through_file(run, supervisor.host, origin)
+        if not all(attempt_folders(run.dir, node.node) for node in read_plan(run.dir).nodes):
+            raise RequestError(f"stop: {run.id} runs on {supervisor.host}, and so do some of its ranks; stop it there")
+        print(f"the supervisor of {run.id} on {supervisor.host} is gone; taking over", file=sys.stderr)
+        run, taken_over = adopt(run), True
+    now, problem = run, ""
     for _ in range(MAX_SUPERVISORS):
-        in_order = _end_supervisors(path, _stop_timeout_s(found.dir), origin)
+        in_order = _end_supervisors(path, _stop_timeout_s(run.dir), origin)
         if not path.exists():
             return _stop_without_record(path, origin, complete=in_order and not taken_over)
         now = open_run(path) or now
@@ -121,23 +105,19 @@ def stop(found: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]
     left = kill_processes(path)
     if now.state not in ENDED:
         raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left, complete=False)}")
-    complete = not taken_over or _has_all_outcomes(found.dir)
-    return _report(now, left, was_over=found.state in ENDED, complete=complete), left
+    complete = not taken_over or _has_all_outcomes(run.dir)
+    return _report(now, left, was_over=run.state in ENDED, complete=complete), left
 
 
-def _stop_through_file(found: Run, host: str, origin: int) -> tuple[str, list[int]]:
-    """Stop a run whose supervisor is on another host, through the stop file in the shared run directory.
-
-    Raises:
-        RequestError: the file cannot be written, or the run does not end.
-    """
+def _stop_through_file(run: Run, host: str, origin: int) -> tuple[str, list[int]]:
+    """Stop a run whose supervisor is on another host, through the stop file in the shared run directory."""
     try:
-        write_stop_file(found.dir, STOP_REASONS[origin])
+        write_stop_file(run.dir, STOP_REASONS[origin])
     except OSError as error:
-        raise RequestError(f"stop: {found.dir.stop} cannot be written: {error.strerror}") from None
-    if not await_end(found.dir, _stop_timeout_s(found.dir)):
-        raise RequestError(f"stop: {found.id} runs on {host} and has not ended; stop it there")
-    return _report(open_run(found.dir.path) or found, [], was_over=False), []
+        raise RequestError(f"stop: {run.dir.stop} cannot be written: {error.strerror}") from None
+    if not await_end(run.dir, _stop_timeout_s(run.dir)):
+        raise RequestError(f"stop: {run.id} runs on {host} and has not ended; stop it there")
+    return _report(open_run(run.dir.path) or run, [], was_over=False), []
 
 
 def _has_all_outcomes(run_dir: RunDir) -> bool:
@@ -168,16 +148,13 @@ def _recorded_nodes(run_dir: RunDir) -> list[int]:
 def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> tuple[str, list[int]]:
     """Stop the processes of a run whose directory was deleted or cannot be read.
 
-    Args:
-        path: the directory.
-        origin: signal that names the origin of the request.
-        complete: whether its own supervisor has ended all of them before.
+    ``complete``: its own supervisor has ended all of them before.
     """
     complete |= _end_supervisors(path, _stop_timeout_s(RunDir(path)), origin)
     left = kill_processes(path)
-    found = open_run(path)
-    if found is not None and found.state in ENDED:  # its supervisor has written the status again
-        return _report(found, left, was_over=False, complete=complete), left
+    run = open_run(path)
+    if run is not None and run.state in ENDED:  # its supervisor has written the status again
+        return _report(run, left, was_over=False, complete=complete), left
     problem = "cannot be read" if path.exists() else "was deleted"
     return f"{path.name} is stopped; its run directory {problem}; {_left(left, complete=complete)}", left
 
@@ -196,12 +173,12 @@ def _stop_timeout_s(run_dir: RunDir) -> float:
     return grace_s + SAVE_TIMEOUT_S + 2 * SUPERVISOR_EXIT_S
 
 
-def _await_supervisor(found: Run) -> None:
+def _await_supervisor(run: Run) -> None:
     """Wait until the supervisor process of a new run exists, as long as the command that created the run is alive."""
-    creator = found.status.supervisor
+    creator = run.status.supervisor
     until = time.monotonic() + SUPERVISOR_START_S
-    while found.state == "starting" and creator is not None and time.monotonic() < until:
-        if supervisors_of(found.dir.path) or not is_alive(creator):
+    while run.state == "starting" and creator is not None and time.monotonic() < until:
+        if supervisors_of(run.dir.path) or not is_alive(creator):
             return
         time.sleep(POLL_S)
 

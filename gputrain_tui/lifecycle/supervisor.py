@@ -14,30 +14,28 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.hosts.open_connections import CONNECTIONS, OpenConnection
+from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
+    attempt_result,
     delete_temporary_files,
+    failed,
     read_attempt,
     write_attempt,
 )
-from gputrain_tui.lifecycle.attempt_result import attempt_result
-from gputrain_tui.lifecycle.directory_watch import DirectoryWatch
+from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
+from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
 from gputrain_tui.lifecycle.node_process import NodeProcess
-from gputrain_tui.lifecycle.run_diagnosis import RunDiagnosis
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.lifecycle.silent_hosts import SilentHosts
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s, exit_code_of
@@ -45,6 +43,7 @@ from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host.descendants import adopt_orphans, kill_descendants, reap
+from trainer.host.processes import RUN, SUPERVISOR
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 from trainer.host.temporary_folder import system_folder
 
@@ -57,7 +56,6 @@ ranks to answer and to save."""
 FAILURE_GRACE_S = 1.5
 """Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
 SWEEP_S = 5.0
-"""Time for killed processes to end."""
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
 
@@ -66,33 +64,24 @@ class Supervisor:
     """Supervisor of one plan: its attempts, its stop and the record of both."""
 
     def __init__(
-        self,
-        run_dir: RunDir,
-        plan: Plan,
-        node_launcher: Launcher,
-        *,
-        leased: bool,
-        adopting: bool = False,
-        now: Callable[[], float] = time.time,
+        self, run_dir: RunDir, plan: Plan, node_launcher: Launcher, *, leased: bool, adopting: bool = False
     ) -> None:
         self.dir = run_dir
         self.leased = leased
         self._adopting = adopting
-        self._now = now
         self._stop_request = StopRequest(lease=leased)
         self._poll = select.poll()
         self._plan = plan
         self._launcher = node_launcher
-        self._status_writer = RunStatusWriter(run_dir, self._plan, now=now)
+        self._status_writer = RunStatusWriter(run_dir, self._plan)
         self._tmp = system_folder()
-        """Folder in which the nodes of this machine have their temporary folders."""
-        self._diagnosis = RunDiagnosis(run_dir, now=now)
-        self._directory = DirectoryWatch(run_dir, self._stop_request, now=now)
+        self._diagnosis = RunDiagnosis(run_dir)
+        self._directory = DirectoryWatch(run_dir, self._stop_request)
         self._over_before: set[int] = set()
         """Nodes that had ended, with unfinished ranks, when the run was adopted."""
-        self._silent = SilentHosts()
+        self._silent: set[int] = set()
+        """Nodes whose hosts do not answer."""
         self._report: RunReport | None = None
-        """Report by ``[report]`` of the recipe; None without one."""
 
     def run(self) -> ExitCode:
         """Supervise the run to its end; return its exit code."""
@@ -105,7 +94,7 @@ class Supervisor:
         except BaseException as error:  # clean up and record the error before raising it
             left = self._sweep()
             message = f"the supervisor failed: {type(error).__name__}: {error}"
-            self._close(AttemptResult(status="failed", failure=self._failure("launch", message)), left)
+            self._close(failed("launch", message), left)
             raise
         left = self._sweep()
         return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
@@ -116,7 +105,7 @@ class Supervisor:
         try:
             plan = self._plan = self._launcher.place(self._plan, self.dir)
         except RequestError as error:
-            return AttemptResult(status="failed", failure=self._failure("request", str(error)))
+            return failed("request", str(error))
         restarts: int | None = None
         failed_before: Failure | None = None
         while True:
@@ -147,7 +136,7 @@ class Supervisor:
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
         self._launcher.begin_attempt(self.dir)
-        env = {leftovers.MARK: str(self.dir.path)}
+        env = {RUN: str(self.dir.path)}
         for node in plan.nodes:
             if self._stop_request.reason is not None:
                 break
@@ -156,7 +145,7 @@ class Supervisor:
                 process = self._launcher.launch(node, self.dir, env=env, leased=self.leased)
             except OSError as error:
                 message = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
-                attempt.failure = self._failure("launch", message, host=node.host)
+                attempt.failure = failed("launch", message, host=node.host).failure
                 self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
                 break
             attempt.running[process.fileno()] = process
@@ -165,7 +154,7 @@ class Supervisor:
 
     def _warn(self, problems: Sequence[str]) -> None:
         for problem in problems:
-            self._status_writer.record(Finding(time=self._now(), kind="not_reported", message=problem))
+            self._status_writer.record(Finding(time=time.time(), kind="not_reported", message=problem))
 
     def _adopt(self) -> AttemptResult:
         """Take over the nodes of a killed supervisor and watch them; nodes of a leased run have ended with it."""
@@ -206,7 +195,7 @@ class Supervisor:
                     write_attempt(self.dir, attempt)
             if time.monotonic() >= self._directory.due:
                 self._directory.check()
-                for finding in self._silent.update_from(attempt.running.values(), self._plan, self._now()):
+                for finding in silence_findings(self._silent, attempt.running.values(), self._plan):
                     self._status_writer.record(finding)
                 self._warn([] if self._report is None else self._report.problems())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
@@ -217,25 +206,19 @@ class Supervisor:
                     process.kill()
 
     def _wait(self, due: float) -> list[int]:
-        """Sleep until a signal, an event of a node process or a time; return the readable file descriptors.
-
-        Args:
-            due: time to wake at the latest, monotonic seconds; may be infinite.
-        """
+        """Sleep until a signal, an event of a node process or ``due``, monotonic seconds; return what is readable."""
         timeout_ms = None if due == math.inf else max(0, math.ceil((due - time.monotonic()) * 1000))
         ready = [descriptor for descriptor, _ in self._poll.poll(timeout_ms)]
         self._stop_request.drain()
         return ready
 
     def _diagnose(self) -> None:
-        """Diagnose the run and record its findings."""
         if self._silent:
             self._diagnosis.due = self._directory.due
             return
         for finding in self._diagnosis.check():
             self._status_writer.record(finding)
-        if self._diagnosis.state is not None:
-            self._status_writer.validated(self._diagnosis.state)
+        self._status_writer.validated(self._diagnosis.state)
 
     def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
         del attempt.running[descriptor]
@@ -280,7 +263,6 @@ class Supervisor:
             adopting=self._adopting,
             over_before=self._over_before,
             missing_rank=self._diagnosis.missing_rank,
-            now=self._now(),
         )
 
     # --------------------------------------------------------------------------------------------------- the end
@@ -298,15 +280,15 @@ class Supervisor:
         delete_temporary_files(self.dir, [node.node for node in self._plan.nodes], self._tmp)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
-        self._status_writer.remark = attempt_outcome.describe_missing_record(
+        self._status_writer.missing_record = attempt_outcome.describe_missing_record(
             self.dir, [node.node for node in self._plan.nodes]
         )
         level = self._stop_request.level
         for finding in self._diagnosis.last_findings() if ended.status == "finished" and not self._silent else []:
             self._status_writer.record(finding)
         state = self._diagnosis.state_at_end()
-        if state is not None and self._status_writer.remark:
-            state.add_gap(self._now(), self._status_writer.remark)
+        if state is not None and self._status_writer.missing_record:
+            state.add_gap(time.time(), self._status_writer.missing_record)
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
@@ -319,24 +301,23 @@ class Supervisor:
         self._report = read_report(self.dir, adopted=self._adopting)
         self._warn([] if self._report is None else self._report.begin())
 
-    def _failure(self, kind: str, message: str, *, host: str | None = None) -> Failure:
-        return Failure(time=self._now(), kind=kind, message=message, host=host)
-
 
 def main() -> int:
     """Supervise the run of a directory, unless another supervisor does; return the exit code."""
-    os.environ.pop(leftovers.SUPERVISOR, None)  # its children are no supervisors
+    os.environ.pop(SUPERVISOR, None)  # its children are no supervisors
     arguments = sys.argv[1:]
     run_dir = RunDir(Path(arguments[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         leased, adopting = "--lease" in arguments[1:], "--adopt" in arguments[1:]
-        inherited = next((word.removeprefix(CONNECTIONS) for word in arguments if word.startswith(CONNECTIONS)), "{}")
         if not run_end.take_lock(lock, patience_s=LOCK_TIMEOUT_S if adopting else 0.0):
             print(f"another supervisor holds the lock of {run_dir.path}", file=sys.stderr)
             return ExitCode.REFUSED
-        connections = msgspec.json.decode(inherited, type=dict[int, OpenConnection])
         plan = read_plan(run_dir)
-        node_launcher = launcher(plan.launcher, connections)
+        node_launcher = launcher(plan.launcher)
+        if arguments[-1].startswith(CHANNELS):
+            from gputrain_tui.hosts.ssh import keep_inherited  # imported only for a run over ssh
+
+            keep_inherited(arguments[-1].removeprefix(CHANNELS))
         if adopting or not node_launcher.is_requeued:
             code = run_end.recorded_exit_code(run_dir, plan)
             if code is not None:

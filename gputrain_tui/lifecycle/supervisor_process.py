@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -15,38 +15,28 @@ import msgspec
 
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
-from gputrain_tui.hosts.open_connections import CONNECTIONS
-from gputrain_tui.lifecycle.leftovers import SUPERVISOR
+from gputrain_tui.hosts.host_names import CHANNELS
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.process_identity import ProcessIdentity
-from trainer.host.processes import RUN
+from trainer.host.processes import RUN, SUPERVISOR
 from trainer.host.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from gputrain_tui.hosts.open_connections import OpenConnections
+    from gputrain_tui.hosts.host_channel import HostChannel
 
 
 def start_supervisor(
-    run_dir: RunDir,
-    *,
-    leased: bool,
-    adopting: bool = False,
-    connections: OpenConnections | None = None,
+    run_dir: RunDir, *, leased: bool, adopting: bool = False, channels: Sequence[HostChannel] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start the supervisor of a run.
-
-    Args:
-        run_dir: run directory.
-        leased: whether closing the supervisor's standard input, a pipe, ends the run.
-        adopting: whether it takes over the run of a supervisor that was killed.
-        connections: connections to the hosts of the run, which the supervisor takes over.
-    """
+    """Start the supervisor of a run; closing the standard input, a pipe, of the one of a leased run ends the run."""
     argv = [str(run_dir.path), *(["--lease"] if leased else []), *(["--adopt"] if adopting else [])]
-    by_node = {} if connections is None else connections.by_node
-    if by_node:
-        argv.append(f"{CONNECTIONS}{msgspec.json.encode(by_node).decode()}")
+    if channels:
+        inherited = [(channel.host, channel.mark, channel.pipes.descriptors) for channel in channels]
+        argv.append(f"{CHANNELS}{msgspec.json.encode(inherited).decode()}")
+    # Without the variable of the run whose script has started this command, and with which its processes end.
+    outside_of_runs = {name: value for name, value in os.environ.items() if name != RUN}
     # The supervisor inherits the signal mask and unblocks the signals once it has handlers: a Ctrl-C while its modules
     # load stays pending.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -54,23 +44,18 @@ def start_supervisor(
         with _supervisor_log(run_dir) as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *argv],
-                env={**_outside_of_runs(os.environ), SUPERVISOR: str(run_dir.path.absolute())},
+                env={**outside_of_runs, SUPERVISOR: str(run_dir.path.absolute())},
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=[descriptor for opened in by_node.values() for descriptor in opened.descriptors],
+                pass_fds=[descriptor for channel in channels for descriptor in channel.pipes.descriptors],
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if connections is not None:
-        connections.hand_over()
+    for channel in channels:
+        channel.pipes.detach()
     return supervisor
-
-
-def _outside_of_runs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the mark of the run whose script has started this command, which ends with it."""
-    return {name: value for name, value in environ.items() if name != RUN}
 
 
 def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
@@ -82,11 +67,7 @@ def _supervisor_log(run_dir: RunDir) -> IO[bytes]:
 
 
 def adopt(run: Run) -> Run:
-    """Start a new supervisor for a run whose supervisor was killed; return once it has taken over or ended the run.
-
-    Raises:
-        RequestError: the new supervisor did not start.
-    """
+    """Start a new supervisor for a run whose supervisor was killed; return once it has taken over or ended the run."""
     status = read_status(run.dir) or run.status
     supervisor = start_supervisor(run.dir, leased=False, adopting=True)
     await_supervisor(run, supervisor, previous=status.supervisor)
@@ -98,14 +79,8 @@ def await_supervisor(
 ) -> None:
     """Wait until a new supervisor is in the status of its run, which other commands take for lost until then.
 
-    Args:
-        run: the run.
-        supervisor: the new supervisor.
-        previous: the supervisor before, as in the status.
-        patience_s: time limit.
-
     Raises:
-        RequestError: the new supervisor did not start.
+        RequestError: it did not start.
     """
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:

@@ -18,16 +18,10 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.machine_facts import (
-    Folder,
-    Port,
-    RendezvousFile,
-    folder_facts,
-    port_facts,
-    rendezvous_file,
-)
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
+from gputrain_tui.preflight.facts import START_CHECKS, PreflightFacts
+from gputrain_tui.preflight.result import CheckResult, error
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
@@ -43,20 +37,18 @@ if TYPE_CHECKING:
 
 
 def collect_facts(
-    recipe: Recipe, plan: Plan, local: LocalFacts, *, inventories: Mapping[str, Inventory]
+    recipe: Recipe,
+    plan: Plan,
+    local: LocalFacts,
+    *,
+    inventories: Mapping[str, Inventory],
+    queried: frozenset[str] = frozenset(),
 ) -> PreflightFacts:
-    """Collect the facts of this machine that concern a plan.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        local: names and addresses of this machine.
-        inventories: by host, of the machines that were queried; ``localhost`` is this one.
-    """
+    """Collect the facts of this machine that concern a plan; ``inventories`` are of the queried machines, by host."""
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     if not local_nodes:
         home = folder_facts(paths.runs_folder())
-        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories)
+        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories, queried=queried)
     rendezvous, port = rendezvous_facts(plan, local)
     memory, limits = read_usable_memory(), resource_limits.read_limits()
     first = plan.nodes[0] is local_nodes[0]
@@ -79,13 +71,14 @@ def collect_facts(
         open_files=limits.files,
         torch=installed_torch() if any("cpu" not in node.devices for node in local_nodes) else None,
         inventories=inventories,
+        queried=queried,
     )
 
 
 # --- files of the recipe ---------------------------------------------------------------------------------------------
 
 
-def _data(recipe: Recipe) -> MissingInput | None:
+def _data(recipe: Recipe) -> CheckResult | None:
     if recipe.train.task not in BUILT_IN:
         return None
     schema: Any = options_schema(recipe.train.task)
@@ -95,16 +88,16 @@ def _data(recipe: Recipe) -> MissingInput | None:
         return None
     what, _, fix = message.partition("; ")
     key = f"task.{_faulty_option(options, message)}"
-    return MissingInput(key=key, what=what, fix=fix or f"set {key} to its path")
+    return error("data", what, fix or f"set {key} to its path", key=key)
 
 
 def _data_problem(options: Any) -> str:
     try:
         check_data(options)
-    except RequestError as error:
-        return str(error)
-    except OSError as error:  # a parent folder without permission, a name that is too long
-        return f"{error.filename} cannot be read: {error.strerror}; check its path and permissions"
+    except RequestError as refused:
+        return str(refused)
+    except OSError as failure:  # a parent folder without permission, a name that is too long
+        return f"{failure.filename} cannot be read: {failure.strerror}; check its path and permissions"
     return ""
 
 
@@ -119,11 +112,11 @@ def _faulty_option(options: Any, message: str) -> str:
     return next(field.name for field in fields if field.required)
 
 
-def _script(recipe: Recipe) -> MissingInput | None:
+def _script(recipe: Recipe) -> CheckResult | None:
     """Return the problem of the script: missing, unreadable or no Python; None if it can be started."""
     if recipe.script is None:
         return None
-    path = Path(recipe.script.script)
+    path, key = Path(recipe.script.script), "train.script"
     if recipe.script.module:
         within = Path(*recipe.script.script.split("."))
         path = next((file for file in (within.with_suffix(".py"), within / "__main__.py") if file.is_file()), path)
@@ -132,29 +125,33 @@ def _script(recipe: Recipe) -> MissingInput | None:
     try:
         if not path.is_file():
             what = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"
-            return MissingInput(key="train.script", what=f"{path} {what}", fix="name a Python file")
+            return error("script", f"{path} {what}", "name a Python file", key=key)
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except OSError as error:
-        return MissingInput(
-            key="train.script", what=f"{path} cannot be read: {error.strerror}", fix="check its path and permissions"
-        )
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        return MissingInput(
-            key="train.script", what=f"{path}{line} is not valid Python: {reason}", fix="fix the script"
-        )
+    except OSError as failure:
+        return _unreadable("script", key, path, failure)
+    except SyntaxError as invalid:
+        line = f", line {invalid.lineno}" if invalid.lineno else ""
+        return error("script", f"{path}{line} is not valid Python: {invalid.msg}", "fix the script", key=key)
+    except ValueError as invalid:
+        return error("script", f"{path} is not valid Python: {invalid}", "fix the script", key=key)
     return None
 
 
-def _missing_sink(recipe: Recipe) -> MissingInput | None:
+def _unreadable(check: str, key: str, path: Path, failure: OSError) -> CheckResult:
+    what = f"{path} cannot be read: {failure.strerror}"
+    return error(check, what, "check its path and permissions", key=key)
+
+
+def _missing_sink(recipe: Recipe) -> CheckResult | None:
     """Return the live sink whose package this interpreter, the supervisor's, cannot import; None if there is none."""
     for name in ("tensorboard", "wandb"):
-        spec = importlib.util.find_spec(name) if getattr(recipe.report, name) else None
+        if not getattr(recipe.report, name):
+            continue
+        spec = importlib.util.find_spec(name)
         # A spec without origin is a mere folder of that name, such as the one in which wandb keeps its logs.
-        if getattr(recipe.report, name) and (spec is None or spec.origin is None):
+        if spec is None or spec.origin is None:
             what = f"{name} is not installed for {sys.executable}"
-            return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
+            return error("report", what, f"{sys.executable} -m pip install {name}", key=f"report.{name}")
     return None
 
 
@@ -174,41 +171,46 @@ def _save_dir(name: str, resume: str | None) -> Folder:
     return replace(folder, checkpoints=len(names), owner=owner)
 
 
-def _start_file(recipe: Recipe) -> MissingInput | None:
+def _start_file(recipe: Recipe) -> CheckResult | None:
     """Return the checkpoint or the weights from which the run starts, if they cannot be read."""
     name = start_option(recipe.train)
     if not name:
         return None
     key, path = f"train.{name}", Path(getattr(recipe.train, name))
+    check = START_CHECKS[name]
     takes_folder = name != "finetune_from"
     fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights"
     try:
         if not path.exists():
-            return MissingInput(key=key, what=f"{path} does not exist", fix=fix)
+            return error(check, f"{path} does not exist", fix, key=key)
         if path.is_dir() and not takes_folder:
-            return MissingInput(key=key, what=f"{path} is a folder", fix=fix)
+            return error(check, f"{path} is a folder", fix, key=key)
         if path.is_dir() and not any(path.glob("*.pt")):
-            return MissingInput(key=key, what=f"{path} holds no checkpoint", fix="name another folder")
-    except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        return MissingInput(key=key, what=what, fix="check its path and permissions")
+            return error(check, f"{path} holds no checkpoint", "name another folder", key=key)
+    except OSError as failure:
+        return _unreadable(check, key, path, failure)
     return None
 
 
 # --- rendezvous ------------------------------------------------------------------------------------------------------
 
 
-def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
-    """Return the facts of the rendezvous file, or of the port if rank 0 is on this machine; None for the others."""
+def rendezvous_of(plan: Plan) -> tuple[Path | None, str, int]:
+    """Return the rendezvous file of a plan, or the host and the port on which rank 0 listens; 0 for no known port."""
     url = parse_rendezvous_url(plan.init_method or "")
     if url is None:
-        return None, None
-    if url.scheme == "file":
-        return rendezvous_file(url.path), None
-    host, number = url.host, url.port
+        return None, "", 0
     if url.scheme == "env":
         env = plan.nodes[0].env
-        host, number = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
-    if not number or not is_local(plan.nodes[0].host, local):
+        return None, env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
+    return (url.path, "", 0) if url.scheme == "file" else (None, url.host, url.port)
+
+
+def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:
+    """Return the facts of the rendezvous file, or of the port if rank 0 is on this machine; None for the others."""
+    file, host, port = rendezvous_of(plan)
+    if file is not None:
+        return rendezvous_file(file), None
+    if not port or not is_local(plan.nodes[0].host, local):
         return None, None
-    return None, port_facts(number, host, is_own=is_local(host, local) or None)
+    return None, port_facts(port, host, is_own=is_local(host, local) or None)

@@ -1,8 +1,7 @@
 """Collects over ssh the facts of all hosts of a plan in parallel, and tries the connections between the hosts.
 
 It uses the ssh, folder, line of shell, environment and interpreter of the launch. Each host has one channel, and calls
-the functions of ``gputrain_tui.hosts.node_facts``. The channels are closed after the collection, unless the launch
-continues on them.
+the functions of ``gputrain_tui.hosts.node_facts``. Afterwards it is idle, and the launch continues on it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,63 @@ from typing import Any
 import msgspec
 
 from gputrain_tui.hosts import environment_facts
+from gputrain_tui.hosts.environment_facts import Environment
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
-from gputrain_tui.hosts.open_connections import OpenConnections
+from gputrain_tui.hosts.inventory import Inventory
+from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
+from gputrain_tui.preflight.collect import rendezvous_of
 from gputrain_tui.recipe.model import Recipe
-from trainer.contract.rendezvous_url import parse_rendezvous_url
+from trainer.host.resource_limits import ResourceLimits
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a host for one node: the answer of ``facts`` in ``gputrain_tui.hosts.node_facts``; untrusted."""
+
+    machine: str
+    """Identity: differs between any two machines, and between containers with their own network."""
+    inventory: Inventory
+    limits: ResourceLimits
+    shm_free_bytes: int | None = None
+    folders: tuple[Folder, ...] = ()
+    """Folders that ranks write into: temporary files, the record, and on the first node checkpoints."""
+    port: Port | None = None
+    """Port of the rendezvous; on the first node only."""
+    rendezvous: RendezvousFile | None = None
+    probe_port: int = 0
+    addresses: tuple[str, ...] = ()
+    environment: Environment | None = None
+    problem: str = ""
+    """Reason why there is no environment, in one line."""
+    problem_key: str = ""
+    """The recipe's key of that problem: ``workdir``, ``setup`` or ``python``."""
+
+
+class HostAnswer(msgspec.Struct, kw_only=True):
+    """Facts of the host of a node, or the reason why there are none, and its connections to the other hosts."""
+
+    node: int
+    """The first of the nodes with this host, folder, setup, interpreter and environment."""
+    host: str
+    is_local: bool = False
+    facts: HostFacts | None = None
+    problem: str = ""
+    """Reason why there are no facts, in one line."""
+    clock_offset_s: float = 0.0
+    """Lead of its clock over this machine's; negative if it is behind."""
+    round_trip_s: float = 0.0
+    """Duration of the request for its clock; the error of ``clock_offset_s`` is at most half of it."""
+    lost: bool = False
+    """Whether it found no route to the first node."""
+    interface: str = ""
+    """Network interface of the route to the other hosts; empty if unknown."""
+    token: bool | None = None
+    """Whether the token beside the rendezvous file is visible on it; None if no token was written."""
+    unreachable: Mapping[int, str] = msgspec.field(default_factory=dict)
+    """Address and reason for each node that it cannot reach, in one text."""
+
 
 HOST_TIMEOUT_S = 40.0
 """Time limit of a host's facts, connecting included: setup alone may take half of it; most hosts need a second."""
@@ -59,26 +107,13 @@ WRITTEN, UNREACHABLE = msgspec.json.Decoder(bool), msgspec.json.Decoder(dict[int
 
 
 def collect_hosts(
-    recipe: Recipe,
-    plan: Plan,
-    local: LocalFacts,
-    *,
-    env: Mapping[str, str],
-    max_age_s: float = 0.0,
-    connections: OpenConnections | None = None,
+    recipe: Recipe, plan: Plan, local: LocalFacts, *, env: Mapping[str, str], max_age_s: float = 0.0
 ) -> tuple[HostAnswer, ...]:
     """Return the facts of the hosts of a plan that is started over ssh, or the problem of a host that does not answer.
 
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        local: names and addresses of this machine.
-        env: variables of this machine that the launch passes to other hosts.
-        max_age_s: greatest age of answers to the same request: an edited form repeats it after every key.
-        connections: takes over the open connections to other hosts that have answered.
-
-    Returns:
-        An answer for each host, folder, setup, interpreter and environment, by its first node.
+    There is an answer for each host, folder, setup, interpreter and environment, by its first node. An edited form
+    repeats a request after every key: ``max_age_s`` is the greatest age of answers to the same request. ``env`` are the
+    variables that the launch passes to other hosts.
 
     Raises:
         RequestError: ``GPUTRAIN_SSH`` is no command line.
@@ -90,17 +125,13 @@ def collect_hosts(
     with _COLLECTING:
         if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
             return _CACHE["answers"]  # type: ignore[no-any-return]
-        answers = _Collection(recipe, plan, local, env, connections).run(nodes)
+        answers = _Collection(recipe, plan, local, env).run(nodes)
         _CACHE.update(request=request, time=time.monotonic(), answers=answers)
     return answers
 
 
 def _require_addresses(addresses: Sequence[str], port: int) -> None:
-    """Raise if a host's addresses or port are invalid: other hosts would fail on them, and the error name the others.
-
-    Raises:
-        HostError: an address or the port is invalid.
-    """
+    """Raise HostError for invalid addresses of a host: other hosts would fail on them, and the error name those."""
     try:
         for text in addresses:
             ipaddress.ip_address(text)
@@ -112,56 +143,40 @@ def _require_addresses(addresses: Sequence[str], port: int) -> None:
 
 def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:
     """Return the first node of each host, folder, setup, interpreter and environment."""
-    found: dict[tuple[Any, ...], PlannedNode] = {}
+    first: dict[tuple[Any, ...], PlannedNode] = {}
     for node in plan.nodes:
         host = "" if is_local(node.host, local) else node.host
         env = {name: value for name, value in node.env.items() if not name.startswith("CUDA_")}
-        found.setdefault((host, node.workdir, node.setup, node.argv[0], json.dumps(env)), node)
-    return list(found.values())
+        first.setdefault((host, node.workdir, node.setup, node.argv[0], json.dumps(env)), node)
+    return list(first.values())
 
 
 class _Collection:
-    """One collection, from the first connection to the last answer."""
+    """One collection, from the first connection to the last answer.
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        local: LocalFacts,
-        env: Mapping[str, str],
-        connections: OpenConnections | None,
-    ) -> None:
+    A thread writes the answer and the route of its own host only, and reads those of others after all have written.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, local: LocalFacts, env: Mapping[str, str]) -> None:
         self._recipe, self._plan, self._local, self._env, self._ssh = recipe, plan, local, env, Ssh()
-        self._connections = connections
         self._channels: dict[int, HostChannel] = {}
-        self._found: dict[int, HostAnswer] = {}
-        self._lock = threading.Lock()
+        self._answers: dict[int, HostAnswer] = {}
         self._routes: dict[int, _Route] = {}
-        url = parse_rendezvous_url(plan.init_method or "")
-        self._file = str(url.path) if url is not None and url.scheme == "file" else None
-        self._host, self._port = "", 0
-        if url is not None and url.scheme == "tcp":
-            self._host, self._port = url.host, url.port
-        elif url is not None and url.scheme == "env":
-            first = plan.nodes[0].env
-            self._host, self._port = first.get("MASTER_ADDR", ""), int(first.get("MASTER_PORT", "0"))
-        self._token = str(Path(self._file).with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
+        self._file, self._host, self._port = rendezvous_of(plan)
+        self._token = str(self._file.with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
 
     def run(self, nodes: Sequence[PlannedNode]) -> tuple[HostAnswer, ...]:
-        """Take all steps with the hosts of some nodes; return their answers in the same order."""
         with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
             try:
                 self._on_all(pool, nodes, self._facts)
-                root = nodes[0].node
-                if self._file is not None and root in self._channels:
+                if self._file is not None:
                     self._on_all(pool, nodes[:1], self._write_token)
-                self._on_all(pool, nodes, self._route)
-                self._on_all(pool, nodes, self._reach)
-                self._on_all(pool, nodes, self._close)
+                for step in (self._route, self._reach, self._close):
+                    self._on_all(pool, nodes, step)
             except BaseException:  # also Ctrl-C
                 self._ssh.close()  # leaving the pool waits for its threads
                 raise
-        return tuple(self._found[node.node] for node in nodes)
+        return tuple(self._answers[node.node] for node in nodes)
 
     def _on_all(
         self, pool: ThreadPoolExecutor, nodes: Sequence[PlannedNode], step: Callable[[PlannedNode], None]
@@ -169,16 +184,14 @@ class _Collection:
         """Take one step in parallel with all hosts that have no problem so far, and wait for the end of it."""
 
         def guarded(node: PlannedNode) -> None:
-            answered = self._found.get(node.node)
-            if answered is not None and answered.problem:
+            answer = self._answers.get(node.node)
+            if answer is not None and answer.problem:
                 return
             try:
                 step(node)
             except HostError as error:
-                answer = HostAnswer(node=node.node, host=node.host, problem=str(error))
-                with self._lock:
-                    self._found[node.node] = answer
-                    channel = self._channels.pop(node.node, None)
+                self._answers[node.node] = HostAnswer(node=node.node, host=node.host, problem=str(error))
+                channel = self._channels.pop(node.node, None)
                 if channel is not None:
                     channel.close(at_once=True)
 
@@ -188,12 +201,8 @@ class _Collection:
 
     def _facts(self, node: PlannedNode) -> None:
         on_this_machine = is_local(node.host, self._local)
-
-        channel = self._ssh.channel(node.host, here=on_this_machine)
-        with self._lock:
-            self._channels[node.node] = channel
-        first = node.node == 0
-        save_dir = self._recipe.train.save_dir
+        channel = self._channels[node.node] = self._ssh.channel(node.host, here=on_this_machine)
+        first, train, script = node.node == 0, self._recipe.train, self._recipe.script
         facts = channel.call(
             "facts",
             FACTS,
@@ -203,29 +212,25 @@ class _Collection:
             python=node.argv[0],
             env={**({} if on_this_machine else self._env), **node.env},
             home=os.environ.get("GPUTRAIN_HOME", ""),
-            folders=[save_dir] if first and save_dir else [],
+            folders=[train.save_dir] if first and train.save_dir else [],
             port={"number": self._port, "host": self._host} if first and self._port and not on_this_machine else None,
-            rendezvous=None if on_this_machine else self._file,
+            rendezvous=None if on_this_machine or self._file is None else str(self._file),
             program=Path(environment_facts.__file__).read_text(encoding="utf-8"),
             environment={
-                "task": self._recipe.train.task,
-                "script": self._recipe.script.script if self._recipe.script is not None else "",
+                "task": train.task,
+                "script": script.script if script is not None else "",
                 "options": dict(self._recipe.task_options),
             },
         )
         _require_addresses(facts.addresses, facts.probe_port)
-        with self._lock:
-            self._found[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
+        self._answers[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
 
     def _write_token(self, node: PlannedNode) -> None:
-        channel = self._channels[node.node]
-        if not channel.call("token", WRITTEN, QUESTION_TIMEOUT_S, token=self._token):
+        if not self._channels[node.node].call("token", WRITTEN, QUESTION_TIMEOUT_S, token=self._token):
             self._token = ""
 
     def _route(self, node: PlannedNode) -> None:
-        first = self._found.get(0)
-        root = first.facts if first is not None else None
-        channel = self._channels[node.node]
+        root, answer, channel = self._answers[0].facts, self._answers[node.node], self._channels[node.node]
         sent_at = time.time()
         clock_call = channel.send("clock")
         route_call = channel.send(
@@ -242,50 +247,41 @@ class _Collection:
         received_at = time.time()
         route = channel.answer(route_call, ROUTE, QUESTION_TIMEOUT_S)
         _require_addresses([text for text in (route.address, route.root) if text], 1)
-        with self._lock:
-            self._routes[node.node] = route
-            self._found[node.node] = msgspec.structs.replace(
-                self._found[node.node],
-                clock_offset_s=host_time - (sent_at + received_at) / 2,
-                round_trip_s=received_at - sent_at,
-                interface=route.interface,
-                lost=node.node != 0 and not route.root and 0 in self._found and not self._found[0].problem,
-                token=route.token if self._token else None,
-            )
+        self._routes[node.node] = route
+        answer.clock_offset_s = host_time - (sent_at + received_at) / 2
+        answer.round_trip_s = received_at - sent_at
+        answer.interface = route.interface
+        answer.lost = node.node != 0 and not route.root and not self._answers[0].problem
+        answer.token = route.token if self._token else None
 
     def _reach(self, node: PlannedNode) -> None:
         endpoints = {
             number: (address, answer.facts.probe_port)
-            for number, answer in self._found.items()
+            for number, answer in self._answers.items()
             if number != node.node and answer.facts is not None and (address := self._address(number))
         }
-        channel = self._channels[node.node]
         request = {"endpoints": endpoints, "timeout_s": REACH_TIMEOUT_S}
-        failed = channel.call("reach", UNREACHABLE, QUESTION_TIMEOUT_S, **request)
-        unreachable = {
+        failed = self._channels[node.node].call("reach", UNREACHABLE, QUESTION_TIMEOUT_S, **request)
+        answer = self._answers[node.node]
+        answer.unreachable = {
             number: f"{endpoints[number][0]} ({why})" for number, why in failed.items() if number in endpoints
         }
-        interface = self._found[node.node].interface
         # The first node needs no route to itself: its interface is that of the address that the others connect to.
-        if not interface and node.node in self._routes:
-            interface = self._routes[node.node].interfaces.get(self._address(node.node), "")
-        with self._lock:
-            self._found[node.node] = msgspec.structs.replace(
-                self._found[node.node], unreachable=unreachable, interface=interface
-            )
+        if not answer.interface:
+            answer.interface = self._routes[node.node].interfaces.get(self._address(node.node), "")
 
     def _address(self, number: int) -> str:
         """Return the address at which the other hosts reach a node's host; empty if there is none."""
-        route = self._routes.get(number)
-        if route is None:
+        if number not in self._routes:
             return ""
         if number:
-            return route.address
-        return next((each.root for index, each in self._routes.items() if index and each.root), "")
+            return self._routes[number].address
+        return next((route.root for index, route in self._routes.items() if index and route.root), "")
 
     def _close(self, node: PlannedNode) -> None:
         channel = self._channels[node.node]
-        if self._connections is None or self._found[node.node].is_local:
+        if self._answers[node.node].is_local:
             channel.close()
         else:
-            self._connections.add(node.node, channel)
+            channel.send("release")
+            self._ssh.keep(channel)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import msgspec
 
@@ -17,15 +16,16 @@ from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.checks import (
     LOW_DISK_BYTES,
     MIN_RECORD_BYTES,
-    RECORD_FILES,
-    RECORD_FILES_PER_RANK,
+    counted,
     machine_checks,
     ranks_key,
+    shortened,
+    too_few_files,
     with_location,
 )
+from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts
 from gputrain_tui.preflight.facts import PreflightFacts
-from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
-from gputrain_tui.preflight.result import CheckResult, CheckStatus
+from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
@@ -33,34 +33,26 @@ from trainer.contract.builtin_tasks import BUILT_IN
 
 
 def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> list[CheckResult]:
-    """Run all checks of the hosts of a run over ssh.
-
-    Args:
-        recipe: the recipe.
-        plan: its plan.
-        answers: of ``collect_hosts``; empty if no host was queried.
-    """
+    """Run all checks of the hosts of a run over ssh, by the answers of ``collect_hosts``."""
     if not answers:
         return []
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     for answer in answers:
         if answer.facts is None:
-            found.append(_unanswered(recipe, answer))
+            results.append(_unanswered(recipe, answer))
             continue
-        found += _environment(recipe, answer, answer.facts)
-        found += _clock(answer)
+        results += _environment(recipe, answer, answer.facts)
+        results += _clock(answer)
         if not answer.is_local:
-            found += _machine_limits(recipe, plan, answer, answer.facts)
-            found += _rendezvous(answer)
+            results += _machine_limits(recipe, plan, answer, answer.facts)
+            results += _rendezvous(answer)
     names = list(dict.fromkeys(answer.host for answer in answers if answer.facts is not None))
-    max_names = 4  # hosts named in one line
     if names:
-        more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-        found.append(_ok("hosts", f"{', '.join(names[:max_names])}{more} answered"))
-    found += _same_machine(answers)
-    found += _differences(recipe, plan, answers)
-    found += _connections(plan, answers)
-    return [with_location(result, recipe) for result in found]
+        results.append(ok("hosts", f"{shortened(names, most=4)} answered"))
+    results += _same_machine(answers)
+    results += _differences(recipe, plan, answers)
+    results += _connections(plan, answers)
+    return [with_location(result, recipe) for result in results]
 
 
 def _nodes_of(plan: Plan, answer: HostAnswer) -> list[PlannedNode]:
@@ -81,13 +73,7 @@ def _push(recipe: Recipe) -> str:
 
 
 def _error(answer: HostAnswer, check: str, what: str, fix: str, key: str = "") -> CheckResult:
-    return CheckResult(
-        status="error", check=check, what=what, fix=fix, key=key, host="" if answer.is_local else answer.host
-    )
-
-
-def _ok(check: str, what: str) -> CheckResult:
-    return CheckResult(status="ok", check=check, what=what)
+    return error(check, what, fix, key=key, host="" if answer.is_local else answer.host)
 
 
 # --- each host -------------------------------------------------------------------------------------------------------
@@ -106,27 +92,20 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
         fix = f"fix {key}" if name == "setup" else _push(recipe)
         yield _error(answer, name, facts.problem, fix, key)
         return
-    found = facts.environment
-    python = _key(recipe, answer.node, "python")
-    if not found.code:
-        what = f"{found.executable} (Python {found.python}) has no gputrain"
-        yield _error(answer, "python", what, _push(recipe), python)
-    elif not found.torch.version and recipe.script is None:
-        yield _error(answer, "torch", f"{found.executable} has no torch", _push(recipe), python)
-    if found.code and found.missing:
-        yield _error(answer, "python", f"{found.executable} cannot import {found.missing}", _push(recipe), python)
-    if found.data_problem and not answer.is_local:
-        yield _error(
-            answer,
-            "data",
-            found.data_problem,
-            f"copy the data to {answer.host} ({_push(recipe)} leaves it out)",
-            "task",
-        )
-    if found.own_file and not found.own_code:
+    environment, push = facts.environment, _push(recipe)
+    executable, python = environment.executable, _key(recipe, answer.node, "python")
+    if not environment.code:
+        yield _error(answer, "python", f"{executable} (Python {environment.python}) has no gputrain", push, python)
+    elif not environment.torch.version and recipe.script is None:
+        yield _error(answer, "torch", f"{executable} has no torch", push, python)
+    if environment.code and environment.missing:
+        yield _error(answer, "python", f"{executable} cannot import {environment.missing}", push, python)
+    if environment.data_problem and not answer.is_local:
+        fix = f"copy the data to {answer.host} ({push} leaves it out)"
+        yield _error(answer, "data", environment.data_problem, fix, "task")
+    if environment.own_file and not environment.own_code:
         name = "script" if recipe.script is not None else "task"
-        what = f"{found.own_file} is missing"
-        yield _error(answer, name, what, _push(recipe), f"train.{name}")
+        yield _error(answer, name, f"{environment.own_file} is missing", push, f"train.{name}")
 
 
 def _clock(answer: HostAnswer) -> Iterator[CheckResult]:
@@ -139,13 +118,9 @@ def _clock(answer: HostAnswer) -> Iterator[CheckResult]:
     side = "ahead of" if answer.clock_offset_s > 0 else "behind"
     # Offset beyond which the order of files by time is wrong, and tokens or licences with a time are refused.
     clock_error_s = 60.0
-    yield CheckResult(
-        status="error" if least_offset_s > clock_error_s else "warning",
-        check="clock",
-        what=f"its clock is {abs(answer.clock_offset_s):.1f} s {side} this machine's",
-        fix=f"ssh {shlex.quote(answer.host)} sudo timedatectl set-ntp true",
-        host=answer.host,
-    )
+    result = error if least_offset_s > clock_error_s else warning
+    what = f"its clock is {abs(answer.clock_offset_s):.1f} s {side} this machine's"
+    yield result("clock", what, f"ssh {shlex.quote(answer.host)} sudo timedatectl set-ntp true", host=answer.host)
 
 
 def _machine_limits(recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostFacts) -> Iterator[CheckResult]:
@@ -196,19 +171,15 @@ def _missing_gpus(recipe: Recipe, answer: HostAnswer, node: PlannedNode, invento
 
 
 def _folder(answer: HostAnswer, folder: Folder, ranks: int) -> Iterator[CheckResult]:
-    status: CheckStatus = "error"
-    what, need = folder.problem, RECORD_FILES + RECORD_FILES_PER_RANK * ranks
+    result, what = error, folder.problem
     if not what and folder.free_bytes is not None and folder.free_bytes < LOW_DISK_BYTES:
         full = folder.free_bytes < MIN_RECORD_BYTES
-        status = "error" if full else "warning"
+        result = error if full else warning
         what = f"the disk of {folder.path} {'is full' if full else 'is nearly full'}: {size(folder.free_bytes)} free"
-    elif not what and folder.free_files is not None and folder.free_files < need:
-        what = (
-            f"the file system of {folder.path} has room for {folder.free_files} more files, but ranks need about {need}"
-        )
+    what = what or too_few_files(folder, ranks, "ranks need")
     if what:
         fix = f"ssh {shlex.quote(answer.host)} df -h {shlex.quote(folder.path)}"
-        yield CheckResult(status=status, check="disk", what=what, fix=fix, host=answer.host)
+        yield result("disk", what, fix, host=answer.host)
 
 
 def _rendezvous(answer: HostAnswer) -> Iterator[CheckResult]:
@@ -242,37 +213,37 @@ def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> I
     if len(hosts) < 2:
         return
     (first, one), *others = hosts
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     for answer, other in others:
         key = _key(recipe, answer.node, "python")
         on_gpus = all("cpu" not in plan.nodes[node].devices for node in (first.node, answer.node))
         for check, value in _versions(on_gpus=on_gpus, nccl=plan.backend == "nccl"):
             if (expected := value(one)) and (actual := value(other)) and actual != expected:
                 what = f"{check} {expected} on {first.host}, {actual} on {answer.host}"
-                found.append(_error(answer, check, what, _push(recipe), key))
+                results.append(_error(answer, check, what, _push(recipe), key))
         if one.gputrain == other.gputrain and one.code != other.code:
             what = f"the code of trainer differs: {one.code} on {first.host}, {other.code} on {answer.host}"
-            found.append(_error(answer, "code", what, _push(recipe), _key(recipe, answer.node, "workdir")))
+            results.append(_error(answer, "code", what, _push(recipe), _key(recipe, answer.node, "workdir")))
         if one.own_code and other.own_code and one.own_code != other.own_code:
             name = "script" if recipe.script is not None else "task"
             what = f"{other.own_file} differs: {one.own_code} on {first.host}, {other.own_code} on {answer.host}"
-            found.append(_error(answer, name, what, _push(recipe), f"train.{name}"))
-        found += _data(recipe, first, one, answer, other)
-    yield from found
-    if not found:
+            results.append(_error(answer, name, what, _push(recipe), f"train.{name}"))
+        results += _data(recipe, first, one, answer, other)
+    yield from results
+    if not results:
         torch = f", torch {one.torch.version}" if one.torch.version else ""
-        yield _ok("versions", f"Python {one.python}{torch}, and the same code on {len(hosts)} hosts")
+        yield ok("versions", f"Python {one.python}{torch}, and the same code on {len(hosts)} hosts")
 
 
 def _versions(*, on_gpus: bool, nccl: bool) -> list[tuple[str, Callable[[Environment], str | None]]]:
     """Return the names of the versions that must be equal, each with the function that reads it."""
     return [
-        ("Python", lambda found: ".".join(found.python.split(".")[:2])),
+        ("Python", lambda host: ".".join(host.python.split(".")[:2])),
         # Builds for CPUs and for GPUs of one version may train together.
-        ("torch", lambda found: found.torch.version.partition("+")[0]),
-        *([("CUDA", lambda found: found.torch.cuda)] if on_gpus else []),
-        *([("NCCL", lambda found: found.nccl)] if nccl else []),
-        ("gputrain", lambda found: found.gputrain),
+        ("torch", lambda host: host.torch.version.partition("+")[0]),
+        *([("CUDA", lambda host: host.torch.cuda)] if on_gpus else []),
+        *([("NCCL", lambda host: host.nccl)] if nccl else []),
+        ("gputrain", lambda host: host.gputrain),
     ]
 
 
@@ -283,20 +254,15 @@ def _data(
     if other.data_problem or one.data_problem:
         return
     for option, (files, total) in one.data.items():
-        if (found := other.data.get(option)) == (files, total):
+        if (there := other.data.get(option)) == (files, total):
             continue
         # A folder may hold caches, and a user's own task may not read the files that its options name.
-        sure = recipe.train.task in BUILT_IN and files == 1
-        size_there = f"{size(found[1])} in {found[0]} file{'s' * (found[0] != 1)}" if found is not None else "nothing"
-        yield CheckResult(
-            status="error" if sure else "warning",
-            check="data",
-            what=f"{option} differs: {size(total)} in {files} file{'s' * (files != 1)} on {first.host}, "
-            f"{size_there} on {answer.host}",
-            fix=f"copy the data of {first.host} to {answer.host}",
-            key=f"task.{option}",
-            host=answer.host,
-        )
+        result = error if recipe.train.task in BUILT_IN and files == 1 else warning
+        size_there = f"{size(there[1])} in {counted(there[0], 'file')}" if there is not None else "nothing"
+        size_here = f"{size(total)} in {counted(files, 'file')}"
+        what = f"{option} differs: {size_here} on {first.host}, {size_there} on {answer.host}"
+        fix = f"copy the data of {first.host} to {answer.host}"
+        yield result("data", what, fix, key=f"task.{option}", host=answer.host)
 
 
 def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
@@ -304,13 +270,9 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
     by_node = {answer.node: answer for answer in answers}
     lost = [answer for answer in answers if answer.facts is not None and answer.lost]
     for answer in lost:
-        yield _error(
-            answer,
-            "network",
-            f"{answer.host} cannot reach the first node {plan.nodes[0].host}",
-            "name an address of the first node that all others reach",
-            "cluster.nodes[0].host",
-        )
+        what = f"{answer.host} cannot reach the first node {plan.nodes[0].host}"
+        fix = "name an address of the first node that all others reach"
+        yield _error(answer, "network", what, fix, "cluster.nodes[0].host")
     pairs = [
         (answer, by_node[other], why)
         for answer in answers
@@ -318,16 +280,14 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
         if other in by_node and not (answer.lost and other == 0)
     ]
     max_pairs = 6  # unreachable pairs of hosts that get a line; a firewall between sixteen hosts makes 240 of them
-    for answer, other, why in islice(pairs, max_pairs):
-        more = f", and {len(pairs) - max_pairs} more pairs" if len(pairs) > max_pairs else ""
-        yield _error(
-            answer,
-            "network",
-            f"{answer.host} cannot reach {other.host} at {why}{more}",
-            "open all ports between the machines, or name the interface that connects them in "
-            "cluster.env: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
-            dotted(("cluster", "nodes", other.node, "host")),
-        )
+    more = f", and {len(pairs) - max_pairs} more pairs" if len(pairs) > max_pairs else ""
+    fix = (
+        "open all ports between the machines, or name the interface that connects them in "
+        "cluster.env: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+    )
+    for answer, other, why in pairs[:max_pairs]:
+        what = f"{answer.host} cannot reach {other.host} at {why}{more}"
+        yield _error(answer, "network", what, fix, dotted(("cluster", "nodes", other.node, "host")))
     all_answered = all(answer.facts is not None for answer in answers)
     if all_answered and len(answers) > 1 and not lost and not pairs:
-        yield _ok("network", f"all {len(answers)} hosts reach each other")
+        yield ok("network", f"all {len(answers)} hosts reach each other")

@@ -47,17 +47,27 @@ class NotReadyError(RequestError):
     """The recipe is valid, but the machines are not ready for it; exit code 3."""
 
     def __init__(self, results: Sequence[CheckResult], *, plan: Plan | None = None) -> None:
-        """Keep the results.
-
-        Args:
-            results: the results of all checks; at least one is an error.
-            plan: the run's plan; None if devices are missing.
-        """
+        """Keep the results, at least one of which is an error; no plan if devices are missing."""
         self.results = tuple(results)
         self.plan = plan
         self.errors = errors(results)
         more = f" (and {len(self.errors) - 1} more: see `gputrain check`)" if len(self.errors) > 1 else ""
         super().__init__(f"{self.errors[0].line}{more}")
+
+
+def ok(check: str, what: str, *, key: str = "", host: str = "") -> CheckResult:
+    """Return the result of a check that found nothing wrong."""
+    return CheckResult(status="ok", check=check, what=what, key=key, host=host)
+
+
+def warning(check: str, what: str, fix: str = "", *, key: str = "", host: str = "") -> CheckResult:
+    """Return a warning."""
+    return CheckResult(status="warning", check=check, what=what, fix=fix, key=key, host=host)
+
+
+def error(check: str, what: str, fix: str = "", *, key: str = "", host: str = "") -> CheckResult:
+    """Return an error."""
+    return CheckResult(status="error", check=check, what=what, fix=fix, key=key, host=host)
 
 
 def errors(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:

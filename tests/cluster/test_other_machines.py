@@ -21,7 +21,7 @@ from ssh_server import ROOT, SshServer, free_port
 from gputrain_tui.hosts.inventory import is_free, take_inventory
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
-from gputrain_tui.lifecycle.planned import plan_with_inventories
+from gputrain_tui.lifecycle.prepared import plan_with_inventories
 from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
 

@@ -11,6 +11,7 @@ import pytest
 from pid_namespace import run_in_namespace
 
 from gputrain_tui.lifecycle import leftovers
+from trainer.host.processes import RUN
 
 PROGRAM = Path(__file__).with_name("any_run_directory.py")
 
@@ -26,7 +27,7 @@ def test_this_process_and_its_ancestors_are_not_ended_as_leftovers(tmp_path: Pat
     end = "from pathlib import Path; from gputrain_tui.lifecycle.leftovers import kill_processes; "
     end += f"print(kill_processes(Path({str(tmp_path)!r})))"
     parent = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {end!r}]).returncode)"
-    environment = {**os.environ, leftovers.MARK: str(tmp_path)}
+    environment = {**os.environ, RUN: str(tmp_path)}
     sleeper = subprocess.Popen(["sleep", "600"], env=environment)
     try:
         done = subprocess.run(
@@ -44,9 +45,7 @@ def test_a_run_is_known_by_whatever_path_leads_to_it(tmp_path: Path, named: str)
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     path = named.format(here=tmp_path) if named.startswith("{") else f"{tmp_path}{named}"
-    with subprocess.Popen(
-        ["cat"], env={leftovers.MARK: path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen(["cat"], env={RUN: path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"x")

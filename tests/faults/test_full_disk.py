@@ -146,7 +146,7 @@ def test_a_script_whose_record_lost_steps_says_so_in_every_face_and_is_called_no
     gate.touch()
     _, err = process.communicate(timeout=LIMIT_S)
     begun = time.time()
-    state = diagnosis.state_at_end()
+    state = diagnosis.read_rest()
     diagnosis.close()
     later = Diagnosis()
     later.update(state, begun)

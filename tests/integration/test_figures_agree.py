@@ -92,7 +92,7 @@ def recorded(home: Path, *, ended: bool) -> Run:
     now[0] += JUMP_S + STEPS * 0.1
     if ended:
         watch = LiveDiagnosis(run.dir)
-        writer.close(AttemptResult(status="finished"), left=[], state=watch.state_at_end())
+        writer.close(AttemptResult(status="finished"), left=[], state=watch.read_rest())
         watch.close()
     found = open_run(run.dir.path)
     assert found is not None

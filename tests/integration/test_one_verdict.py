@@ -16,8 +16,7 @@ from rank_group import Gang
 from sized_task import DeepTask, SizedTask
 from worker_contexts import worker_context
 
-from gputrain_tui.lifecycle.planned import plan_recipe
-from gputrain_tui.lifecycle.prepared import endless_reason
+from gputrain_tui.lifecycle.prepared import endless_reason, plan_recipe
 from gputrain_tui.recipe.build import build
 from trainer.__main__ import main
 from trainer.contract.errors import ExitCode, RequestError

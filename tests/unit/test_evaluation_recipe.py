@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
+from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import evaluated_split

@@ -22,9 +22,8 @@ from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle.prepared import with_interfaces
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
-from gputrain_tui.preflight.collect_hosts import collect_hosts
+from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, collect_hosts
 from gputrain_tui.preflight.host_checks import check_hosts
-from gputrain_tui.preflight.host_facts import HostAnswer, HostFacts
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
 from trainer.host.cores import Cpus

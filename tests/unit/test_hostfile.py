@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.hosts.host_names import address_of
+from gputrain_tui.hosts.host_pipes import explain_failure
 from gputrain_tui.hosts.hostfile import HostEntry, parse_host_list, parse_hosts, read_hostfile
-from gputrain_tui.hosts.ssh_failure import explain_failure
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RequestError
 

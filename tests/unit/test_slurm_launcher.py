@@ -10,7 +10,7 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.slurm_commands import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import log_sizes, with_slurm_cause
-from gputrain_tui.lifecycle.launchers.slurm_steps import place_on_allocation
+from gputrain_tui.lifecycle.launchers.slurm_launcher import place_on_allocation
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.build import build

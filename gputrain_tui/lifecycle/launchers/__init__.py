@@ -13,11 +13,10 @@ from gputrain_tui.history.slurm_file import read_job
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.host_names import LocalFacts
-    from gputrain_tui.hosts.open_connections import OpenConnection, OpenConnections
     from gputrain_tui.lifecycle.attempt import AttemptResult
     from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan, PlannedNode
-    from gputrain_tui.preflight.host_facts import HostAnswer
+    from gputrain_tui.preflight.collect_hosts import HostAnswer
     from gputrain_tui.preflight.result import CheckResult
     from gputrain_tui.recipe.model import Recipe
     from trainer.contract.record import RunDir
@@ -40,49 +39,25 @@ class Launcher(ABC):
     # --- before the run, in the command or the console ----------------------------------------------------------
 
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
-        """Return the results of the launcher's own checks."""
         return []
 
-    def query_hosts(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        local: LocalFacts,
-        *,
-        max_age_s: float,
-        connections: OpenConnections | None,
-    ) -> tuple[HostAnswer, ...]:
-        """Return the facts of the other hosts of a run; none if the launcher cannot ask them.
-
-        Args:
-            recipe: the recipe.
-            plan: its plan.
-            local: facts about this machine.
-            max_age_s: maximum age of cached answers.
-            connections: receives the connections to the hosts, which the launch continues to use.
-        """
+    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
+        """Return the facts of the other hosts of a run; none if the launcher cannot ask them."""
         return ()
 
-    def start(
-        self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool, connections: OpenConnections | None
-    ) -> subprocess.Popen[bytes]:
+    def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
         """Start a run whose directory is written; return its supervisor, or the process in its place.
 
-        Args:
-            run: the run.
-            recipe: its recipe.
-            plan: its plan.
-            leased: whether closing the process's standard input, a pipe, ends the run.
-            connections: connections to the hosts of the run, which the supervisor takes over.
+        Closing the standard input, a pipe, of the process of a leased run ends the run.
 
         Raises:
             NotReadyError: the run cannot be started; its directory is deleted.
         """
         from gputrain_tui.lifecycle.supervisor_process import start_supervisor
 
-        return start_supervisor(run.dir, leased=leased, connections=connections)
+        return start_supervisor(run.dir, leased=leased)
 
-    def start_detached(self, run: Run, recipe: Recipe, plan: Plan, *, connections: OpenConnections | None) -> None:
+    def start_detached(self, run: Run, recipe: Recipe, plan: Plan) -> None:
         """Start a run whose directory is written, to continue without this process; return once it has started.
 
         Raises:
@@ -91,7 +66,7 @@ class Launcher(ABC):
         """
         from gputrain_tui.lifecycle.supervisor_process import await_supervisor
 
-        supervisor = self.start(run, recipe, plan, leased=False, connections=connections)
+        supervisor = self.start(run, recipe, plan, leased=False)
         await_supervisor(run, supervisor, previous=run.status.supervisor)
 
     def take_over(self, run: Run) -> subprocess.Popen[bytes]:
@@ -108,30 +83,16 @@ class Launcher(ABC):
         return False
 
     def place(self, plan: Plan, run_dir: RunDir) -> Plan:
-        """Return the plan on the hosts that it gets.
-
-        Raises:
-            RequestError: there are too few hosts.
-        """
+        """Return the plan on the hosts that it gets; raise RequestError if there are too few."""
         return plan
 
     def begin_attempt(self, run_dir: RunDir) -> None:
-        """Prepare for the launch of an attempt's nodes."""
+        """Prepare for the launch of an attempt's nodes; without one, nothing is prepared."""
         return
 
     @abstractmethod
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
-        """Start a node's command.
-
-        Args:
-            node: node of the plan.
-            run_dir: run directory, which gets the output.
-            env: environment of the run, besides the node's own.
-            leased: whether the node ends when this process does.
-
-        Raises:
-            OSError: the command cannot be started.
-        """
+        """Start a node's command; the node of a leased run ends when this process does. May raise OSError."""
 
     @abstractmethod
     def adopt(
@@ -140,12 +101,7 @@ class Launcher(ABC):
         """Take over a node of a killed supervisor; None if it has ended.
 
         Its exit code is read from the node's outcome, as the kernel reports it to the parent process only.
-
-        Args:
-            node: node of the plan.
-            run_dir: run directory.
-            identity: process of the node in ``attempt.json``; None if not recorded.
-            leased: whether the node ends when this process does.
+        ``identity`` is its process in ``attempt.json``, None if not recorded.
         """
 
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
@@ -153,25 +109,16 @@ class Launcher(ABC):
         return ended
 
 
-def launcher(name: str, opened: Mapping[int, OpenConnection] | None = None) -> Launcher:
-    """Return the launcher of a plan by its name.
-
-    Args:
-        name: ``launcher`` of the plan.
-        opened: open connections of the preflight, by node, of a launcher that has any.
-    """
+def launcher(name: str) -> Launcher:
+    """Return the launcher of a plan by its name."""
     module, attribute = LAUNCHERS[name]
-    kind = getattr(importlib.import_module(module), attribute)
-    return cast(Launcher, kind(opened) if opened else kind())
+    return cast(Launcher, getattr(importlib.import_module(module), attribute)())
 
 
 def stop_job(run: Run, origin: int, *, timeout_s: float) -> Run | None:
     """Stop a run through the scheduler that holds its job; return the ended run, None if it is not to be asked.
 
-    Args:
-        run: the run.
-        origin: signal that names the origin of the request to the supervisor, one of ``STOP_REASONS``.
-        timeout_s: time limit.
+    ``origin`` is a signal that names the origin of the request to the supervisor, one of ``STOP_REASONS``.
 
     Raises:
         RequestError: the scheduler does not answer, or the run does not end.

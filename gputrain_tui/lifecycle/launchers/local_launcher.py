@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.leftovers import open_process
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from trainer.contract.errors import ExitCode
 from trainer.contract.home_folder import expand_home
 from trainer.contract.outcome import node_outcome
@@ -26,69 +27,17 @@ if TYPE_CHECKING:
     from gputrain_tui.plan.planner import PlannedNode
 
 
-class LocalProcess:
-    """Node agent that this process started."""
+class LocalProcess(NodeProcess):
+    """Node agent on this machine, started by this process or by a killed supervisor."""
 
-    host_error = ""
-
-    def __init__(self, node: int, host: str, process: subprocess.Popen[bytes]) -> None:
-        self.node = node
-        self.host = host
-        self.pid = process.pid
-        self.identity = identify(process.pid)
-        self._process = process
-        self._pidfd = os.pidfd_open(process.pid)
-
-    def fileno(self) -> int:
-        """Return the pidfd, which becomes readable when the process ends."""
-        return self._pidfd
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
-        return self._process.poll()
-
-    def stop(self, level: StopLevel) -> None:
-        """Send the node agent the signal of a stop level; above ``SAVE``, end its lease too."""
-        for number in (signal_of(level), signal.SIGCONT):  # a stopped process runs no handler
-            self._process.send_signal(number)
-        if level > StopLevel.SAVE:
-            self._end_lease()
-
-    def kill(self) -> None:
-        """Kill the process group of the node agent."""
-        with suppress(ProcessLookupError):
-            if self._process.poll() is None:
-                os.killpg(self.pid, signal.SIGKILL)
-        self._end_lease()
-
-    def close(self) -> None:
-        """End the lease and close the pidfd."""
-        self._end_lease()
-        os.close(self._pidfd)
-
-    def silent_s(self) -> float:
-        """Return 0: it is on this machine."""
-        return 0.0
-
-    def _end_lease(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-
-class AdoptedProcess:
-    """Node agent that a killed supervisor started."""
-
-    host_error = ""
+    identity: ProcessIdentity
 
     def __init__(self, node: int, host: str, identity: ProcessIdentity, pidfd: int, run_dir: RunDir) -> None:
-        self.node = node
-        self.host = host
-        self.identity = identity
+        super().__init__(node, host, identity)
         self._pidfd = pidfd
         self._run_dir = run_dir
 
     def fileno(self) -> int:
-        """Return the pidfd, which becomes readable when the process ends."""
         return self._pidfd
 
     def poll(self) -> int | None:
@@ -99,29 +48,53 @@ class AdoptedProcess:
         return ExitCode.FAILED if result is None else result.exit_code
 
     def wake(self) -> None:
-        """Continue a process that was stopped by SIGSTOP, as the supervisor waits for its end."""
+        """Continue a process that was stopped by SIGSTOP: it runs no handler and does not end."""
         self._signal(signal.SIGCONT)
 
     def stop(self, level: StopLevel) -> None:
-        """Send the node agent the signal of a stop level."""
         self._signal(signal_of(level))
-        self._signal(signal.SIGCONT)
+        self.wake()
 
     def kill(self) -> None:
-        """Kill the node agent."""
         self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the pidfd."""
         os.close(self._pidfd)
-
-    def silent_s(self) -> float:
-        """Return 0: it is on this machine."""
-        return 0.0
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
+
+
+class ChildProcess(LocalProcess):
+    """Node agent that this process started; the end of its standard input, a pipe, ends its lease."""
+
+    def __init__(self, node: PlannedNode, process: subprocess.Popen[bytes], run_dir: RunDir) -> None:
+        super().__init__(node.node, node.host, identify(process.pid), os.pidfd_open(process.pid), run_dir)
+        self._process = process
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def stop(self, level: StopLevel) -> None:
+        super().stop(level)
+        if level > StopLevel.SAVE:
+            self._end_lease()
+
+    def kill(self) -> None:
+        """Kill the process group of the node agent."""
+        with suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._end_lease()
+
+    def close(self) -> None:
+        self._end_lease()
+        super().close()
+
+    def _end_lease(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool) -> dict[str, str]:
@@ -134,12 +107,11 @@ def node_environment(node: PlannedNode, env: Mapping[str, str], *, leased: bool)
 class LocalLauncher(Launcher):
     """Launcher of nodes as processes of this machine."""
 
-    adopted_as: type[AdoptedProcess] = AdoptedProcess
+    adopted_as: type[LocalProcess] = LocalProcess
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
-    ) -> AdoptedProcess | None:
-        """Take over a node of a killed supervisor; None if it has ended."""
+    ) -> LocalProcess | None:
         pidfd = None if identity is None else open_process(identity.pid, run_dir.path)
         if identity is None or pidfd is None:
             return None
@@ -150,12 +122,8 @@ class LocalLauncher(Launcher):
         adopted.wake()
         return adopted
 
-    def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> LocalProcess:
-        """Start a node's command in a session of its own, so that no signal of a terminal reaches it.
-
-        Raises:
-            OSError: the command cannot be started.
-        """
+    def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> ChildProcess:
+        """Start a node's command in a session of its own, so that no signal of a terminal reaches it."""
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
@@ -167,4 +135,4 @@ class LocalLauncher(Launcher):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalProcess(node.node, node.host, process)
+        return ChildProcess(node, process, run_dir)

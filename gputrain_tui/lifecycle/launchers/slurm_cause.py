@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,8 +12,7 @@ from types import MappingProxyType
 from gputrain_tui.history.slurm_file import read_job
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.tables import size
 from trainer.contract.errors import RequestError
@@ -53,8 +51,8 @@ def requeues(run_dir: RunDir) -> bool:
     """Whether Slurm requeues the job of a run after the loss of a node."""
     job = read_job(run_dir)
     with suppress(RequestError):
-        found = slurm_commands.job(job.number) if job is not None and job.batch else None
-        return found is not None and found.requeue
+        now = slurm_commands.job(job.number) if job is not None and job.batch else None
+        return now is not None and now.requeue
     return False
 
 
@@ -74,26 +72,21 @@ def with_slurm_cause(
 ) -> AttemptResult:
     """Return the result of a run with the cause that Slurm printed into its logs: time limit, memory, lost node.
 
-    Args:
-        ended: result by the record of the run.
-        plan: plan of the run.
-        run_dir: run directory, with the logs.
-        since: sizes of the logs at the start of the last attempt.
-        environ: environment of the job.
-        requeues: returns whether Slurm requeues the job after the loss of a node.
+    ``since`` has the sizes of the logs at the start of the last attempt.
     """
     if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
         return ended
     node_texts = [(node, _slurm_lines(run_dir.node_log(node.node), since)) for node in plan.nodes]
     texts = [*(text for _, text in node_texts), _slurm_lines(run_dir.logs / "supervisor.log", since)]
     last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
-    cause = next((cause for mark, cause in SLURM_MESSAGES if any(mark in line for line in last)), "")
+    cause = next((cause for text, cause in SLURM_MESSAGES if any(text in line for line in last)), "")
     failure = ended.failure
     is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
     for node, text in node_texts:
-        if is_consequence and (found := OUT_OF_MEMORY.search(text)) is not None:
-            limit = int(found[1]) if found[1] else _memory_bytes(environ)
-            return _out_of_memory(node, failure, limit, run_dir)
+        if is_consequence and (match := OUT_OF_MEMORY.search(text)) is not None:
+            megabytes = environ.get("SLURM_MEM_PER_NODE", "")
+            of_job = int(megabytes) << 20 if megabytes.isdecimal() else None
+            return _out_of_memory(node, failure, int(match[1]) if match[1] else of_job, run_dir)
     lost = [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
     if cause == slurm_commands.WORDS["NODE_FAIL"] or (lost and is_consequence):
         return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
@@ -101,7 +94,7 @@ def with_slurm_cause(
         return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
-            if UNSEEN in line:
+            if slurm_commands.UNSEEN in line:
                 return failed("slurm", line, host=node.host)
     return failed("slurm", cause) if cause and cause != REQUEUED else ended
 
@@ -115,11 +108,9 @@ def _slurm_lines(path: Path, since: Mapping[str, int]) -> str:
 def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult:
     ranks = [rank for node in nodes for rank in node.ranks]
     hosts = [node.host for node in nodes]
-    message = (
-        f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
-        if hosts
-        else slurm_commands.WORDS["NODE_FAIL"]
-    )
+    message = slurm_commands.WORDS["NODE_FAIL"]
+    if hosts:
+        message = f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
     if requeued:
         return AttemptResult(status="stopped", reason=f"{message}, and put the run back into its queue")
     if not hosts:
@@ -133,12 +124,6 @@ def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
     return outcome is not None and outcome.stop_reason == LEASE_LOST
 
 
-def _memory_bytes(environ: Mapping[str, str]) -> int | None:
-    """Return the memory limit per node of a job, from ``SLURM_MEM_PER_NODE``; None without one."""
-    megabytes = environ.get("SLURM_MEM_PER_NODE", "")
-    return int(megabytes) << 20 if megabytes.isdecimal() else None
-
-
 def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None, run_dir: RunDir) -> AttemptResult:
     rank = failure.rank if failure is not None and failure.host == node.host else None
     rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
@@ -147,13 +132,4 @@ def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None
         names += f" (rank {largest} used the most)"
     allowed = "" if limit is None else f" of {size(limit)} per node"
     message = f"{names} on {node.host} ran out of memory: Slurm enforced the job's limit{allowed}; raise slurm.mem"
-    ended = failed("out_of_memory", message, host=node.host)
-    assert ended.failure is not None
-    ended.failure.rank = rank
-    return ended
-
-
-def failed(kind: str, message: str, *, host: str | None = None) -> AttemptResult:
-    """Return the result of a run that has failed now."""
-    failure = Failure(time=time.time(), kind=kind, host=host, message=message)
-    return AttemptResult(status="failed", failure=failure)
+    return failed("out_of_memory", message, host=node.host, rank=rank)

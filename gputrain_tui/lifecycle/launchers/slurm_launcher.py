@@ -1,11 +1,13 @@
-"""Launcher of nodes as steps of a Slurm job; outside of a job it submits the run as one."""
+"""Launcher of nodes as steps of a Slurm job, one ``srun`` each; outside of a job it submits the run as one."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,18 +15,95 @@ import msgspec
 from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.hosts import slurm_commands
-from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
-from gputrain_tui.lifecycle.launchers.slurm_steps import AdoptedStep, StepProcess, launch_step, place_on_allocation
-from gputrain_tui.preflight.result import CheckResult, NotReadyError
-from trainer.contract.errors import RequestError
+from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending
+from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
+from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.preflight.result import CheckResult, ok
+from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
+from trainer.contract.stop_level import StopLevel
+from trainer.host.stop_request import LEASE_RETURNED
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
-    from gputrain_tui.hosts.open_connections import OpenConnections
     from gputrain_tui.lifecycle.attempt import AttemptResult
-    from gputrain_tui.plan.planner import Plan, PlannedNode
     from gputrain_tui.recipe.model import Recipe
+
+SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+"""Variables that Slurm sets in a step."""
+FIRST_PORT, PORTS = 12_000, 18_000
+"""Ports 12000 to 29999, below Linux's ephemeral ports, one of which a job gets by its number: jobs may share a host."""
+SHARED = f"""[ -e "$0/plan.json" ] && exec "$@"
+echo "$(hostname) {slurm_commands.UNSEEN} $0: GPUTRAIN_HOME must be on a disk that all nodes share"
+exit {ExitCode.REFUSED}
+"""
+"""Shell script that executes a node's command if its host sees the run directory."""
+
+
+def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Return a plan on the hosts of this process's allocation, with a port derived from the job's number."""
+    named = {node.host for node in plan.nodes}
+    given = [host for host, _ in slurm_commands.allocation(environ)]
+    free = [host for host in given if host not in named]
+    moved = slurm_commands.is_requeued(environ)  # a requeued job may get other hosts
+    pending = [node.host for node in plan.nodes if is_pending(node.host) or (moved and node.host not in given)]
+    if len(pending) > len(free):
+        raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has allocated {len(free)}")
+    hosts = dict(zip(pending, free, strict=False))
+    before = after = plan.init_method
+    url = parse_rendezvous_url(before) if before is not None else None
+    if url is not None and url.scheme == "tcp" and environ.get("SLURM_JOB_ID", "").isdecimal():
+        port = FIRST_PORT + int(environ["SLURM_JOB_ID"]) % PORTS if url.port == DEFAULT_PORT else url.port
+        after = tcp_url(hosts.get(url.host, url.host), port)
+    nodes = []
+    for node in plan.nodes:
+        arguments = [str(after) if word == before else word for word in node.argv]
+        env = {key: hosts.get(value, value) for key, value in node.env.items() if key not in SLURM_VARIABLES}
+        nodes.append(msgspec.structs.replace(node, host=hosts.get(node.host, node.host), argv=arguments, env=env))
+    return msgspec.structs.replace(plan, init_method=after, nodes=nodes)
+
+
+class StepProcess(ChildProcess):
+    """``srun`` of one node's step, which forwards signals to the step."""
+
+    def poll(self) -> int | None:
+        code = super().poll()
+        if code is not None and code > 128 and code != ExitCode.STOPPED:
+            return 128 - code  # 128 + signal number, as in a shell
+        return code
+
+    def stop(self, level: StopLevel) -> None:
+        """Send the node agent a stop request: srun forwards SIGUSR1, and its standard input, the lease, to the step."""
+        if level <= StopLevel.SAVE:
+            self._process.send_signal(signal.SIGUSR1)
+        elif self._process.stdin is not None:
+            self._end_lease()
+        else:
+            self._process.send_signal(signal.SIGTERM)  # at which srun ends the step
+
+    def kill(self) -> None:
+        with suppress(RequestError, ValueError):
+            job = int(os.environ.get("SLURM_JOB_ID", ""))
+            slurm_commands.kill_step(job, self._run_dir.path.name, address_of(self.host))
+        super().kill()
+
+    def _end_lease(self) -> None:
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.closed:
+            with suppress(OSError):  # srun has ended
+                stdin.write(LEASE_RETURNED)
+                stdin.flush()
+        with suppress(OSError):
+            super()._end_lease()
+
+
+class AdoptedStep(LocalProcess):
+    """``srun`` of a step that a killed supervisor started."""
+
+    def stop(self, level: StopLevel) -> None:
+        self._signal(signal.SIGUSR1 if level <= StopLevel.SAVE else signal.SIGTERM)
 
 
 class SlurmLauncher(LocalLauncher):
@@ -38,48 +117,33 @@ class SlurmLauncher(LocalLauncher):
 
     @property
     def is_requeued(self) -> bool:
-        """Whether Slurm has requeued the job of this process."""
         return slurm_commands.is_requeued()
 
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
-        """Return whether Slurm would accept the job."""
         if _in_job():
-            return [CheckResult(status="ok", check="Slurm", what=f"in job {os.environ.get('SLURM_JOB_ID')}")]
+            return [ok("Slurm", f"in job {os.environ.get('SLURM_JOB_ID')}")]
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
         return [slurm_submission.check(recipe, plan)]
 
-    def start(
-        self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool, connections: OpenConnections | None
-    ) -> subprocess.Popen[bytes]:
-        """Submit the job and start a process that follows it; in a job, start the supervisor.
-
-        Raises:
-            NotReadyError: Slurm refuses the job; the run directory is deleted.
-        """
+    def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
+        """Submit the job and start a process that follows it; in a job, start the supervisor."""
         if _in_job():
-            return super().start(run, recipe, plan, leased=leased, connections=connections)
+            return super().start(run, recipe, plan, leased=leased)
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
-        _submit(run, recipe, plan)
+        slurm_submission.submit(run, recipe, plan)
         return slurm_submission.watch(run.dir, leased=leased)
 
-    def start_detached(self, run: Run, recipe: Recipe, plan: Plan, *, connections: OpenConnections | None) -> None:
-        """Submit the job without following it; in a job, start the supervisor.
-
-        Raises:
-            NotReadyError: Slurm refuses the job; the run directory is deleted.
-            RequestError: the supervisor did not start.
-        """
+    def start_detached(self, run: Run, recipe: Recipe, plan: Plan) -> None:
         if _in_job():
-            super().start_detached(run, recipe, plan, connections=connections)
+            super().start_detached(run, recipe, plan)
             return
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
-        slurm_submission.record_queued(run.dir, _submit(run, recipe, plan))
+        slurm_submission.record_queued(run.dir, slurm_submission.submit(run, recipe, plan))
 
     def take_over(self, run: Run) -> subprocess.Popen[bytes]:
-        """Start a new follower of the job; in a job, a new supervisor."""
         if _in_job():
             return super().take_over(run)
         from gputrain_tui.lifecycle.launchers import slurm_submission
@@ -87,11 +151,7 @@ class SlurmLauncher(LocalLauncher):
         return slurm_submission.watch(run.dir, leased=True)
 
     def place(self, plan: Plan, run_dir: RunDir) -> Plan:
-        """Return the plan on the hosts of this process's allocation; write it and the hosts into the run directory.
-
-        Raises:
-            RequestError: the allocation has too few hosts.
-        """
+        """Return the plan on the hosts of this process's allocation; write it and the hosts into the run directory."""
         chosen = place_on_allocation(plan)
         if self.is_requeued:
             run_dir.on_end_log.unlink(missing_ok=True)  # of the end before the requeue, so that ``on_end`` runs again
@@ -107,21 +167,36 @@ class SlurmLauncher(LocalLauncher):
         return chosen
 
     def begin_attempt(self, run_dir: RunDir) -> None:
-        """Take the sizes of the logs, whose later lines are of this attempt."""
         from gputrain_tui.lifecycle.launchers import slurm_cause
 
         self._log_sizes = slurm_cause.log_sizes(run_dir)
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> StepProcess:
-        """Start a node's command as a step on its host.
-
-        Raises:
-            OSError: there is no srun.
-        """
-        return launch_step(node, run_dir, env=env, leased=leased)
+        # A job ends with its script: if that is this process, no other supervisor can adopt the step.
+        leased = leased or os.environ.get("SLURM_TASK_PID") == str(os.getpid())
+        host = address_of(node.host)
+        groups = dict(slurm_commands.allocation())
+        arguments = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none"]
+        arguments += [f"--job-name={run_dir.path.name}"]
+        if groups.get(host) is not None:
+            arguments.append(f"--het-group={groups[host]}")
+        if gpus := len({device for device in node.devices if device != "cpu"}):
+            arguments.append(f"--gpus={gpus}")
+        argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
+        environment = node_environment(node, env, leased=leased)
+        environment.pop("TMPDIR", None)  # may exist on this machine only
+        with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
+            process = subprocess.Popen(
+                [*arguments, "sh", "-c", SHARED, str(run_dir.path), *argv],
+                env=environment,
+                stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return StepProcess(node, process, run_dir)
 
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
-        """Return the result of a run with the cause that Slurm printed into its logs."""
         from gputrain_tui.lifecycle.launchers import slurm_cause
 
         return slurm_cause.with_slurm_cause(ended, plan, run_dir, since=self._log_sizes)
@@ -129,13 +204,3 @@ class SlurmLauncher(LocalLauncher):
 
 def _in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
-
-
-def _submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
-    from gputrain_tui.lifecycle.launchers import slurm_submission
-
-    try:
-        return slurm_submission.submit(run, recipe, plan)
-    except RequestError as error:
-        shutil.rmtree(run.dir.path, ignore_errors=True)
-        raise NotReadyError([CheckResult(status="error", check="Slurm", what=str(error))]) from None

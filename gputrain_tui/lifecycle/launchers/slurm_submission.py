@@ -8,6 +8,7 @@ ends with the job. With ``--lease`` the job is stopped when standard input is cl
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,14 +23,13 @@ from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
-from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.launchers.slurm_cause import failed
-from gputrain_tui.lifecycle.launchers.slurm_steps import UNSEEN
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.preflight.result import CheckResult
+from gputrain_tui.preflight.checks import with_location
+from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Queued, RunDir
@@ -38,7 +38,6 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
 
 POLL_S = 0.2
-"""Time between two reads of a run's status."""
 MIN_QUERY_INTERVAL_S, MAX_QUERY_INTERVAL_S = 1.0, 15.0
 """First and longest time between two queries to Slurm; it doubles, to spare the one controller of the cluster."""
 SIGNAL_INTERVAL_S = 2.0
@@ -64,14 +63,11 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
     arguments, script = _submission(recipe, plan, RunDir(Path(os.devnull)))
     try:
         accepted = slurm_commands.test(arguments, script)
-    except RequestError as error:
-        refusal = str(error)
-        key = next(
-            (("slurm", key) for word, key in KEY_OF_WORD.items() if word in refusal.lower()), ("cluster", "launcher")
-        )
-        where = recipe.where(*key)
-        return CheckResult(status="error", check="Slurm", what=refusal, fix=FIX, key=".".join(key), where=where)
-    return CheckResult(status="ok", check="Slurm", what=accepted.removeprefix("sbatch: "))
+    except RequestError as refused:
+        refusal = str(refused)
+        keys = (f"slurm.{key}" for word, key in KEY_OF_WORD.items() if word in refusal.lower())
+        return with_location(error("Slurm", refusal, FIX, key=next(keys, "cluster.launcher")), recipe)
+    return ok("Slurm", accepted.removeprefix("sbatch: "))
 
 
 def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
@@ -85,17 +81,21 @@ def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
     """Submit a run whose directory is written; return Slurm's record of the job, None if it cannot be read.
 
     Raises:
-        RequestError: Slurm refuses the job; its message in one line.
+        NotReadyError: Slurm refuses the job; the run directory is deleted.
     """
     write_status(run.dir, msgspec.structs.replace(run.status, status="queued", supervisor=None))
-    number = slurm_commands.submit(*_submission(recipe, plan, run.dir))
-    found = None
+    try:
+        number = slurm_commands.submit(*_submission(recipe, plan, run.dir))
+    except RequestError as refused:
+        shutil.rmtree(run.dir.path, ignore_errors=True)
+        raise NotReadyError([error("Slurm", str(refused))]) from None
+    job = None
     with suppress(RequestError):
-        found = slurm_commands.job(number)
-    job = SlurmJob(number=number, partition="" if found is None else found.partition, batch=True)
+        job = slurm_commands.job(number)
+    record = SlurmJob(number=number, partition="" if job is None else job.partition, batch=True)
     with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # the job's supervisor may have written it
-        file.write(msgspec.json.encode(job))
-    return found
+        file.write(msgspec.json.encode(record))
+    return job
 
 
 def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
@@ -105,7 +105,7 @@ def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
     event = Queued(
         time=time.time(), job=job.number, partition=job.partition, reason=job.reason, expected_start=job.starts
     )
-    RunStatusWriter(run_dir, read_plan(run_dir), now=time.time).record(event)
+    RunStatusWriter(run_dir, read_plan(run_dir)).record(event)
 
 
 def refresh(run: Run) -> Run:
@@ -114,9 +114,9 @@ def refresh(run: Run) -> Run:
     if job is None or run.state in ENDED:
         return run
     with suppress(RequestError):
-        found = slurm_commands.job(job.number)
-        if found is None or found.is_over:
-            _record_end(run.dir, found)
+        now = slurm_commands.job(job.number)
+        if now is None or now.is_over:
+            _record_end(run.dir, now)
     return open_run(run.dir.path) or run
 
 
@@ -131,29 +131,35 @@ def _record_end(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
         plan = read_plan(run_dir)
         if run_end.recorded_exit_code(run_dir, plan) is not None:
             return
-        lost: list[str] = []
-        state, status = "" if job is None else job.state, read_status(run_dir)
-        began = status is not None and status.status != "queued"
-        if job is not None and not job.launched and not began:
-            fix = f"{UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
-            ended = failed("slurm", f"the job could not start on {job.nodes}, which {fix}")
-        elif job is not None and job.exit_code == ExitCode.REFUSED and not began:
-            ended = failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
-        elif state == "CANCELLED":
-            ended = AttemptResult(status="stopped", reason=slurm_commands.WORDS[state])
-        elif job is not None and state == "NODE_FAIL":
-            with suppress(RequestError):
-                lost = slurm_commands.lost_hosts(job.nodes)
-            ended = failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else slurm_commands.WORDS[state])
-        else:
-            cause = (
-                slurm_commands.WORDS.get(state)
-                or f"its Slurm job has ended ({state.lower() or 'no longer known to Slurm'})"
-            )
-            ended = failed("slurm", f"{cause}, and its supervisor did not record why")
-        writer = RunStatusWriter(run_dir, plan, now=time.time)
-        writer.close(ended, left=[])
+        writer = RunStatusWriter(run_dir, plan)
+        writer.close(_result(run_dir, job), left=[])
         report_end(run_dir, writer)
+
+
+def _result(run_dir: RunDir, job: slurm_commands.Job | None) -> AttemptResult:
+    """Return the result of a run whose supervisor has recorded none, by the end of its job."""
+    if job is None:
+        return failed("slurm", _unrecorded("its Slurm job has ended (no longer known to Slurm)"))
+    status = read_status(run_dir)
+    if status is None or status.status == "queued":  # its supervisor has not begun
+        if not job.launched:
+            fix = f"{slurm_commands.UNSEEN} {run_dir.path}: GPUTRAIN_HOME must be on a disk that all nodes share"
+            return failed("slurm", f"the job could not start on {job.nodes}, which {fix}")
+        if job.exit_code == ExitCode.REFUSED:
+            return failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
+    cause = slurm_commands.WORDS.get(job.state, f"its Slurm job has ended ({job.state.lower()})")
+    if job.state == "CANCELLED":
+        return AttemptResult(status="stopped", reason=cause)
+    if job.state == "NODE_FAIL":
+        lost: list[str] = []
+        with suppress(RequestError):
+            lost = slurm_commands.lost_hosts(job.nodes)
+        return failed("node_lost", f"Slurm lost {' and '.join(lost)}" if lost else cause)
+    return failed("slurm", _unrecorded(cause))
+
+
+def _unrecorded(cause: str) -> str:
+    return f"{cause}, and its supervisor did not record why"
 
 
 def _last_line(run_dir: RunDir) -> str:
@@ -175,18 +181,12 @@ class JobStop:
         """Time of the next signal, monotonic seconds."""
 
     def send(self, level: StopLevel) -> None:
-        """Signal or cancel the job if the next signal is due; to be called until the run has ended.
-
-        Raises:
-            RequestError: Slurm does not answer.
-        """
+        """Signal or cancel the job if the next signal is due; to be called until the run has ended."""
         if time.monotonic() < self._due:
             return
         status = read_status(self._dir)
         waiting = self._job.batch and status is not None and status.status == "queued"
-        if level > StopLevel.SAVE or (
-            waiting and (found := slurm_commands.job(self._job.number)) and found.state == "PENDING"
-        ):
+        if level > StopLevel.SAVE or (waiting and _is_pending(self._job)):
             slurm_commands.cancel(self._job.number)
         elif self._job.batch:
             slurm_commands.signal_script(self._job.number, str(self._origin))
@@ -195,17 +195,18 @@ class JobStop:
         self._due = time.monotonic() + SIGNAL_INTERVAL_S
 
 
-def stop(run: Run, job: SlurmJob, origin: int, *, timeout_s: float) -> Run:
-    """Stop a run through Slurm, from any host of the cluster; return the ended run.
+def _is_pending(job: SlurmJob) -> bool:
+    now = slurm_commands.job(job.number)
+    return now is not None and now.state == "PENDING"
 
-    Raises:
-        RequestError: Slurm does not answer, or the run does not end.
-    """
+
+def stop(run: Run, job: SlurmJob, origin: int, *, timeout_s: float) -> Run:
+    """Stop a run through Slurm, from any host of the cluster; return the ended run. RequestError: it does not end."""
     request, level = JobStop(run.dir, job, origin), StopLevel.SAVE
     deadline = time.monotonic() + timeout_s
     query_at = time.monotonic() + MIN_QUERY_INTERVAL_S
     if run.state in ENDED:
-        if (waiting := slurm_commands.job(job.number)) is not None and waiting.state == "PENDING":  # requeued
+        if _is_pending(job):  # requeued
             slurm_commands.cancel(job.number)
         return run
     while True:
@@ -251,12 +252,12 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                     request.send(stop_request.level)
                     interval_s = MIN_QUERY_INTERVAL_S
                 if time.monotonic() >= query_at:
-                    found = slurm_commands.job(job.number)
-                    if found is None or found.is_over:
-                        _record_end(run_dir, found)
-                    elif shown != (found.reason, found.starts):
-                        shown = (found.reason, found.starts)
-                        record_queued(run_dir, found)
+                    now = slurm_commands.job(job.number)
+                    if now is None or now.is_over:
+                        _record_end(run_dir, now)
+                    elif shown != (now.reason, now.starts):
+                        shown = (now.reason, now.starts)
+                        record_queued(run_dir, now)
                     query_at = time.monotonic() + interval_s
                     interval_s = min(2 * interval_s, MAX_QUERY_INTERVAL_S)
             stop_request.wait(POLL_S)

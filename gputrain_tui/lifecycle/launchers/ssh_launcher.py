@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 import threading
 import time
@@ -23,10 +24,10 @@ from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedE
 from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.hosts.open_connections import OpenConnection
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from trainer.contract.errors import ExitCode
 from trainer.contract.options import Distributed
@@ -37,11 +38,10 @@ from trainer.host.import_path import ASIDE
 from trainer.host.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
+    from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.host_names import LocalFacts
-    from gputrain_tui.hosts.open_connections import OpenConnections
-    from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan, PlannedNode
-    from gputrain_tui.preflight.host_facts import HostAnswer
+    from gputrain_tui.preflight.collect_hosts import HostAnswer
     from gputrain_tui.recipe.model import Recipe
 
 FORWARDED_PREFIXES = ("GPUTRAIN_", "NCCL_", "GLOO_", "OMP_", "HF_", "CUDA_")
@@ -83,89 +83,55 @@ STARTED, EXIT_CODE, FOUND = msgspec.json.Decoder(_Started), msgspec.json.Decoder
 class SshLauncher(Launcher):
     """Launcher of nodes on their hosts over ssh, and of nodes on this machine as local processes."""
 
-    def __init__(self, opened: Mapping[int, OpenConnection] | None = None) -> None:
-        """Take over open connections of the preflight, by node."""
+    def __init__(self) -> None:
         self._local = LocalLauncher()
-        self._opened = dict(opened or {})
 
-    def query_hosts(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        local: LocalFacts,
-        *,
-        max_age_s: float,
-        connections: OpenConnections | None,
-    ) -> tuple[HostAnswer, ...]:
-        """Return the facts of the other hosts of a run over ssh."""
+    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
         if all(is_local(node.host, local) for node in plan.nodes):
             return ()
         from gputrain_tui.preflight.collect_hosts import collect_hosts
 
         env = forwarded_environment(os.environ)
-        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s, connections=connections)
+        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s)
+
+    def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
+        """Start the supervisor, which inherits the idle channels to the hosts of the plan."""
+        from gputrain_tui.lifecycle.supervisor_process import start_supervisor
+
+        channels = Ssh().take_idle(node.host for node in plan.nodes)
+        return start_supervisor(run.dir, leased=leased, channels=channels)
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
-        """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process.
-
-        Raises:
-            OSError: the run directory cannot be written.
-        """
+        """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process."""
         if is_local(node.host, local_facts((node.host,))):
             return self._local.launch(node, run_dir, env=env, leased=leased)
         number = len(attempt_folders(run_dir, node.node)) + 1
         folder = run_dir.agents / f"{node.node}.{number}.{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700, parents=True)
         (folder / TOKEN).touch(mode=0o600)
-        opened = self._opened.pop(node.node, None)
-        return SshProcess(node, run_dir, folder.name, start=True, leased=leased, opened=opened)
+        return SshProcess(node, run_dir, folder.name, start=True, leased=leased)
 
     def adopt(
         self, node: PlannedNode, run_dir: RunDir, identity: ProcessIdentity | None, *, leased: bool
     ) -> NodeProcess | None:
-        """Take over a node of a killed supervisor; None if it was local and has ended, or was not started."""
         folders = attempt_folders(run_dir, node.node)
         if not folders:  # started as a local process, or not at all
             return self._local.adopt(node, run_dir, identity, leased=leased)
         return SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased)
 
 
-class SshProcess:
+class SshProcess(NodeProcess):
     """Node on another host, and the connection to its host agent."""
 
-    def __init__(
-        self,
-        node: PlannedNode,
-        run_dir: RunDir,
-        attempt: str,
-        *,
-        start: bool,
-        leased: bool,
-        opened: OpenConnection | None = None,
-    ) -> None:
-        """Start the thread that connects.
-
-        Args:
-            node: node of the plan.
-            run_dir: run directory of this machine.
-            attempt: name of the attempt's folder.
-            start: whether the host agent starts the node; else it must run already.
-            leased: whether the node ends when this process does.
-            opened: connection of the preflight to start with.
-        """
-        self.node = node.node
-        self.host = node.host
-        self.host_error = ""
-        self.identity: ProcessIdentity | None = None
-        """Host agent; None until it has answered."""
+    def __init__(self, node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool, leased: bool) -> None:
+        """Start the thread that connects; without ``start`` the host agent must run already."""
+        super().__init__(node.node, node.host, None)
         self._planned = node
         self._run_dir = run_dir
         self._attempt = attempt
         self._start = start
         self._leased = leased
         self._ssh = Ssh()
-        self._opened = opened
-        """Connection of the preflight for the first session; None once used."""
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._level = StopLevel.NONE
@@ -178,17 +144,14 @@ class SshProcess:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when the host agent answers and when the node ends."""
         return self._changed
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the node runs."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._changed)
         return self._code
 
     def stop(self, level: StopLevel) -> None:
-        """Send the node agent a stop request, without waiting."""
         self._level = max(level, self._level)
         os.eventfd_write(self._stop_event, 1)
 
@@ -198,13 +161,11 @@ class SshProcess:
         self.stop(StopLevel.KILL)
 
     def close(self) -> None:
-        """Wait for the thread, which ends with the node, and close the file descriptors."""
         self._thread.join()
         os.close(self._changed)
         os.close(self._stop_event)
 
     def silent_s(self) -> float:
-        """Return the seconds since the last message of the host."""
         return time.monotonic() - self._heard_at
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -227,13 +188,9 @@ class SshProcess:
             request = session_request(
                 self._planned, self._run_dir, self._attempt, start=self._start, leased=self._leased
             )
-            opened, self._opened = self._opened, None
             channel = None
             try:
-                if opened is not None:
-                    channel = HostChannel.inherited(self.host, opened.mark, opened.descriptors)
-                else:
-                    channel = self._ssh.channel(self.host)
+                channel = self._ssh.channel(self.host)
                 return self._talk(channel, request)
             except HostRefusedError as refused:
                 self.host_error = str(refused)
@@ -249,19 +206,12 @@ class SshProcess:
                 self.host_error = why
                 return ExitCode.FAILED
             print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
-            self._pause(RETRY_S[min(failures, len(RETRY_S)) - 1])
-
-    def _pause(self, seconds: float) -> None:
-        """Sleep, at most until the thread gives up; the next connection sends a stop request that comes meanwhile."""
-        time.sleep(min(seconds, max(self._give_up_at - time.monotonic(), 0.0)))
+            # The next connection sends a stop request that comes meanwhile.
+            pause_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
+            time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
 
     def _talk(self, channel: HostChannel, request: Mapping[str, Any]) -> int:
-        """Serve one connection; return the node's exit code.
-
-        Raises:
-            HostRefusedError: the node cannot be started there.
-            HostError: the connection broke or ended first.
-        """
+        """Serve one connection; return the node's exit code."""
         call, is_started, sent_level = channel.send("node", **request), False, StopLevel.NONE
         beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
         self._unwritten.clear()
@@ -283,8 +233,12 @@ class SshProcess:
                     continue
                 match arrived.kind:
                     case "started":
-                        self._accept_start(decoded(arrived, STARTED))
-                        is_started = True
+                        started, is_started = decoded(arrived, STARTED), True
+                        self.identity = started.agent
+                        if not started.shared:
+                            remote = RemoteNode(host=self.host, run_dir=started.run_dir)
+                            write_remote_node(self._run_dir, self._attempt, remote)
+                        os.eventfd_write(self._changed, 1)
                     case "file":
                         self._append(arrived.name, arrived.offset, arrived.data)
                     case "whole":
@@ -294,18 +248,8 @@ class SshProcess:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._stop_event)
 
-    def _accept_start(self, started: _Started) -> None:
-        self.identity = started.agent
-        if not started.shared:
-            write_remote_node(self._run_dir, self._attempt, RemoteNode(host=self.host, run_dir=started.run_dir))
-        os.eventfd_write(self._changed, 1)
-
     def _append(self, name: str, offset: int, data: bytes) -> None:
-        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
-
-        Raises:
-            HostError: the file is not one of the node, or the part would leave a gap.
-        """
+        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes, gaps are refused."""
         if not is_of_node(name, self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow
@@ -328,7 +272,6 @@ class SshProcess:
             print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
     def _replace(self, name: str, data: bytes) -> None:
-        """Replace a file of the node that is sent as a whole."""
         if name not in replaced_files(self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         with suppress(OSError):
@@ -339,6 +282,9 @@ def session_request(
     node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
 ) -> dict[str, Any]:
     """Return the request that opens a session of the host agent."""
+    flag, timeout_s = "--distributed-timeout", Distributed().distributed_timeout
+    if flag in node.argv:
+        timeout_s = float(node.argv[node.argv.index(flag) + 1])
     sizes = {}
     for folder in (run_dir.events, run_dir.logs, run_dir.digest):
         for path in folder.glob("*"):
@@ -357,17 +303,13 @@ def session_request(
         "attempt": attempt,
         "start": start,
         "leased": leased,
-        "idle_s": distributed_timeout(node),
+        "idle_s": timeout_s,
         "sizes": sizes,
     }
 
 
 def request_stacks(node: PlannedNode, run_dir: RunDir, pid: int) -> bool:
-    """Have a rank on another host print its stacks into its log; return whether the process exists.
-
-    Raises:
-        HostError: the host does not answer, or has no agent of this run.
-    """
+    """Have a rank on another host print its stacks into its log; return whether it exists, or raise HostError."""
     attempt = attempt_folders(run_dir, node.node)[-1].name
     with Ssh().channel(node.host) as channel:
         channel.send("node", **session_request(node, run_dir, attempt))
@@ -381,9 +323,3 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
     }
-
-
-def distributed_timeout(node: PlannedNode) -> float:
-    """Return ``--distributed-timeout`` of a node's command, seconds."""
-    flag = "--distributed-timeout"
-    return float(node.argv[node.argv.index(flag) + 1]) if flag in node.argv else Distributed().distributed_timeout
