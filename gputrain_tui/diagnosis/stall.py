@@ -18,7 +18,6 @@ from gputrain_tui.diagnosis.thresholds import (
     BUSY_PERCENT,
     MIN_COMMON_STALL_S,
     MIN_STALL_S,
-    MIN_STEPS_ALONE,
     MIN_STOPPED_S,
     NEW_STAGE_BUSY_S,
     NEW_STAGE_IDLE_S,
@@ -170,7 +169,7 @@ def _left_behind(state: RunState, activity: RankActivity) -> set[int]:
         view.rank
         for view in ranks
         if first is not None
-        and first.step - view.step >= MIN_STEPS_ALONE
+        and first.step > view.step + 1  # ranks that synchronise each step lead by at most one
         and activity.progressed_at[first.rank] - activity.progressed_at[view.rank] >= MIN_STALL_S
     }
 

@@ -15,17 +15,16 @@ from gputrain_tui.diagnosis.row import PHASES, StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import jitter, median, spread
 from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.diagnosis.thresholds import (
-    BLOCK_SIGMAS,
     CORE_WAIT_AGREEING_SHARE,
     CORE_WAIT_ROWS,
     HISTORY,
     MIN_AGREEING_SHARE,
     MIN_NOISE_BLOCKS,
     MIN_STRAGGLER_ROWS,
+    NOISE_SIGMAS,
     ONE_WINDOW_SHARE,
     OVERWHELMING_SHARE,
     SHORT_WINDOW_ROWS,
-    STEP_SIGMAS,
     STRAGGLER_CRITICAL_SHARE,
     STRAGGLER_SHARE,
     SUSTAINED_WINDOWS,
@@ -177,7 +176,6 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
         return None
     waits = [row.core_wait_excess[index] for row in recent]
     blocks = [median(waits[start : start + WINDOW_ROWS]) for start in range(0, CORE_WAIT_ROWS, WINDOW_ROWS)]
-    threshold = max(gate, BLOCK_SIGMAS * spread(blocks))
     steady = (
         min(blocks) >= gate
         and sum(value >= late_ms / 2 for value in waits) >= CORE_WAIT_AGREEING_SHARE * CORE_WAIT_ROWS
@@ -186,7 +184,7 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
         "core_wait_excess_ms": late_ms,
         "late_ms": median([row.late_ms(index) for row in recent]),
     }
-    symptom = _straggler(rank, late_ms, step_ms, threshold, f"because of {CAUSE_NAMES['core_wait']}", evidence)
+    symptom = _straggler(rank, late_ms, step_ms, gate, f"because of {CAUSE_NAMES['core_wait']}", evidence)
     return replace(symptom, confirmed=steady, cause="core_wait", step=recent[-1].step, advice=ADVICE["core_wait"])
 
 
@@ -208,9 +206,9 @@ def _straggler(
 
 def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     """Return the lateness over a window that noise may reach, ms; rows with a known straggler do not count for it."""
-    step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW_ROWS)  # 1.2533: a median's against a mean's
+    step_to_step = NOISE_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW_ROWS)  # 1.2533: a median's against a mean's
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)
     blocks = [median(earlier[start : start + WINDOW_ROWS]) for start in starts]
-    in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= MIN_NOISE_BLOCKS else 0.0
+    in_bursts = NOISE_SIGMAS * spread(blocks) if len(blocks) >= MIN_NOISE_BLOCKS else 0.0
     return max(step_to_step, in_bursts)
