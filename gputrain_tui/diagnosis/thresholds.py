@@ -67,9 +67,7 @@ UNEXPLAINED_S = threshold(
     5.0, "s", "a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does"
 )
 """Minimum duration of a lateness without a cause of a rank on a CPU, for however many steps: as above."""
-NOISE_SIGMAS = threshold(
-    6.0, "deviations", "a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier"
-)
+NOISE_SIGMAS = threshold(6.0, "deviations", "lateness_counts_by_the_deviation_of_a_windows_median")
 """Threshold in standard errors of the window's median, estimated from successive differences, and in deviations of the
 medians of earlier windows, which include noise in bursts."""
 MIN_NOISE_BLOCKS = threshold(

@@ -301,6 +301,15 @@ def test_lateness_within_the_noise_is_no_finding() -> None:
     assert noisy.steps(20, late(1, forward=10.0)) == []
 
 
+@pytest.mark.parametrize(("late_ms", "is_found"), [(10.0, False), (17.0, True)])
+def test_lateness_counts_by_the_deviation_of_a_windows_median(late_ms: float, is_found: bool) -> None:
+    """Work varies by 8 ms from step to step, and so its median over twelve rows by two to three."""
+    run = SimulatedRun(2, noise=0.3)
+    run.steps(100)
+    found = run.steps(40, late(1, first=101, backward=late_ms))
+    assert [finding.kind for finding in found if finding.kind == "straggler"] == ["straggler"] * is_found
+
+
 @pytest.mark.parametrize("part", ["data", "optimizer"])
 def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier(part: str) -> None:
     """As where other guests of the host take uncounted time, which mostly hits the longest parts."""
