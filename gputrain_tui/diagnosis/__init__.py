@@ -55,7 +55,6 @@ class Diagnosis:
         self._failed: dict[str, str] = {}
         """Checks that have failed by a defect of their own and are not made again, each with a line that says why."""
         self._reported: set[str] = set()
-        """Failed checks that were reported."""
 
     def update(self, state: RunState, now: float) -> list[Finding]:
         """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""

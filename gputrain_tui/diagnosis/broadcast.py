@@ -27,7 +27,6 @@ class BroadcastWait:
     followers: frozenset[int]
     """Indices of the ranks that wait."""
     wait_ms: float
-    """Median wait of a follower per step."""
 
     @classmethod
     def detect(cls, rows: Sequence[StepRow]) -> BroadcastWait | None:

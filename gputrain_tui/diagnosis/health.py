@@ -60,7 +60,6 @@ class NonFinite:
         self._trails: dict[int, dict[str, _Trail]] = {}
         """By rank and field (``loss`` or ``grad_norm``), its non-finite events up to the newest one."""
         self._read: dict[int, int] = {}
-        """By rank, the step events that are read."""
         self._first: int | None = None
         """Rank in the current finding."""
 
@@ -128,9 +127,7 @@ class _Trail(NamedTuple):
     """Non-finite numbers of a rank, up to its newest measured one."""
 
     step: int
-    """The first such step."""
     events: int
-    """Number of its events."""
     time: float
     """Time of the first such event, Unix seconds."""
 

@@ -47,7 +47,6 @@ class Imbalance:
         self._start(0)
 
     def _start(self, ranks: int) -> None:
-        """Start without blocks."""
         self._blocks: deque[_StepBlock] = deque(maxlen=IMBALANCE_BLOCKS)
         self._begin_block(ranks)
         self._symptom: Symptom | None = None
@@ -136,12 +135,10 @@ def _cause(rows: Sequence[StepRow]) -> tuple[str | None, list[float]]:
 
 
 def _means(waits: Sequence[Sequence[float]]) -> Sequence[float]:
-    """Return the mean of each rank over some steps."""
     return waits[0] if len(waits) == 1 else [fmean(each) for each in zip(*waits, strict=True)]
 
 
 def _deviations(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return each value less the mean of its row."""
     return [value - mean for row, mean in zip(rows, map(fmean, rows), strict=True) for value in row]
 
 

@@ -65,7 +65,6 @@ class Growth:
 
     @property
     def grows(self) -> bool:
-        """Whether it grows and is likely to go on."""
         return self.per_s > 0.0 and self.steady and self.lasting
 
 

@@ -45,7 +45,6 @@ class StepPhases(NamedTuple):
     step: float
     """Duration of the whole step by the clock."""
     samples: float
-    """Samples that this rank read in the step."""
     tokens: float | None
     """Tokens that this rank read in the step; None where the task counts none."""
 
@@ -81,12 +80,10 @@ class StepRow:
 
     @cached_property
     def own_ms(self) -> float:
-        """Median over ranks of their own work."""
         return median_low([rank_phases.own for rank_phases in self.phases])
 
     @cached_property
     def data_ms(self) -> float:
-        """Median over ranks of their wait for data."""
         return median_low(self._column("data"))
 
     @cached_property
@@ -129,7 +126,6 @@ class StepRow:
 
     @cached_property
     def core_wait_ms(self) -> float:
-        """Median over ranks of the wait for a core."""
         return median(self._column("core_wait"))
 
     @cached_property
@@ -145,7 +141,6 @@ class StepRow:
 
     @cached_property
     def before_forward(self) -> list[float]:
-        """Per rank, time before its forward pass, ms."""
         return [rank_phases.before_forward for rank_phases in self.phases]
 
     def excess(self, phase: str, index: int) -> float:
@@ -176,7 +171,6 @@ class StepRow:
         return self._without_wait[1]
 
     def _column(self, phase: str) -> list[float]:
-        """Return one phase of all ranks, ascending."""
         ranked = self._sorted.get(phase)
         if ranked is None:
             ranked = self._sorted[phase] = sorted(map(attrgetter(phase), self.phases))

@@ -53,9 +53,7 @@ STAGE_TEXT = {
     "group": "has been waiting for the others",
     "compile": "has been compiling",
 }
-"""By stage, as words of a sentence."""
 START_STAGES = ("spawned", "joining", "ready")
-"""Stages before training, in order."""
 LOCK_PREFIX = "futex"
 """Prefix of the kernel functions in which a thread waits for a lock."""
 Position = tuple[int, int, int]
@@ -78,7 +76,6 @@ class RankActivity:
     """By rank, its newest sample and that of its GPU."""
 
     def update(self, state: RunState, now: float) -> None:
-        """Record progress and activity since the last update."""
         for rank, view in state.ranks.items():
             progress = (view.stage, view.step, view.validation_turns)
             before = self.progress.get(rank)
@@ -223,7 +220,6 @@ def _stall_threshold_s(state: RunState, views: Sequence[RankView]) -> float | No
 
 
 def _step_s(views: Sequence[RankView]) -> list[float]:
-    """Return the durations of recent steps, seconds."""
     return [event.step_ms * event.steps / 1e3 for view in views for event in view.steps if event.step_ms is not None]
 
 
@@ -347,7 +343,6 @@ def _outlier(views: Sequence[RankView]) -> RankView | None:
 
 
 def _phase(view: RankView) -> str | None:
-    """Return the phase of the step that the rank has reported."""
     return view.doing.part if view.doing is not None else None
 
 
@@ -364,7 +359,6 @@ def _busy_or_idle(view: RankView) -> str | None:
 
 
 def _log_grows(before: Any, view: RankView) -> bool:
-    """Whether the log has grown from one sample of a rank to its newest one."""
     earlier, later = getattr(before, "log_bytes", None), getattr(view.process, "log_bytes", None)
     return earlier is not None and later is not None and later > earlier
 
@@ -407,7 +401,6 @@ def _position_text(view: RankView) -> str:
 
 
 def _line(view: RankView) -> str:
-    """Return the line of the user's code that a rank is at; empty where unknown."""
     return (view.doing.line if view.doing is not None else "") or getattr(view.process, "line", "")
 
 

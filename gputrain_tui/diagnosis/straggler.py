@@ -84,7 +84,6 @@ def _short_window(rows: Sequence[StepRow]) -> int:
 
 
 def _own_excess(window: Sequence[StepRow]) -> list[float]:
-    """Return each rank's median excess of own work over a window, ms."""
     return [median(late) for late in zip(*(row.own_excess for row in window), strict=True)]
 
 

@@ -30,7 +30,6 @@ class Symptom:
     severity: Severity = "warning"
     cause: str | None = None
     step: int | None = None
-    """The newest step that was checked."""
     line: str = ""
     """Innermost line of the user's code in which a stalled rank is."""
     message: str = ""

@@ -37,9 +37,7 @@ class RankSteps:
     def __init__(self) -> None:
         self.ranges: deque[StepRange] = deque()
         self.last_reported = 0
-        """Last reported step."""
         self.events_seen = 0
-        """Number of the rank's step events that were read."""
         self._step_end: tuple[float, float, float] | None = None
         """Phases ``optimizer`` and ``other`` of the last step and their waits for a core, ms: they precede the next
         synchronisation."""
@@ -55,7 +53,6 @@ class RankSteps:
         return True
 
     def drop_through(self, step: int) -> None:
-        """Drop the steps up to and including this one."""
         while self.ranges and self.ranges[0].last <= step:
             self.ranges.popleft()
 
@@ -103,7 +100,6 @@ class Timeline:
         self._last_row = 0
         """Last step that is in a row, or was skipped."""
         self._last_warm_up = 0
-        """Last step of the warm-up."""
 
     def follow(self, state: RunState) -> None:
         """Add the rows of new events; start over after the restart of a rank."""
@@ -124,7 +120,6 @@ class Timeline:
         self._add_rows()
 
     def last(self, count: int) -> list[StepRow]:
-        """Return the newest ``count`` rows."""
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))
 
     def _reset(self, ranks: tuple[int, ...]) -> None:
@@ -195,7 +190,6 @@ def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
 
 
 def _waits(parts: Sequence[tuple[int, StepRange]], first: int, last: int) -> list[float | None]:
-    """Return a rank's wait for the synchronisation in each of some steps."""
     return [
         wait
         for _, part in parts

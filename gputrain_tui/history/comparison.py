@@ -99,7 +99,6 @@ class CurvePoints:
 
 
 Measure = Literal["loss", "samples_per_s", "sync_exposed_ms"]
-"""Quantity of the compared curves."""
 MEASURES: tuple[Measure, ...] = ("loss", "samples_per_s", "sync_exposed_ms")
 
 
@@ -109,25 +108,20 @@ class CurveHistory:
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
         self.validations: list[Validation] = []
-        """In the order of their steps."""
         self._started: float | None = None
-        """Unix seconds."""
         self._steps = array("q")
         self._seconds = array("d")
         """End of each of ``_steps`` on rank 0, seconds since the start; the first entry is the start of a step."""
         self._samples = array("d")
         """Samples of rank 0 up to each of ``_steps``."""
         self._all_samples = 0
-        """Samples of all ranks."""
         self._stepping = array("d")
         """Duration of rank 0's steps up to each of ``_steps``, seconds; without pauses."""
         self._totals: dict[int, Totals] = {}
-        """Sums of each rank."""
         self._newest: dict[int, tuple[Step, ...]] = {}
         """The last two step events of each rank, newest first."""
 
     def apply(self, event: AnyEvent) -> None:
-        """Apply an event."""
         if isinstance(event, Step):
             self.series.apply(event)
             self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
@@ -162,12 +156,10 @@ class CurveHistory:
 
     @property
     def last_step(self) -> int:
-        """Newest step."""
         return self.series.last_step
 
     @property
     def last_second(self) -> float:
-        """Time of the newest step since the start, seconds."""
         return self._seconds[-1] if self._seconds else 0.0
 
     @property
@@ -189,7 +181,6 @@ class CurveHistory:
 
     @property
     def sync_share(self) -> float | None:
-        """Share of step time in which the ranks waited for the gradient synchronisation, 0 to 1."""
         return mean_share(self._totals.values(), "sync")
 
     def points(self, columns: int, *, over_time: bool, smoothing: int = 0, measure: Measure = "loss") -> CurvePoints:
@@ -227,7 +218,6 @@ class CurveHistory:
         return rates
 
     def seconds_at(self, step: float) -> float:
-        """Return the time of a step since the start, interpolated linearly."""
         return value_at(self._steps, self._seconds, step)
 
 

@@ -28,7 +28,6 @@ class AppendedFile:
         self.path = os.fspath(path)
         self._longest_line_bytes = max_line_bytes
         self.offset = 0
-        """Bytes read so far."""
         self._rest = b""
         self._keep_open = keep_open
         self._fd: int | None = None
@@ -139,7 +138,6 @@ class Follower:
         limit = open_files()
         self._max_open = sys.maxsize if limit is None else limit // 2
         self.backlog_bytes = 0
-        """Bytes that the last poll left for the next."""
 
     def poll(self, budget_bytes: int) -> Iterator[tuple[str, bytes]]:
         """Yield file name (without suffix) and new whole lines (``torn``: bytes) of every file that has some."""
@@ -163,14 +161,12 @@ class Follower:
         return self._files[name].offset
 
     def remainders(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the torn last lines: for files that are no longer written."""
         for name, file in self._files.items():
             rest = file.remainder()
             if rest:
                 yield name, rest
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.close()
 

@@ -36,18 +36,13 @@ class TimeSeries:
     limit: float | None = None
     """Greatest possible value: 100 %, or the total memory; None where there is no limit."""
     newest: float = nan
-    """The newest value."""
     greatest: float = nan
-    """The greatest value."""
     _times: array[float] = field(default_factory=lambda: array("d"))
     _values: array[float] = field(default_factory=lambda: array("d"))
     _every: int = 1
-    """Number of values averaged in one point."""
     _pending: list[float] = field(default_factory=list)
-    """Values of the next point."""
 
     def append(self, time: float, value: float) -> None:
-        """Append a value; ``time`` in Unix seconds."""
         self.newest = value
         self.greatest = value if self.greatest != self.greatest else max(self.greatest, value)
         self._pending.append(value)
@@ -97,9 +92,7 @@ class HardwareSeries:
         self.end = nan
         """Newest sample, Unix seconds."""
         self.hosts: dict[int, str] = {}
-        """By node."""
         self.gpu_of_rank: dict[int, tuple[int, int]] = {}
-        """Node and GPU of each rank."""
         self._series: dict[SeriesKey, TimeSeries] = {}
 
     def apply(self, sample: NodeSample) -> None:

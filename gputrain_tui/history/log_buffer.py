@@ -41,7 +41,6 @@ class LogLine(NamedTuple):
     raw: bytes
     """Without newline; of a line that was overwritten in place only the last version."""
     cut_bytes: int
-    """Bytes that were cut off its end."""
     end: int = 0
     """Offset of its end in its file, bytes; 0 where not known."""
 
@@ -66,7 +65,6 @@ def newest_version(raw: bytes, *, ended: bool = True) -> bytes:
 
 
 def _clipped(line: bytes) -> tuple[bytes, int]:
-    """Cut a long line; return it and the number of bytes cut off."""
     end = b"\r" if line.endswith(b"\r") else b""
     kept = line[: MAX_LINE_BYTES - len(end)] + end
     return kept, len(line) - len(kept)
@@ -87,7 +85,6 @@ class LogBuffer:
         self._ends = array("q")
         """Per line the offset of its end in its file, bytes."""
         self._first = 0
-        """Number of the oldest line."""
         self._bytes = 0
         self._unfinished: dict[str, int] = {}
         """Number of the unfinished last line of a file, by file."""
@@ -118,7 +115,6 @@ class LogBuffer:
         self.version += 1
 
     def set_level(self, level: Level) -> None:
-        """Set the minimum level of visible lines."""
         self.level = level
         self._visible = []
         self._in_traceback.clear()
@@ -130,11 +126,9 @@ class LogBuffer:
 
     @property
     def rows(self) -> int:
-        """Number of visible lines."""
         return len(self._lines) if self.level is Level.ALL else len(self._visible)
 
     def number(self, row: int) -> int:
-        """Return the number of the line in a row."""
         return self._first + row if self.level is Level.ALL else self._visible[row]
 
     def row(self, number: int) -> int:
@@ -144,7 +138,6 @@ class LogBuffer:
         return bisect_left(self._visible, number)
 
     def line(self, number: int) -> LogLine:
-        """Return a line by its number."""
         index = number - self._first
         return LogLine(
             self._names[index], self._lines[index].rstrip(b"\r"), self._cut_bytes.get(number, 0), self._ends[index]
@@ -191,7 +184,6 @@ class LogBuffer:
         return begin
 
     def _continue_line(self, number: int, data: bytes, *, ended: bool) -> None:
-        """Append to the unfinished line of a file."""
         index = number - self._first
         before, more = self._lines[index], self._cut_bytes.pop(number, 0)
         if more and b"\r" not in data and not before.endswith(b"\r"):

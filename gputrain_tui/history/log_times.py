@@ -27,7 +27,6 @@ class LogTimes:
 
     @property
     def last(self) -> int:
-        """The newest known size."""
         return self._sizes[-1] if self._sizes else self._forgotten
 
     def note(self, size: int, time: float) -> None:

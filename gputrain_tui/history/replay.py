@@ -108,7 +108,6 @@ def _blocks(run: RunDir, name: str, level: int, before: int) -> list[Downsampled
 
 
 def _ends_line(path: Path, end: int) -> bool:
-    """Whether a line of a file ends at an offset."""
     try:
         return read_part(path, end - 1, 1) == b"\n"
     except OSError:
@@ -147,7 +146,6 @@ def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
 
 
 def _line_after(run: RunDir, name: str, byte: int) -> int:
-    """Return the offset of the first line after an offset."""
     if byte <= 0:
         return 0
     try:

@@ -11,7 +11,6 @@ from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
 
 Entry = Mapping[str, Any]
-"""A run's summary."""
 
 
 def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
@@ -54,7 +53,6 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
 }
 """By title, which is also the name in a filter; ``started`` is in Unix seconds, ``took`` in seconds."""
 NEWEST_FIRST = "started"
-"""Column by which runs are sorted unless another one is chosen."""
 ANYWHERE = ("id", "state", "recipe", "note")
 """Keys of a summary in which a filter word without a column is searched, besides the tags."""
 

@@ -29,7 +29,6 @@ from trainer.contract.record import RunDir, write_atomically
 from trainer.host.process_identity import identify
 
 ARCHIVES = (".tar.gz", ".tgz")
-"""Suffixes of archives."""
 
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 SECOND_CHARS = len("20261121-010203")
@@ -44,11 +43,9 @@ class UnreadableRun:
 
     dir: RunDir
     problem: str
-    """One line."""
 
     @property
     def id(self) -> str:
-        """The name of its directory."""
         return self.dir.path.name
 
 
@@ -62,7 +59,6 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The name of its directory."""
         return self.dir.path.name
 
 
@@ -162,7 +158,6 @@ def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, ru
 
 
 def _is_linked(runs: Path, path: Path) -> bool:
-    """Whether the folder of the runs has a link to a directory."""
     try:
         with os.scandir(runs) as entries:
             return any(Path(entry.path).resolve() == path.resolve() for entry in entries if entry.is_symlink())

@@ -30,7 +30,6 @@ class RunListing:
     """Summaries of all runs; an ended run is read again only when its folder has changed."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """Make the listing of a folder, by default of this user's runs."""
         self._root = root
         self._ended: dict[str, tuple[int, Summary]] = {}
         """By name: modification time of the folder in ns, which replacing a file in it changes, and the summary."""

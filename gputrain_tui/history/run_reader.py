@@ -50,7 +50,6 @@ class RunReader:
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
-        """Return the events appended since the last poll."""
         files: list[list[AnyEvent]] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
             found = decode_events(lines, self._world_size)
@@ -66,9 +65,7 @@ class RunReader:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
         return self._follower.backlog_bytes
 
     def close(self) -> None:
-        """Close the files."""
         self._follower.close()

@@ -40,7 +40,6 @@ class Window:
     last_step: int
     low: list[float]
     median: list[float]
-    """Median over ranks."""
     high: list[float]
 
 
@@ -55,9 +54,7 @@ class Series:
         self.world_size = world_size
         """Ranks that must report a step; grows with the ranks that appear in events."""
         self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
-        """The newest band of each metric that was measured."""
         self.axis = StepAxis()
-        """Positions of the steps in time, samples and tokens."""
         self._pyramids = {metric: BandPyramid() for metric in BAND_METRICS}
         self._frames = RankFrames(len(METRICS))
         self._open: dict[int, dict[int, Step]] = {}
@@ -65,7 +62,6 @@ class Series:
         self._width = 1
         """Steps of a row: a power of two, at least the steps of one event."""
         self._completed = -1
-        """Newest complete row."""
         self._completed_time = 0.0
         """Newest event of the complete rows, Unix seconds."""
 
@@ -254,7 +250,6 @@ class Series:
                 wide[rank] = _merged(wide[rank], event) if rank in wide else event
 
     def _rewind(self, key: int) -> None:
-        """Drop the steps that a restarted run does again."""
         first = key if self._width == 1 else key * self._width + 1
         for pyramid in self._pyramids.values():
             pyramid.truncate(first)

@@ -30,12 +30,9 @@ class StepAxis:
         """Events between two points."""
         self._skipped = 0
         self._all = {"samples": 0, "tokens": 0}
-        """Totals of all ranks."""
         self._own = {"samples": 0, "tokens": 0}
-        """Totals of rank 0."""
 
     def apply(self, event: Step) -> None:
-        """Apply one rank's event."""
         self._all["samples"] += event.samples
         if event.tokens is not None:
             self._all["tokens"] += event.tokens
@@ -57,7 +54,6 @@ class StepAxis:
         self._skipped = (self._skipped + 1) % self._every
 
     def __len__(self) -> int:
-        """Return the number of points kept."""
         return len(self._steps)
 
     def _append(self, step: int, seconds: float, lr: float | None) -> None:
@@ -75,7 +71,6 @@ class StepAxis:
             self._skipped = 0
 
     def _rewind(self, step: int) -> None:
-        """Drop the steps after one: a restarted run does them again."""
         kept = max(bisect_right(self._steps, step), 1)
         self._steps = self._steps[:kept]
         self._positions = {name: values[:kept] for name, values in self._positions.items()}
@@ -83,7 +78,6 @@ class StepAxis:
         self._skipped = 0
 
     def has(self, name: AxisName) -> bool:
-        """Return whether the run has been measured on an axis."""
         return name == "step" or (bool(self._steps) and self._positions[name][-1] > 0)
 
     def at(self, name: AxisName, step: float) -> float:

@@ -24,9 +24,7 @@ SUMMARY_KEYS = (
 FINDING_KEYS = (
     "kind", "severity", "rank", "ranks", "host", "step", "cause", "line", "message", "evidence", "advice",
 )  # fmt: skip
-"""Keys of a finding in a summary."""
 UNREADABLE = "unreadable"
-"""State of a run whose directory cannot be read."""
 
 
 def summarize_unreadable(run: UnreadableRun) -> dict[str, Any]:

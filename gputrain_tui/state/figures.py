@@ -37,7 +37,6 @@ class RunFigures(Throughput):
     loss: float | None = None
     """Mean of the ranks' losses at ``step``, nats."""
     step_ms: float | None = None
-    """Mean duration of a step over the ranks."""
     sync_ms: float | None = None
     """Mean wait for the gradient synchronisation per step, over the ranks."""
     compute_share: float | None = None

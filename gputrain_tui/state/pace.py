@@ -16,7 +16,6 @@ class Pace:
         """Unix seconds, and optimizer steps done by then."""
 
     def note(self, time: float, step: int) -> None:
-        """Record the end of a step."""
         marks = self.marks
         if marks and time < marks[-1][0]:
             marks.clear()  # the clock was set back
@@ -24,12 +23,10 @@ class Pace:
             marks.append((time, step))
 
     def reset(self) -> None:
-        """Drop all marks, as after a restart."""
         self.marks.clear()
 
     @property
     def updates_per_s(self) -> float | None:
-        """Optimizer steps per second of wall time; None before two marks."""
         if len(self.marks) < 2:
             return None
         (time_0, step_0), (time_1, step_1) = self.marks[0], self.marks[-1]

@@ -22,7 +22,6 @@ class RecordWatch:
         self._samples: dict[int, object] = {}
 
     def note(self, state: RunState, now: float) -> None:
-        """Record the samples that have arrived since the last call."""
         for node, sample in state.nodes.items():
             if sample is self._samples.get(node):
                 continue
@@ -37,5 +36,4 @@ class RecordWatch:
         return now if now - recorded_at < RECORD_LAG_S else recorded_at
 
     def is_whole(self, now: float) -> bool:
-        """Whether the records of all nodes are known to be whole."""
         return all(self.whole_until(node, now) == now for node in self._recorded_at)

@@ -58,7 +58,6 @@ class RunState:
         self.version = 0
         self._history = history
         self.run = ""
-        """Run id."""
         self.recipe = ""
         self.run_dir = ""
         self.world_size = world_size
@@ -68,12 +67,10 @@ class RunState:
         """0: no limit."""
         self.plan: TrainingPlan | None = None
         self.started: float | None = None
-        """Unix seconds."""
         self.ended: RunEnded | None = None
         self.queued: Queued | None = None
         """Newest report about the queued job, until the scheduler starts it."""
         self.time = 0.0
-        """Newest time of any event, Unix seconds."""
         self.step_time = 0.0
         """Newest time of a step event, Unix seconds."""
         self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
@@ -87,13 +84,10 @@ class RunState:
         self.findings: dict[tuple[str, int | None], Finding] = {}
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[Finding] = deque(maxlen=KEPT)
-        """Every finding as it was raised or cleared."""
         self.unmeasured = ""
         """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
-        """Whether the ranks hold the same model."""
         self.nodes: dict[int, NodeSample] = {}
-        """Newest machine sample per node."""
         self.sample: Sample | None = None
         self.silence_changed_at = 0.0
         """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
@@ -101,7 +95,6 @@ class RunState:
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self._pace = Pace()
         self._attempt = 1
-        """Number of the last attempt: the most starts of any rank."""
         self._attempt_began = 0.0
         """Time at which the last restart spawned its first rank, Unix seconds."""
         self._figures = RunFigures()
@@ -136,7 +129,6 @@ class RunState:
         self.version += 1
 
     def apply_all(self, events: Iterable[AnyEvent]) -> None:
-        """Apply several events."""
         for event in events:
             self.apply(event)
 
@@ -158,7 +150,6 @@ class RunState:
 
     @property
     def figures(self) -> RunFigures:
-        """Step, loss and rates of the whole run, as every view shows them."""
         if self._figures_version != self.version:
             self._figures, self._figures_version = run_figures(self.ranks.values()), self.version
         return self._figures
@@ -189,7 +180,6 @@ class RunState:
 
     @property
     def progress(self) -> float | None:
-        """Share of the training that is done, 0 to 1."""
         total = self.updates_total
         return min(self.step / total, 1.0) if total else None
 
@@ -203,24 +193,20 @@ class RunState:
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the loss that the task has named, such as ``nats``; empty: none."""
         return self.plan.loss_unit if self.plan is not None else ""
 
     @property
     def updates_per_s(self) -> float | None:
-        """Optimizer steps per second of wall time, over about the last minute."""
         return self._pace.updates_per_s
 
     @property
     def joined(self) -> list[int]:
-        """Ranks that have joined the process group."""
         joined_states = ("ready", "training", "validating", "saving", "finished")
         done = {rank for rank, view in self.ranks.items() if view.state in joined_states}
         return sorted(done | set(self.joining.joined if self.joining is not None else ()))
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not joined yet."""
         joined = set(self.joined)
         return [rank for rank in sorted(self.ranks) if rank not in joined]
 
@@ -262,11 +248,9 @@ class RunState:
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """Lower bound of the slowest link's bandwidth while gradients are reduced."""
         return bus_bytes_per_s(self.ranks.values(), self.world_size)
 
     def last_validation(self, split: str = "valid") -> Validation | None:
-        """Return the newest evaluation of a split."""
         return next((v for v in reversed(self.validations) if v.split == split), None)
 
     def last_test(self) -> Validation | None:
@@ -325,7 +309,6 @@ class RunState:
         view.entered = time
 
     def _record_stay(self, view: RankView, until: float) -> None:
-        """Record the length of a rank's stay in its stage."""
         if view.entered is not None and until - view.entered > self.longest_stay_s.get(view.stage, -1.0):
             self.longest_stay_s[view.stage] = until - view.entered
 

@@ -23,7 +23,6 @@ class Standstill(NamedTuple):
     """A run without a step for the time of several steps."""
 
     seconds: float
-    """Since the last step."""
     is_long: bool
     """Whether rates and the time left are out of date."""
     activity: str = ""
@@ -31,7 +30,6 @@ class Standstill(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The time in words."""
         return f"{self.activity or 'no step for'} {duration(self.seconds)}"
 
 
@@ -42,7 +40,6 @@ class StepWatch:
         self._step_time = 0.0
         """Time of the newest step, by the clock of its rank."""
         self._arrived_at = 0.0
-        """Time at which it was read."""
         self._record = RecordWatch()
 
     def note(self, state: RunState, now: float, *, live: bool = True) -> None:

@@ -31,7 +31,6 @@ from trainer.contract.record.json_lines import DECODE_ERRORS
 from trainer.contract.record.regular_file import open_regular, read_whole, size_of
 
 READ_BYTES = 1 << 20
-"""Bytes read of a file at a time."""
 COMPRESSION = 6
 """Level of gzip: higher ones take several times as long for a few percent."""
 MAX_BYTES = 256 << 30
@@ -90,7 +89,6 @@ class Archive:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the files."""
         return sum(self._sizes.values())
 
     def write(

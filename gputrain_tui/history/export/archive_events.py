@@ -60,7 +60,6 @@ class EventFilter:
         """Lines that are no events, and were replaced by blanks."""
 
     def event(self, event: Any) -> Any:
-        """Return an event without its hidden texts."""
         if not self._texts:
             for name in _TEXTS.get(type(event), ()):
                 text = getattr(event, name)

@@ -41,7 +41,6 @@ class RankExtent:
     """Whether reading ended early, at a long part of the file without any event."""
 
     def add_gap(self, first: int, last: int) -> None:
-        """Add missing steps."""
         self.missing += last - first + 1
         if len(self.gaps) < MAX_GAPS:
             self.gaps.append((first, last))

@@ -13,22 +13,18 @@ from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validati
 
 
 class Sink(Protocol):
-    """Receiver of the values of a run, which are pending until ``commit``."""
+    """Receiver of the values of a run, which are pending until ``commit``; after ``finish`` no more follow."""
 
-    def rank(self, rank: int, single: SingleStep) -> None:
-        """Take a step of one rank."""
+    def rank(self, rank: int, single: SingleStep) -> None: ...
 
     def over_ranks(self, row: list[SingleStep]) -> None:
         """Take a step of all ranks, in their order."""
 
-    def validation(self, event: Validation) -> None:
-        """Take an evaluation."""
+    def validation(self, event: Validation) -> None: ...
 
-    def commit(self) -> None:
-        """Write the pending values."""
+    def commit(self) -> None: ...
 
-    def finish(self) -> None:
-        """End the output: no more values follow."""
+    def finish(self) -> None: ...
 
 
 class WandbSink:
@@ -90,7 +86,6 @@ class LiveScalars:
         self._rows: dict[tuple[int, int], dict[int, SingleStep]] = {}
         """Steps that only some ranks have recorded so far: by attempt and number, then by rank."""
         self._order: list[tuple[int, int]] = []
-        """Heap of the keys of ``_rows``."""
 
     def poll(self) -> bool:
         """Forward the appended values; return whether any file has grown."""

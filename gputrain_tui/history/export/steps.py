@@ -37,7 +37,6 @@ class SingleStep(NamedTuple):
     averaged_over: int
     """Steps over which the fields besides ``SINGLE_VALUES`` are means; 1: they are this step's own."""
     is_last: bool
-    """Whether it is the last of those steps."""
     step: Step
     """With ``steps`` 1 and without lists of single values."""
 
@@ -63,7 +62,6 @@ class RecordedSteps:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the files of the wanted ranks."""
         return sum(self._sizes[str(rank)] for rank in self.ranks)
 
     @property
@@ -164,7 +162,6 @@ class RankReading:
             self._extent.lost_events += event.events
 
     def step(self, event: Step) -> Iterator[SingleStep]:
-        """Yield the steps that an event covers."""
         extent, count = self._extent, event.steps
         if count > min(event.step, MAX_STEPS_PER_EVENT) or event.rank != extent.rank:
             extent.unreadable_lines += 1

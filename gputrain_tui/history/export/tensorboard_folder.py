@@ -25,7 +25,6 @@ COMMIT_BYTES = 1 << 20
 PREFIX = "events.out.tfevents."
 """Beginning of the file names by which TensorBoard finds its files."""
 TOTALS = ("samples", "tokens")
-"""Fields that add up over the ranks."""
 SCALARS = tuple(
     name for name in Step.__struct_fields__
     if name not in (*SINGLE_VALUES.values(), "time", "rank", "step", "steps", "core_wait_ms", "bucket_ms", "non_finite")

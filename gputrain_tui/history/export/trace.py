@@ -31,11 +31,9 @@ PHASES = {
 }  # fmt: skip
 """Fields of a step that are drawn within it, in the order of a step, and their names."""
 STEP_ARGUMENTS = ("epoch", "loss", "lr", "samples", "tokens", "grad_norm", "gc_ms", "core_wait_ms", "sync_bytes")
-"""Fields that are shown with a step."""
 STEPS_THREAD, SYNC_THREAD, FIRST_BUCKET_THREAD = 1, 2, 3
 """Numbers of a rank's tracks; each bucket has one."""
 INSTANTS = (Finding, Failure, Validation, Checkpoint, Lost)
-"""Events that are drawn as instants."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -118,7 +116,6 @@ class _RankTimeline:
         """End of the last slice of each thread, in microseconds."""
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Yield the names of the threads that have slices."""
         for thread in sorted(self._ends):
             own = {STEPS_THREAD: "steps", SYNC_THREAD: "gradient synchronisation"}
             name = own.get(thread, f"bucket {thread - FIRST_BUCKET_THREAD}")
@@ -126,7 +123,6 @@ class _RankTimeline:
                 yield {"name": kind, "ph": "M", "ts": 0, "pid": self._rank, "tid": thread, "args": value}
 
     def step(self, single: SingleStep) -> Iterator[dict[str, Any]]:
-        """Yield the slices of a step."""
         step = single.step
         phases_ms = {name: value for name in PHASES if (value := getattr(step, name)) is not None and value > 0}
         length_ms = step.step_ms if step.step_ms is not None else sum(phases_ms.values())
