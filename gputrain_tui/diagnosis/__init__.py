@@ -11,6 +11,8 @@ from itertools import takewhile
 from traceback import extract_tb
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
@@ -19,7 +21,7 @@ from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
 from gputrain_tui.diagnosis.straggler import stragglers
-from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
+from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, HISTORY, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
@@ -69,7 +71,7 @@ class Diagnosis:
         events = [*self._clear(present, state, now), *self._failures(now)]
         for key, symptom in present.items():
             if symptom.confirmed and symptom.value >= symptom.threshold and self._is_new(key, symptom):
-                finding = _finding(symptom, state, now)
+                finding = symptom.finding(None if symptom.rank is None else state.ranks.get(symptom.rank), now)
                 self._raised[key] = finding, CLEAR_SHARE * symptom.threshold
                 if finding.kind == "straggler":
                     for row in self._timeline.last(WINDOW_ROWS):
@@ -165,40 +167,6 @@ class Diagnosis:
             if symptom is not None and symptom.value >= (below or CLEAR_SHARE * symptom.threshold):
                 continue
             del self._raised[key]
-            events.append(
-                Finding(
-                    time=now,
-                    kind=finding.kind,
-                    state="cleared",
-                    severity=finding.severity,
-                    rank=finding.rank,
-                    ranks=finding.ranks,
-                    host=finding.host,
-                    device=finding.device,
-                    step=state.step,
-                    cause=finding.cause,
-                    message=finding.message,
-                )
-            )
+            cleared = replace(finding, time=now, state="cleared", step=state.step, line="", evidence={}, advice="")
+            events.append(cleared)
         return events
-
-
-def _finding(symptom: Symptom, state: RunState, now: float) -> Finding:
-    host, device = host_and_device(state, symptom.rank) if symptom.rank is not None else (None, None)
-    if symptom.host is not None:
-        host, device = symptom.host, None
-    return Finding(
-        time=now,
-        kind=symptom.kind,
-        severity=symptom.severity,
-        rank=symptom.rank,
-        ranks=list(symptom.ranks),
-        host=host,
-        device=device,
-        step=symptom.step,
-        cause=symptom.cause,
-        line=symptom.line,
-        message=symptom.message,
-        evidence={name: round(value, 4) for name, value in symptom.evidence.items()},
-        advice=symptom.advice,
-    )

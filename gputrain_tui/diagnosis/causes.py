@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import CAUSE_NAMES, THROTTLE_NAMES
 from gputrain_tui.diagnosis.row import PHASES, StepRow
-from gputrain_tui.diagnosis.statistics import median, midmean
-from gputrain_tui.diagnosis.thresholds import MIN_EXPLAINED_SHARE, MIN_PHASE_RATIO, NEGLIGIBLE_SHARE
+from gputrain_tui.diagnosis.statistics import midmean
 from gputrain_tui.state import RunState
 
 DEVICE_PHASES = ("forward", "backward", "optimizer")
@@ -44,7 +45,7 @@ def cause_of(
         window: rows in which it was late.
         ranks: all ranks, in the order of the rows.
     """
-    least = MIN_EXPLAINED_SHARE * late_ms
+    least = limit.MIN_EXPLAINED_SHARE * late_ms
     if phases["gc"] >= least:
         return _known_cause("garbage_collection")
     index = ranks.index(rank)
@@ -79,7 +80,10 @@ def _is_out_of_proportion(phase: str, excess_ms: float, late_ms: float, index: i
     rest_late_ms = midmean([row.own_excess[index] - row.excess(phase, index) for row in window])
     rest_ms = own_ms - part_ms
     # The ratio of both relative excesses, multiplied out: either usual time may be zero.
-    return rest_late_ms <= NEGLIGIBLE_SHARE * late_ms or excess_ms * rest_ms >= MIN_PHASE_RATIO * rest_late_ms * part_ms
+    return (
+        rest_late_ms <= limit.NEGLIGIBLE_SHARE * late_ms
+        or excess_ms * rest_ms >= limit.MIN_PHASE_RATIO * rest_late_ms * part_ms
+    )
 
 
 def _steal_excess(state: RunState, rank: int) -> float:

@@ -11,10 +11,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
-from statistics import fmean
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.statistics import excess, median, median_low, median_without
+from gputrain_tui.diagnosis.statistics import excess, median_without
 from gputrain_tui.state.synchronisation import late_ms
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, cast
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.row import StepPhases, StepRow
-from gputrain_tui.diagnosis.thresholds import HISTORY, WARM_UP_STEPS
 from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
 
@@ -92,9 +92,9 @@ class Timeline:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.rows: deque[StepRow] = deque(maxlen=HISTORY)
+        self.rows: deque[StepRow] = deque(maxlen=limit.HISTORY)
         """By ascending step; steps without the phases of every rank are left out."""
-        self.losses: deque[float] = deque(maxlen=HISTORY)
+        self.losses: deque[float] = deque(maxlen=limit.HISTORY)
         """Mean over the ranks at each step that has one, nats."""
         self._rank_steps: list[RankSteps] = []
         self._last_row = 0
@@ -115,7 +115,7 @@ class Timeline:
             self._reset(ranks)
             for steps, view in zip(self._rank_steps, views, strict=True):
                 steps.append_new(view)
-            self._last_warm_up = max(view.started_at for view in views) + WARM_UP_STEPS
+            self._last_warm_up = max(view.started_at for view in views) + limit.WARM_UP_STEPS
             self._last_row = max(steps.ranges[0].first for steps in self._rank_steps) - 1
         self._add_rows()
 
