@@ -29,12 +29,10 @@ from trainer.contract.record import Finding
 
 __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
-KINDS = frozenset(
-    (
-        "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-        "loss_spike", "outside_torch", "stalled",
-    )
-)  # fmt: skip
+KINDS = frozenset((
+    "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
+    "loss_spike", "outside_torch", "stalled",
+))  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
 
 Key = tuple[str, int | None]
@@ -55,8 +53,7 @@ class Diagnosis:
         self._activity = RankActivity()
         self._adopted = False
         self._failed: dict[str, str] = {}
-        """Checks that have failed by a defect of their own and are not made again, each with a line that says why."""
-        self._reported: set[str] = set()
+        """Checks that have failed by a defect of their own and are not made again; why, or nothing once reported."""
 
     def update(self, state: RunState, now: float) -> list[Finding]:
         """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""
@@ -101,9 +98,9 @@ class Diagnosis:
 
     def _failures(self, now: float) -> list[Finding]:
         """Return a finding for each check that has failed since the last call."""
-        new = [name for name in self._failed if name not in self._reported]
-        self._reported.update(new)
-        return [Finding(time=now, kind="not_diagnosed", severity="info", message=self._failed[name]) for name in new]
+        new = list(filter(None, self._failed.values()))
+        self._failed = dict.fromkeys(self._failed, "")
+        return [Finding(time=now, kind="not_diagnosed", severity="info", message=message) for message in new]
 
     def _new_rows(self, state: RunState) -> list[StepRow]:
         """Read the new events; return the rows that they add."""

@@ -35,23 +35,17 @@ def cause_of(
     window: Sequence[StepRow],
     ranks: Sequence[int],
 ) -> Cause:
-    """Return the cause of a lateness; of overlapping causes the more specific one.
+    """Return the cause of a rank's lateness in a window; of overlapping causes the more specific one.
 
-    Args:
-        state: the run, for the samples of its machines.
-        rank: the late rank.
-        late_ms: its lateness in the window.
-        phases: excess of each phase over the other ranks', ms.
-        window: rows in which it was late.
-        ranks: all ranks, in the order of the rows.
+    ``phases`` has the excess of each phase over the other ranks', ms; ``ranks`` all ranks in the order of the rows.
     """
     least = limit.MIN_EXPLAINED_SHARE * late_ms
     if phases["gc"] >= least:
-        return _known_cause("garbage_collection")
+        return known_cause("garbage_collection")
     index = ranks.index(rank)
     stolen = _steal_excess(state, rank)
     if stolen * median([row.phases[index].own for row in window]) >= least:
-        return _known_cause("cpu_steal", {"steal_excess_percent": 100 * stolen})
+        return known_cause("cpu_steal", {"steal_excess_percent": 100 * stolen})
     if sum(phases[phase] for phase in DEVICE_PHASES) >= least:
         on_device = median([c.forward + c.backward + c.optimizer for c in (row.phases[index] for row in window)])
         if (cause := _lower_clock(state, rank, on_device, least)) is not None:
@@ -59,7 +53,7 @@ def cause_of(
     phase = max(PHASES, key=phases.__getitem__)
     if phases[phase] >= least and phase != "other":
         if _is_out_of_proportion(phase, phases[phase], late_ms, index, window):
-            return _known_cause(phase)
+            return known_cause(phase)
         because = f"because all of its phases take longer, most of all {CAUSE_NAMES[phase]} (+{phases[phase]:.1f} ms)"
         return Cause(name="unattributed", because=because)
     if len(longer := [name for name in PHASES if phases[name] >= 0.1 * late_ms]) > 1:
@@ -68,7 +62,8 @@ def cause_of(
     return Cause(name="unattributed", because="for a reason outside the measured phases of the step")
 
 
-def _known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
+def known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
+    """Return a cause of ``CAUSE_NAMES``."""
     return Cause(name=name, because=f"because of {CAUSE_NAMES[name]}", evidence=evidence or {})
 
 

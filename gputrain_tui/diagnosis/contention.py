@@ -36,11 +36,7 @@ class Contention:
 def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threads: int) -> Symptom | None:
     """Return the symptom of a host; None where its cores suffice, or are not known.
 
-    Args:
-        samples: its newest samples.
-        alone: whether it is the only host.
-        step: the run's step.
-        set_threads: the most threads on which torch computes in a rank; 0 where they are not known.
+    ``set_threads`` is the most threads on which torch computes in a rank; 0 where they are not known.
     """
     known = [each for each in samples if any(rank.wait_percent is not None for rank in each.ranks)]
     newest = samples[-1]
@@ -97,13 +93,8 @@ def _remedies(
 ) -> list[str]:
     """Return the remedies that are not followed yet, the likeliest first.
 
-    Args:
-        ranks: ranks on the host.
-        cores: its cores.
-        busy: busy threads per rank.
-        threads: threads to set per rank; None where no more are set.
-        taken: whether other processes take a good part of the cores.
-        workers: child processes of the ranks; None where they were not counted.
+    ``busy`` are the busy threads of a rank, and ``threads`` those to set for it, None where no more are set. ``taken``:
+    other processes take a good part of the cores. ``workers`` are child processes; None where they were not counted.
     """
     remedies = []
     if ranks > cores:  # even one thread per rank is too many

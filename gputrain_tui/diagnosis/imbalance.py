@@ -49,12 +49,7 @@ class Imbalance:
         """Rows in the block that is not complete."""
 
     def symptoms(self, timeline: Timeline, added: Sequence[StepRow]) -> list[Symptom]:
-        """Return the symptom of uneven work.
-
-        Args:
-            timeline: the newest steps.
-            added: its rows since the last call, in order.
-        """
+        """Return the symptom of uneven work; ``added``: the rows since the last call, in order."""
         if len(self._waits) != len(timeline.ranks) or not timeline.rows:
             self._start(len(timeline.ranks))
         for row in added:

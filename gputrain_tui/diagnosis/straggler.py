@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 from statistics import median
 
-from msgspec.structs import replace
-
 from gputrain_tui.diagnosis import thresholds as limit
-from gputrain_tui.diagnosis.advice import ADVICE, CAUSE_NAMES
+from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.broadcast import BroadcastWait
-from gputrain_tui.diagnosis.causes import cause_of
+from gputrain_tui.diagnosis.causes import Cause, cause_of, known_cause
 from gputrain_tui.diagnosis.row import PHASES, StepRow, base_ms
 from gputrain_tui.diagnosis.statistics import jitter, spread
 from gputrain_tui.diagnosis.symptom import Symptom, percent
@@ -83,16 +81,9 @@ def _own_work_symptom(
     *,
     uneven: bool = False,
 ) -> Symptom:
-    """Return the symptom of a rank with longer work of its own than the other ranks.
+    """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
 
-    Args:
-        state: the run.
-        ranks: all ranks, in the order of the rows.
-        rows: the last rows.
-        index: index of the rank in the rows.
-        base: duration of a step without stragglers, ms.
-        length: number of the last rows that are compared.
-        uneven: whether ranks are known to be late in turns.
+    ``base`` is the duration of a step without stragglers, ms. ``uneven``: ranks are known to be late in turns.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
@@ -100,9 +91,7 @@ def _own_work_symptom(
     late_ms = median(recent)
     step_ms = base + max(late_ms, 0.0)
     gate = limit.STRAGGLER_SHARE * step_ms
-    blocks = [
-        median(late[-WINDOW_ROWS * (n + 1) : len(late) - WINDOW_ROWS * n]) for n in range(len(late) // WINDOW_ROWS)
-    ]
+    blocks = _window_medians(late)
     straggling = [row.straggling for row in rows]
     noise = _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
@@ -116,20 +105,19 @@ def _own_work_symptom(
         uneven = uneven and noise_alone > gate
         if median(alone[-length:]) >= noise_alone:
             noise = min(noise, noise_alone)
-    threshold = max(gate, noise)
     windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
         windows = max(windows, limit.UNEXPLAINED_WINDOWS if _on_gpu(state, rank) else _unexplained_windows(window))
-    lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
+    lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
     evidence = {
         "noise_ms": noise,
         "late_ms": median([row.late_ms(index) for row in agreeing]),
         **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
-        **cause.evidence,
     }
     confirmed = lasting and len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent)
-    symptom = _straggler(rank, late_ms, step_ms, threshold, cause.because, evidence)
-    return replace(symptom, confirmed=confirmed, cause=cause.name, step=window[-1].step, advice=ADVICE[cause.name])
+    return _symptom(
+        rank, late_ms, step_ms, max(gate, noise), cause, evidence, step=window[-1].step, confirmed=confirmed
+    )
 
 
 def _on_gpu(state: RunState, rank: int) -> bool:
@@ -160,21 +148,25 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
     if late_ms < gate / 2:
         return None
     waits = [row.core_wait_excess[index] for row in recent]
-    blocks = [median(waits[start : start + WINDOW_ROWS]) for start in range(0, limit.CORE_WAIT_ROWS, WINDOW_ROWS)]
     steady = (
-        min(blocks) >= gate
+        min(_window_medians(waits)) >= gate
         and sum(value >= late_ms / 2 for value in waits) >= limit.CORE_WAIT_AGREEING_SHARE * limit.CORE_WAIT_ROWS
     )
-    evidence = {
-        "core_wait_excess_ms": late_ms,
-        "late_ms": median([row.late_ms(index) for row in recent]),
-    }
-    symptom = _straggler(rank, late_ms, step_ms, gate, f"because of {CAUSE_NAMES['core_wait']}", evidence)
-    return replace(symptom, confirmed=steady, cause="core_wait", step=recent[-1].step, advice=ADVICE["core_wait"])
+    evidence = {"core_wait_excess_ms": late_ms, "late_ms": median([row.late_ms(index) for row in recent])}
+    cause = known_cause("core_wait")
+    return _symptom(rank, late_ms, step_ms, gate, cause, evidence, step=recent[-1].step, confirmed=steady)
 
 
-def _straggler(
-    rank: int, late_ms: float, step_ms: float, threshold: float, because: str, evidence: dict[str, float]
+def _symptom(
+    rank: int,
+    late_ms: float,
+    step_ms: float,
+    threshold: float,
+    cause: Cause,
+    evidence: dict[str, float],
+    *,
+    step: int,
+    confirmed: bool,
 ) -> Symptom:
     share = late_ms / step_ms
     return Symptom(
@@ -182,10 +174,20 @@ def _straggler(
         rank=rank,
         value=late_ms,
         threshold=threshold,
+        confirmed=confirmed,
         severity="critical" if share >= limit.STRAGGLER_CRITICAL_SHARE else "warning",
+        cause=cause.name,
+        step=step,
         message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step ({percent(share)} of a step), "
-        f"{because}",
-        evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence},
+        f"{cause.because}",
+        evidence={
+            "excess_ms": late_ms,
+            "excess_share": share,
+            "threshold_ms": threshold,
+            **evidence,
+            **cause.evidence,
+        },
+        advice=ADVICE[cause.name],
     )
 
 
@@ -194,7 +196,12 @@ def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     mean_to_median = 1.2533  # of their standard errors
     step_to_step = limit.NOISE_SIGMAS * mean_to_median * jitter(late) / math.sqrt(WINDOW_ROWS)
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
-    starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)
-    blocks = [median(earlier[start : start + WINDOW_ROWS]) for start in starts]
+    blocks = _window_medians(earlier)
     in_bursts = limit.NOISE_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
     return max(step_to_step, in_bursts)
+
+
+def _window_medians(values: Sequence[float]) -> list[float]:
+    """Return the medians of consecutive windows of rows, the newest last."""
+    starts = range(len(values) % WINDOW_ROWS, len(values), WINDOW_ROWS)
+    return [median(values[start : start + WINDOW_ROWS]) for start in starts]
