@@ -150,24 +150,17 @@ STOPPED = "stopped"
 RANK_OUTCOMES = (LOST_PEER, STOPPED)
 
 
-def rank_outcome(
-    rank: int, state: str | None, failure: Failure | None, cause: Failure | None, ended: RunEnded | None
-) -> str | None:
+def rank_outcome(view: RankView, cause: Failure | None, ended: RunEnded | None) -> str | None:
     """Return how a rank ended because of another one or the run; None for every other rank.
 
-    Args:
-        rank: the rank.
-        state: its last state.
-        failure: its failure, as it or its node agent reported it.
-        cause: root cause of the run's failure.
-        ended: how the run ended.
+    ``cause`` is the root cause of the run's failure.
     """
-    if state == "failed":
-        if cause is None or cause.rank == rank:
+    if view.state == "failed":
+        if cause is None or cause.rank == view.rank:
             return None
-        kind = failure.kind if failure is not None else "stopped"
+        kind = view.failure.kind if view.failure is not None else "stopped"
         if kind in ("lost_peer", "join_timeout"):
             return LOST_PEER
         return STOPPED if kind in ("signal", "exit", "stopped") else None
     over = ended is not None and ended.status != "finished"
-    return STOPPED if over and state not in (None, "finished") else None
+    return STOPPED if over and view.state not in (None, "finished") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from gputrain_tui.state.checksums import DesyncState
@@ -51,20 +52,15 @@ class RunState:
     """
 
     def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0, history: int = 0) -> None:
-        """Start without events; limits are 0 where there is none.
-
-        The diagnosis needs the last ``history`` step events of each rank, views do not.
-        """
+        """Start without events; the diagnosis needs the last ``history`` step events of each rank, views do not."""
         self.version = 0
         self._history = history
         self.run = ""
         self.recipe = ""
         self.run_dir = ""
         self.world_size = world_size
-        self.max_updates = max_updates
-        """0: no limit."""
+        self.max_updates = max_updates  # 0: no limit, as below
         self.max_epochs = max_epochs
-        """0: no limit."""
         self.plan: TrainingPlan | None = None
         self.started: float | None = None
         self.ended: RunEnded | None = None
@@ -103,7 +99,7 @@ class RunState:
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             RunStarted: self._run_started,
             RankState: self._rank_state,
-            Joining: self._joining,
+            Joining: partial(setattr, self, "joining"),
             TrainingPlan: self._training_plan,
             ModelFlops: self._count_flops,
             Step: self._step,
@@ -111,14 +107,14 @@ class RunState:
             Doing: self._doing,
             Validation: self.validations.append,
             Checkpoint: self.checkpoints.append,
-            Checksum: self._checksum,
-            Sample: self._sample,
+            Checksum: lambda event: self.desync.add(event, self.world_size),
+            Sample: partial(setattr, self, "sample"),
             NodeSample: self._node_sample,
             Finding: self._finding,
             Failure: self._failure,
             Lost: self._lost,
             RunEnded: self._run_ended,
-            Queued: self._queued,
+            Queued: partial(setattr, self, "queued"),
         }
 
     def apply(self, event: AnyEvent | DownsampledBlock) -> None:
@@ -290,7 +286,7 @@ class RunState:
             view.time = event.time
             view.state = "training"
             if view.outcome is not None or self.ended is not None:
-                view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+                self._update_outcome(view)
         view.totals = totals = view.totals.plus(event)
         view.totals_window.append(totals)
         if event.rank == 0:
@@ -346,7 +342,7 @@ class RunState:
         view.message = event.message
         if event.state != "failed":
             view.failure = None
-        view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+        self._update_outcome(view)
         for name in ("local_rank", "node", "host", "device", "pid", "threads"):
             value = getattr(event, name)
             if value is not None:
@@ -364,21 +360,12 @@ class RunState:
         self.desync.drop_rank(view.rank)
         self._pace.reset()
 
-    def _joining(self, event: Joining) -> None:
-        self.joining = event
-
     def _training_plan(self, event: TrainingPlan) -> None:
         self.plan = event
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _count_flops(self, event: ModelFlops) -> None:
         self.rank(event.rank or 0).flops = event
-
-    def _checksum(self, event: Checksum) -> None:
-        self.desync.add(event, self.world_size)
-
-    def _sample(self, event: Sample) -> None:
-        self.sample = event
 
     def _node_sample(self, event: NodeSample) -> None:
         self.nodes[event.node] = event
@@ -417,7 +404,7 @@ class RunState:
             view = self.rank(event.rank)
             view.state, view.time, view.failure = "failed", event.time, event
         if not self._attribute() and event.rank is not None:
-            view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            self._update_outcome(view)
 
     def _attribute(self) -> bool:
         """Attribute the failures of the last attempt to their root cause; return whether that has changed."""
@@ -426,9 +413,6 @@ class RunState:
         if self.root_cause is not before:
             self._update_outcomes()
         return self.root_cause is not before
-
-    def _queued(self, event: Queued) -> None:
-        self.queued = event
 
     def _lost(self, event: Lost) -> None:
         self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
@@ -447,4 +431,7 @@ class RunState:
         """Update the outcome of every rank, and whether the run has ended."""
         for view in self.ranks.values():
             view.over = self.ended is not None
-            view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            self._update_outcome(view)
+
+    def _update_outcome(self, view: RankView) -> None:
+        view.outcome = rank_outcome(view, self.root_cause, self.ended)
