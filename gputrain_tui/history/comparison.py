@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, Literal
 
 import msgspec
 
 from gputrain_tui.history.series import Series, interpolate, smooth
-from gputrain_tui.history.step_axis import value_at
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import value_text
-from gputrain_tui.state.elapsed import time_by_boot
 from gputrain_tui.state.figures import mean_share, samples_per_s
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
@@ -109,14 +106,6 @@ class CurveHistory:
         self.series = Series(world_size)
         self.validations: list[Validation] = []
         self._started: float | None = None
-        self._steps = array("q")
-        self._seconds = array("d")
-        """End of each of ``_steps`` on rank 0, seconds since the start; the first entry is the start of a step."""
-        self._samples = array("d")
-        """Samples of rank 0 up to each of ``_steps``."""
-        self._all_samples = 0
-        self._stepping = array("d")
-        """Duration of rank 0's steps up to each of ``_steps``, seconds; without pauses."""
         self._totals: dict[int, Totals] = {}
         self._newest: dict[int, tuple[Step, ...]] = {}
         """The last two step events of each rank, newest first."""
@@ -125,23 +114,7 @@ class CurveHistory:
         if isinstance(event, Step):
             self.series.apply(event)
             self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
-            self._all_samples += event.samples
             self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
-            if event.rank == 0:
-                time = time_by_boot(event)
-                began = time - (event.step_ms or 0.0) / 1000 * event.steps
-                if self._started is None:
-                    self._started = began
-                if not self._steps:
-                    self._steps.append(event.step - event.steps)
-                    self._seconds.append(max(began - self._started, 0.0))
-                    self._samples.append(0.0)
-                    self._stepping.append(0.0)
-                if event.step > self._steps[-1]:
-                    self._steps.append(event.step)
-                    self._seconds.append(time - self._started)
-                    self._samples.append(self._samples[-1] + event.samples)
-                    self._stepping.append(self._stepping[-1] + (event.step_ms or 0.0) / 1000 * event.steps)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
         elif isinstance(event, Validation):
@@ -152,7 +125,7 @@ class CurveHistory:
     @property
     def first_step(self) -> int:
         """Oldest step: a resumed run does not begin at 1."""
-        return self._steps[0] + 1 if self._steps else 0
+        return self.series.axis.first_step
 
     @property
     def last_step(self) -> int:
@@ -160,7 +133,7 @@ class CurveHistory:
 
     @property
     def last_second(self) -> float:
-        return self._seconds[-1] if self._seconds else 0.0
+        return self.seconds_at(inf)
 
     @property
     def loss(self) -> float:
@@ -208,17 +181,19 @@ class CurveHistory:
 
     def _rates(self, first: int, count: int, columns: int) -> list[float]:
         """Return the samples of all ranks per second of stepping, scaled up from rank 0, in columns of equal steps."""
-        rank_0_samples = self._samples[-1] if self._samples else 0.0
-        scale = self._all_samples / rank_0_samples if rank_0_samples else 0.0
-        rates = []
+        at, rates = self.series.axis.at, []
         for low, high in pairwise(first - 1 + column * count / columns for column in range(columns + 1)):
-            seconds = value_at(self._steps, self._stepping, high) - value_at(self._steps, self._stepping, low)
-            samples = value_at(self._steps, self._samples, high) - value_at(self._steps, self._samples, low)
-            rates.append(scale * samples / seconds if seconds > 0 else nan)
+            seconds = at("stepping", high) - at("stepping", low)
+            rates.append((at("samples", high) - at("samples", low)) / seconds if seconds > 0 else nan)
         return rates
 
     def seconds_at(self, step: float) -> float:
-        return value_at(self._steps, self._seconds, step)
+        """Return the time of a step since the start, interpolated linearly."""
+        axis = self.series.axis
+        if not axis:
+            return 0.0
+        waited = 0.0 if self._started is None else max(axis.began - self._started, 0.0)
+        return waited + axis.at("time", step)
 
 
 def resampled(points: CurvePoints, columns: int, last: float, *, first: float = 0.0) -> list[float]:
