@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -26,7 +27,35 @@ from gputrain_tui.history.status_file import (
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RecordError, RequestError, nearest, quoted
 from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.record.regular_file import read_whole
 from trainer.host.process_identity import identify
+
+
+def parent_of(run: Run) -> Run | None:
+    """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
+    try:
+        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
+        resumed = recipe.get("train", {}).get("resume")
+        if not isinstance(resumed, str) or not resumed:
+            return None
+        checkpoint = Path(resumed)
+        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
+        if folder.name != "checkpoints" or folder.parent == run.dir.path:
+            return None
+        return open_run(folder.parent)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def ancestors_of(run: Run) -> list[Run]:
+    """Return the parent of ``run``, the parent's parent and so on, each once."""
+    found: list[Run] = []
+    while (parent := parent_of(found[-1] if found else run)) is not None:
+        if parent.id == run.id or any(parent.id == known.id for known in found):
+            break  # a copied folder
+        found.append(parent)
+    return found
+
 
 ARCHIVES = (".tar.gz", ".tgz")
 
@@ -73,13 +102,8 @@ def create(
 ) -> Run:
     """Create the directory of a new run atomically: it is filled under a hidden name and renamed.
 
-    Args:
-        recipe: the recipe's name; the id carries it.
-        world_size: ranks on all nodes together.
-        recipe_toml: text of ``recipe.toml``.
-        plan: returns the bytes of ``plan.json`` for the directory's final path.
-        root: folder of the runs; by default this user's.
-        now: Unix seconds.
+    ``recipe`` is the recipe's name, which the id carries; ``plan`` returns the bytes of ``plan.json`` for the
+    directory's final path; ``root`` is the folder of the runs, by default this user's.
 
     Raises:
         RequestError: the folder cannot be written.
@@ -130,13 +154,8 @@ def create(
 def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, runs: Path, now: float) -> None:
     """Create the directory of a run with commands for the user to type, and list it among the runs.
 
-    Args:
-        run: its directory; one that has a record already is left as it is.
-        plan: its commands.
-        recipe: name of the recipe.
-        recipe_toml: text of ``recipe.toml``.
-        runs: folder of the runs, which gets a link to a directory elsewhere.
-        now: Unix seconds.
+    A directory that has a record already is left as it is; ``runs``, the folder of the runs, gets a link to one
+    elsewhere.
 
     Raises:
         RequestError: it cannot be written.
@@ -296,12 +315,8 @@ def find(wanted: str, root: Path | None = None) -> Run:
         return found[0]
     if found:
         shown = ", ".join(run.id for run in found[:shown_matches])
-        count = (
-            f"{len(found)} runs: {shown}"
-            if len(found) <= shown_matches
-            else f"more than {shown_matches} runs: {shown}, …"
-        )
-        raise RequestError(f"{quoted(wanted)} matches {count}")
+        count, more = (len(found), "") if len(found) <= shown_matches else (f"more than {shown_matches}", ", …")
+        raise RequestError(f"{quoted(wanted)} matches {count} runs: {shown}{more}")
     if broken is not None:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
     recent = [run.id for run in list_runs(folder)]

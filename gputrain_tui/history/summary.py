@@ -11,7 +11,6 @@ from gputrain_tui.history.run_folders import Run, UnreadableRun
 from gputrain_tui.history.status_file import ENDED, elapsed_of
 from gputrain_tui.state.finding_text import loss_is_nan, marking, run_mark
 from trainer.contract.errors import RecordError
-from trainer.contract.record import Finding, Validation
 
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
@@ -49,42 +48,21 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         notes = Notes()  # `gputrain note` has the reason
     findings = status.findings if status.status in ENDED else marking(standing_findings(run.dir))
     is_lost = run.state not in ENDED and run.state != status.status
-    return {
+    tested = status.tested
+    derived = {
         "id": run.id,
         "state": run.state,
-        "recipe": status.recipe,
-        "world_size": status.world_size,
         "step": step,
         "loss": loss,
         "valid": None if status.valid is None else float(status.valid),
         "lr": lr,
-        "tokens": status.tokens,
-        "samples_per_s": status.samples_per_s,
-        "tokens_per_s": status.tokens_per_s,
-        "mfu": status.mfu,
-        "started": status.started,
-        "ended": status.ended,
         "duration_s": None if is_lost else elapsed_of(status, now),
-        "exit_code": status.exit_code,
-        "message": status.message,
-        "tested": None if status.tested is None else _tested(status.tested),
+        "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
         "finding": run_mark(findings) or None,
-        "findings": [_finding(finding) for finding in findings],
+        "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
     }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {name: getattr(finding, name) for name in FINDING_KEYS}
-
-
-def _tested(found: Validation) -> dict[str, Any]:
-    return {
-        "split": found.split,
-        "weights_step": found.weights_step,
-        "loss": found.loss,
-        "metrics": found.metrics,
-    }
+    return {key: derived[key] if key in derived else getattr(status, key) for key in SUMMARY_KEYS}

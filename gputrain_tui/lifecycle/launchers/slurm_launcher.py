@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.slurm_file import SlurmJob, read_job
+from gputrain_tui.history.plan_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
