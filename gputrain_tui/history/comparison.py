@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite, nan
@@ -58,24 +58,26 @@ def _key_order(all_values: Sequence[dict[str, Any]]) -> Any:
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """Return every key of a recipe with its value, defaults included."""
-    values: dict[str, Any] = {"name": recipe.name}
-    cluster = msgspec.to_builtins(recipe.cluster)
-    for index, node in enumerate(cluster.pop("nodes")):
-        values |= {f"cluster.nodes[{index}].env.{key}": value for key, value in node.pop("env").items()}
-        for key, value in node.items():
-            if value is not None:
-                values[f"cluster.nodes[{index}].{key}"] = value
-    values |= {f"cluster.env.{key}": value for key, value in cluster.pop("env").items()}
-    values |= {f"cluster.{key}": value for key, value in cluster.items()}
+    tables: dict[str, Any] = {"name": recipe.name, "cluster": recipe.cluster}
     if recipe.slurm is not None:
-        values |= {f"slurm.{key}": value for key, value in msgspec.to_builtins(recipe.slurm).items()}
-    values["train.task"] = recipe.train.task or None
-    if recipe.script is not None:
-        values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.script).items()}
-    values |= {f"task.{key}": value for key, value in _task_values(recipe).items()}
-    values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.train).items() if key != "task"}
-    values |= {f"train.{key}": getattr(recipe.launch, key) for key in LAUNCH_OPTIONS}
-    return values
+        tables["slurm"] = recipe.slurm
+    script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
+    launch = {key: getattr(recipe.launch, key) for key in LAUNCH_OPTIONS}
+    train = {"task": recipe.train.task or None, **script}
+    train |= {key: value for key, value in msgspec.to_builtins(recipe.train).items() if key != "task"} | launch
+    return dict(_flat("", msgspec.to_builtins(tables) | {"train": train, "task": _task_values(recipe)}))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables, each with its key such as ``cluster.nodes[0].host``."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}" if name else key, each)
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        for index, each in enumerate(value):
+            yield from _flat(f"{name}[{index}]", {key: part for key, part in each.items() if part is not None})
+    else:
+        yield name, value
 
 
 def _task_values(recipe: Recipe) -> dict[str, Any]:
@@ -159,11 +161,8 @@ class CurveHistory:
     def points(self, columns: int, *, over_time: bool, smoothing: int = 0, measure: Measure = "loss") -> CurvePoints:
         """Return a curve in ``columns`` columns of equally many steps, each at its middle.
 
-        Args:
-            columns: Columns.
-            over_time: Whether the curve is over the seconds since the start.
-            smoothing: Steps over which it is smoothed; 0: not at all.
-            measure: Quantity of the curve: loss in nats, samples of all ranks per second, or milliseconds.
+        Over steps, or seconds since the start, and smoothed over ``smoothing`` steps; values are nats, samples of all
+        ranks per second, or milliseconds.
         """
         window = self.series.window("loss" if measure == "samples_per_s" else measure, columns)
         if not window.last_step:

@@ -111,10 +111,10 @@ class Follower:
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Follow a folder.
+        """Follow a folder, which may appear later.
 
         Args:
-            folder: it may appear later.
+            folder: the folder.
             suffix: of the files' names, with its dot.
             only: names without suffix; by default all.
             torn: whether to return unfinished lines as well.

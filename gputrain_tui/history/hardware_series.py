@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import nan
@@ -58,14 +59,9 @@ class TimeSeries:
             self._values = array("d", ((self._values[index] + self._values[index + 1]) / 2 for index in pairs))
 
     def columns(self, begin: float, end: float, count: int) -> list[float]:
-        """Return the mean in each column of a time span.
+        """Return the mean in each of ``count`` columns of a time span, Unix seconds.
 
         A column without points has the value of the last point before it, NaN where there is none.
-
-        Args:
-            begin: Unix seconds.
-            end: Unix seconds.
-            count: Columns.
         """
         found = [nan] * count
         if end <= begin:
@@ -93,7 +89,7 @@ class HardwareSeries:
         """Newest sample, Unix seconds."""
         self.hosts: dict[int, str] = {}
         self.gpu_of_rank: dict[int, tuple[int, int]] = {}
-        self._series: dict[SeriesKey, TimeSeries] = {}
+        self._series = defaultdict[SeriesKey, TimeSeries](TimeSeries)
 
     def apply(self, sample: NodeSample) -> None:
         """Apply a node's sample; quantities that it lacks are left out."""
@@ -117,9 +113,7 @@ class HardwareSeries:
     def _add(self, key: SeriesKey, time: float, value: float | None, limit: float | None) -> None:
         if value is None:
             return
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = TimeSeries()
+        series = self._series[key]
         series.limit = limit
         series.append(time, value)
 

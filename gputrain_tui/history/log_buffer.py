@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -145,25 +145,17 @@ class LogBuffer:
 
     def find(self, text: str, row: int, *, forward: bool) -> int | None:
         """Return the next row after or before ``row`` that contains a text, ignoring case and wrapping around."""
-        needle = text.encode("utf-8", "surrogateescape").lower()
-        count = self.rows
-        if not needle or not count:
-            return None
-        step = 1 if forward else -1
-        for distance in range(1, count + 1):
-            at = (row + step * distance) % count
-            if needle in self._lines[self.number(at) - self._first].lower():
-                return at
-        return None
+        part = text.encode("utf-8", "surrogateescape").lower()
+        return self._next(row, lambda index: part in self._lines[index].lower(), 1 if forward else -1) if part else None
 
     def find_of(self, names: Container[str], row: int) -> int | None:
         """Return the next row after ``row`` with a line of one of the files ``names``, wrapping around."""
+        return self._next(row, lambda index: self._names[index] in names)
+
+    def _next(self, row: int, matches: Callable[[int], bool], step: int = 1) -> int | None:
         count = self.rows
-        for distance in range(1, count + 1):
-            at = (row + distance) % count
-            if self._names[self.number(at) - self._first] in names:
-                return at
-        return None
+        rows = ((row + step * distance) % count for distance in range(1, count + 1))
+        return next((at for at in rows if matches(self.number(at) - self._first)), None)
 
     def _append_lines(self, name: str, lines: list[bytes], begin: int, *, ended: bool = True) -> int:
         """Append lines of a file from the offset ``begin`` on; return the offset of their end."""

@@ -75,12 +75,7 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    Those without a value come last in either direction.
-
-    Args:
-        entries: Newest first; runs of equal values stay in this order.
-        key: The column.
-        reverse: Whether to reverse the order.
+    Those without a value come last in either direction. Runs of equal values stay in their order.
 
     Raises:
         RequestError: there is no such column.

@@ -37,9 +37,6 @@ class RunListing:
     def read(self, *, now: float) -> Iterator[ListedRuns]:
         """Yield the newest runs, then again whenever twice as many are read, at last all of them.
 
-        Args:
-            now: Unix seconds, until which runs that have not ended have lasted.
-
         Raises:
             RequestError: the folder of the runs cannot be read.
         """

@@ -289,10 +289,7 @@ def smooth(values: list[float], span: float, steps_per_value: float) -> list[flo
 
     The average forgets by steps, not by values, so that it is the same at every width of a chart.
 
-    Args:
-        values: One for each ``steps_per_value`` steps; NaN is a gap.
-        span: Steps after which a value's weight has fallen to 1/e; 0: nothing is averaged.
-        steps_per_value: Steps that a value stands for.
+    ``span`` is the number of steps after which a value's weight has fallen to 1/e; 0: nothing is averaged.
 
     Source: Kingma and Ba, Adam, section 3 (the correction of the bias).
     """
@@ -302,10 +299,7 @@ def smooth(values: list[float], span: float, steps_per_value: float) -> list[flo
 def smooth_window(window: Window, span: float, lead: Window | None = None) -> Window:
     """Return a band and its median, smoothed alike: the median stays inside.
 
-    Args:
-        window: The band.
-        span: As in ``smooth``.
-        lead: The band right before it, from which the average is initialised.
+    ``lead`` is the band right before it, from which the average is initialised.
     """
     if not span:
         return window

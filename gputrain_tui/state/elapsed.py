@@ -8,10 +8,7 @@ from trainer.contract.record import Step
 def elapsed_s(*, started: float, until: float, measured_s: float | None) -> float:
     """Return how long a run has taken from its start to now or its end, waits in a queue included, seconds.
 
-    Args:
-        started: when it was started, Unix seconds.
-        until: now, or its end, likewise.
-        measured_s: the same time by a monotonic clock; None where it was not measured, as in older records.
+    ``measured_s`` is the same time by a monotonic clock; None where it was not measured.
     """
     return max(0.0, until - started if measured_s is None else measured_s)
 

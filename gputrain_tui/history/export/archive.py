@@ -99,13 +99,9 @@ class Archive:
         project: Path,
         advance: Callable[[int], None] = lambda _: None,
     ) -> Archived:
-        """Write the archive.
+        """Write the archive; ``advance`` is called with the number of bytes after each read.
 
-        Args:
-            file: the archive.
-            environment: variables whose values the run may have printed.
-            project: folder below which paths are shown.
-            advance: called with the number of bytes after each read.
+        ``environment`` has variables whose values the run may have printed; paths below ``project`` are shown.
 
         Raises:
             OSError: it cannot be written, or a file of the run cannot be read.

@@ -48,12 +48,7 @@ class EventFilter:
     """Filters the lines of a record, each to the same length, because the downsampled record counts bytes."""
 
     def __init__(self, allow: AllowList, *, texts: bool) -> None:
-        """Make a filter.
-
-        Args:
-            allow: knows the values that are hidden wherever they occur.
-            texts: whether texts are shown, with these values masked.
-        """
+        """Hide the values that ``allow`` hides wherever they occur; show texts, with these masked, if ``texts``."""
         self._allow = allow
         self._texts = texts
         self.left_out = 0

@@ -45,13 +45,7 @@ class RecordedSteps:
     """The recorded steps of some ranks of a run, up to the sizes that their files have at construction."""
 
     def __init__(self, run: Run, ranks: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Note how long each file is.
-
-        Args:
-            run: the run.
-            ranks: the wanted ranks, ascending.
-            advance: called with the number of bytes after each read.
-        """
+        """Note how long each file is; ``advance`` is called with the number of bytes after each read."""
         self.run = run
         self.ranks = ranks
         self.extents = {rank: RankExtent(rank=rank) for rank in ranks}
@@ -70,10 +64,7 @@ class RecordedSteps:
         paths = [path for path in map(self.run.dir.rank_events, self.ranks) if size_of(path)]
         heads = [decode_events(read_part(path, 0, READ_BYTES[0])) for path in paths]
         firsts = [events[0] for events in heads if events]
-        times = [
-            event.time - (event.step_ms or 0.0) * event.steps / 1e3 if type(event) is Step else event.time
-            for event in firsts
-        ]
+        times = [e.time - (e.step_ms or 0.0) * e.steps / 1e3 if type(e) is Step else e.time for e in firsts]
         return min([*times, self.run.status.started] if self.run.status.started else times, default=0.0)
 
     def of(self, rank: int, *, share: int = 1) -> Iterator[SingleStep]:

@@ -108,15 +108,9 @@ class TensorBoardSink:
     def __init__(
         self, run: RunDir, world_size: int, folder: Path, *, began: float, ended: float | None = None, ranks: int = 0
     ) -> None:
-        """Begin the files of a folder anew.
+        """Begin the files of a folder anew; the run's start, in Unix seconds, is part of their names.
 
-        Args:
-            run: the run's directory.
-            world_size: its number of ranks.
-            folder: folder of the event files.
-            began: start of the run, Unix seconds; part of the files' names.
-            ended: its end, likewise.
-            ranks: number of ranks that are written; by default all.
+        ``ranks`` is the number of ranks that are written; by default all.
 
         Raises:
             MachineNotReadyError: the package is not installed.
