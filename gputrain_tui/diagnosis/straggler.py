@@ -180,13 +180,7 @@ def _symptom(
         step=step,
         message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step ({percent(share)} of a step), "
         f"{cause.because}",
-        evidence={
-            "excess_ms": late_ms,
-            "excess_share": share,
-            "threshold_ms": threshold,
-            **evidence,
-            **cause.evidence,
-        },
+        evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence, **cause.evidence},
         advice=ADVICE[cause.name],
     )
 

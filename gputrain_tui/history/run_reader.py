@@ -38,11 +38,7 @@ class RunReader:
     """Maximum of one poll, about 20 ms of work; exceeded when very many files have a backlog."""
 
     def __init__(
-        self,
-        run: RunDir,
-        *,
-        begin: Mapping[str, int] | None = None,
-        now: Callable[[], float] = time.time,
+        self, run: RunDir, *, begin: Mapping[str, int] | None = None, now: Callable[[], float] = time.time
     ) -> None:
         """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
         self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
