@@ -78,11 +78,11 @@ class Diagnosis:
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
         """Return all symptoms that are present now; a check that fails does not keep the others from being made."""
-        found: list[Symptom] = []
+        symptoms: list[Symptom] = []
         added = self._attempt("the comparison of ranks", lambda: self._new_rows(state))
         for name, check in self._checks(state, now, added).items():
-            found += self._attempt(name, check) or ()
-        return found
+            symptoms += self._attempt(name, check) or ()
+        return symptoms
 
     def _attempt(self, name: str, check: Callable[[], Sequence[T]]) -> Sequence[T] | None:
         """Return the result of a check; None if it fails, or has failed before."""
@@ -91,8 +91,8 @@ class Diagnosis:
         try:
             return check()
         except Exception as error:  # noqa: BLE001 - a defect of one check must not end the others
-            place = extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+            frame = extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
             self._failed[name] = f"{name} is no longer checked: {type(error).__name__}: {error} ({where})"
             return None
 

@@ -22,8 +22,8 @@ def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     usual_ms = base_ms(window)
     if usual_ms <= 0.0:
         return []
-    found = [_input(window, usual_ms), _communication(state, window)]
-    return [symptom for symptom in found if symptom is not None]
+    symptoms = (_input(window, usual_ms), _communication(state, window))
+    return [symptom for symptom in symptoms if symptom is not None]
 
 
 def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:

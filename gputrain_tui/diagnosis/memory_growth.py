@@ -71,15 +71,15 @@ class MemoryGrowth:
             kept = self._hosts.setdefault(node, deque(maxlen=limit.FORECAST_SAMPLES))
             if sample.memory_used_bytes is not None and (not kept or kept[-1][0] != sample.time):
                 kept.append((sample.time, sample.memory_used_bytes))
-        found = []
+        worst = []
         for view in state.ranks.values():
             candidates = (
                 self._symptom(state, view, "process", view.rss_bytes),
                 self._symptom(state, view, "GPU", view.gpu_bytes),
             )
             if symptoms := [symptom for symptom in candidates if symptom is not None]:
-                found.append(max(symptoms, key=lambda symptom: symptom.value))
-        return found
+                worst.append(max(symptoms, key=lambda symptom: symptom.value))
+        return worst
 
     def _symptom(
         self, state: RunState, view: RankView, memory: str, samples: deque[tuple[float, int]]

@@ -125,7 +125,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
     missing = awaited_ranks(state, exclude=left_behind)
     if missing:
-        found = []
+        symptoms = []
         for view in missing:
             threshold_s = _stall_threshold_s(state, [view]) or (
                 limit.NEW_STAGE_BUSY_S if _busy_or_idle(view) == "busy" else limit.NEW_STAGE_IDLE_S
@@ -133,8 +133,8 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
             if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
                 threshold_s = max(threshold_s, limit.NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
             if silences[view.rank] >= threshold_s / 2:
-                found.append(_behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1))
-        return found
+                symptoms.append(_behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1))
+        return symptoms
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
         return _idle_symptoms(running, activity, now, state.silence_changed_at)

@@ -43,7 +43,7 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
     merged = short < WINDOW_ROWS and len(rows) >= short + earlier_rows and not uneven
     known = len(rows) >= limit.MIN_STRAGGLER_ROWS
     waits = _core_wait_excess(rows)
-    found = []
+    symptoms = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
         if merged and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
@@ -57,8 +57,8 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
             symptom = _core_wait_symptom(rows[-limit.CORE_WAIT_ROWS :], rank, index, waits[index]) or symptom
         if symptom is not None:
-            found.append(symptom)
-    return found
+            symptoms.append(symptom)
+    return symptoms
 
 
 def _short_window(rows: Sequence[StepRow]) -> int:

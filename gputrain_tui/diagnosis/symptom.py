@@ -19,12 +19,12 @@ class Symptom(Finding, kw_only=True, tag="symptom"):
 
     def finding(self, view: RankView | None, now: float) -> Finding:
         """Return the finding; ``view``: its rank."""
-        found = Finding(**{name: getattr(self, name) for name in Finding.__struct_fields__})
-        found.time = now
-        found.evidence = {name: round(value, 4) for name, value in self.evidence.items()}
+        finding = Finding(**{name: getattr(self, name) for name in Finding.__struct_fields__})
+        finding.time = now
+        finding.evidence = {name: round(value, 4) for name, value in self.evidence.items()}
         if self.host is None and view is not None:
-            found.host, found.device = view.host, view.device
-        return found
+            finding.host, finding.device = view.host, view.device
+        return finding
 
 
 def percent(share: float) -> str:

@@ -38,12 +38,12 @@ def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
     """Return the keys with different values, defaults included, in the order of a recipe."""
     all_values = [recipe_values(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in all_values for key in values)
-    found = []
+    different = []
     for key in sorted(keys, key=_key_order(all_values)):
         texts = tuple(value_text(values.get(key)) for values in all_values)
         if len(set(texts)) > 1:
-            found.append(RecipeDifference(key=key, values=texts))
-    return found
+            different.append(RecipeDifference(key=key, values=texts))
+    return different
 
 
 def _key_order(all_values: Sequence[dict[str, Any]]) -> Any:

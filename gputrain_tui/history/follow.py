@@ -182,11 +182,11 @@ class Follower:
         self._changed, self._listed_at = changed, now
         try:
             with os.scandir(self._folder) as entries:
-                found = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
+                names = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
         except OSError:  # it is no folder, or may not be read
             return
         known = self._files
-        for name in sorted(found, key=by_rank):
+        for name in sorted(names, key=by_rank):
             stem = name[: -len(self._suffix)]
             if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(
@@ -196,7 +196,7 @@ class Follower:
                 )
                 known[stem].offset = self._begin.get(stem, 0)
                 if self._last_bytes is not None:
-                    known[stem].skip(max(MIN_TAIL_BYTES, self._last_bytes // len(found)))
+                    known[stem].skip(max(MIN_TAIL_BYTES, self._last_bytes // len(names)))
 
 
 def by_rank(name: str) -> tuple[bool, int, str]:

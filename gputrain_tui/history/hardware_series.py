@@ -63,19 +63,19 @@ class TimeSeries:
 
         A column without points has the value of the last point before it, NaN where there is none.
         """
-        found = [nan] * count
+        means = [nan] * count
         if end <= begin:
-            return found
+            return means
         for column in range(count):
             low = bisect_left(self._times, begin + (end - begin) * column / count)
             high = bisect_left(self._times, begin + (end - begin) * (column + 1) / count)
             if column == count - 1:
                 high = len(self._times)
             if high > low:
-                found[column] = sum(self._values[low:high]) / (high - low)
+                means[column] = sum(self._values[low:high]) / (high - low)
             elif low:
-                found[column] = self._values[low - 1]
-        return found
+                means[column] = self._values[low - 1]
+        return means
 
 
 class HardwareSeries:

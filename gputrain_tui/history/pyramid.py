@@ -204,13 +204,13 @@ class RankFrames:
             if covers and sum(first <= frame.last_step and frame.first_step <= last for frame in level) <= most:
                 chosen = index
                 break
-        found: list[Frame] = []
+        frames: list[Frame] = []
         done = first - 1
         for index in range(chosen, -1, -1):
-            found += [frame for frame in self._levels[index] if frame.last_step > done and frame.first_step <= last]
-            if found:
-                done = max(done, found[-1].last_step)
-        return found
+            frames += [frame for frame in self._levels[index] if frame.last_step > done and frame.first_step <= last]
+            if frames:
+                done = max(done, frames[-1].last_step)
+        return frames
 
     @property
     def _first_step(self) -> int:

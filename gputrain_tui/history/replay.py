@@ -57,15 +57,15 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     ranks = sorted((name for name in sizes if name.isdecimal() and int(name) < world_size), key=by_rank)
     tail = max(MIN_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
     level = next((level for level in LEVELS if total / level <= MAX_BYTES_PER_BLOCK_EVENT), LEVELS[-1])
-    found = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
-    ends = [blocks[-1].step for blocks in found.values() if blocks]
+    blocks_by_name = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
+    ends = [blocks[-1].step for blocks in blocks_by_name.values() if blocks]
     if not ends or len(ends) < len(ranks):
         return None
     common = min(ends)  # single events of all ranks begin at about the same step
     files: list[list[AnyEvent | DownsampledBlock]] = []
     begin = {}
     for name in ranks:
-        blocks = _until(found[name], common)
+        blocks = _until(blocks_by_name[name], common)
         if not blocks:
             return None
         begin[name] = blocks[-1].end

@@ -15,8 +15,8 @@ Entry = Mapping[str, Any]
 
 def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
     def value(entry: Entry) -> Value:
-        found = entry[name]
-        return " ".join(found) if isinstance(found, list | tuple) else found
+        cell = entry[name]
+        return " ".join(cell) if isinstance(cell, list | tuple) else cell
 
     return FilterColumn(key=key, is_number=is_number, value=value)
 

@@ -49,12 +49,12 @@ def parent_of(run: Run) -> Run | None:
 
 def ancestors_of(run: Run) -> list[Run]:
     """Return the parent of ``run``, the parent's parent and so on, each once."""
-    found: list[Run] = []
-    while (parent := parent_of(found[-1] if found else run)) is not None:
-        if parent.id == run.id or any(parent.id == known.id for known in found):
+    ancestors: list[Run] = []
+    while (parent := parent_of(ancestors[-1] if ancestors else run)) is not None:
+        if parent.id == run.id or any(parent.id == known.id for known in ancestors):
             break  # a copied folder
-        found.append(parent)
-    return found
+        ancestors.append(parent)
+    return ancestors
 
 
 ARCHIVES = (".tar.gz", ".tgz")
@@ -204,8 +204,8 @@ def open_directory(path: Path) -> Run:
         RequestError: it is no run directory.
     """
     path = path.absolute()
-    if (found := open_run(path)) is not None:
-        return found
+    if (run := open_run(path)) is not None:
+        return run
     directory = RunDir(path)
     files = [file for file in directory.events.glob("*.ndjson") if file.stem.isdecimal()]
     if not files:
@@ -254,8 +254,8 @@ def _by_second(folder: Path, names: Iterable[str]) -> list[list[str]]:
 
 
 def _read_group(folder: Path, names: Sequence[str]) -> list[Run | UnreadableRun]:
-    found = [run for name in names if (run := read_run(folder / name)) is not None]
-    return sorted(found, key=lambda run: (run.status.started if isinstance(run, Run) else 0.0, run.id), reverse=True)
+    runs = [run for name in names if (run := read_run(folder / name)) is not None]
+    return sorted(runs, key=lambda run: (run.status.started if isinstance(run, Run) else 0.0, run.id), reverse=True)
 
 
 def read_run(path: Path) -> Run | UnreadableRun | None:
@@ -300,7 +300,7 @@ def find(wanted: str, root: Path | None = None) -> Run:
         chosen = [wanted] if wanted in names else [name for name in names if wanted and name.startswith(wanted)]
         fitting = (run for each in _by_second(folder, chosen) for run in _read_group(folder, each))
     broken: UnreadableRun | None = None
-    found: list[Run] = []
+    matches: list[Run] = []
     shown_matches = 4  # runs that a message names at most
     for run in fitting:
         if isinstance(run, UnreadableRun):
@@ -308,14 +308,14 @@ def find(wanted: str, root: Path | None = None) -> Run:
         elif wanted == "last":
             return run
         else:
-            found.append(run)
-        if len(found) > shown_matches:
+            matches.append(run)
+        if len(matches) > shown_matches:
             break
-    if len(found) == 1:
-        return found[0]
-    if found:
-        shown = ", ".join(run.id for run in found[:shown_matches])
-        count, more = (len(found), "") if len(found) <= shown_matches else (f"more than {shown_matches}", ", …")
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(run.id for run in matches[:shown_matches])
+        count, more = (len(matches), "") if len(matches) <= shown_matches else (f"more than {shown_matches}", ", …")
         raise RequestError(f"{quoted(wanted)} matches {count} runs: {shown}{more}")
     if broken is not None:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")

@@ -47,9 +47,9 @@ class RunListing:
         unreadable: list[Summary] = []
         ended: dict[str, tuple[int, Summary]] = {}
         for names in seconds:
-            found = [summary for name in names if (summary := self._summary(folder, name, ended, now)) is not None]
-            found.sort(key=lambda summary: (summary["started"] or 0.0, summary["id"]), reverse=True)
-            for summary in found:
+            summaries = [summary for name in names if (summary := self._summary(folder, name, ended, now)) is not None]
+            summaries.sort(key=lambda summary: (summary["started"] or 0.0, summary["id"]), reverse=True)
+            for summary in summaries:
                 (unreadable if summary["state"] == UNREADABLE else readable).append(summary)
             unread -= len(names)
             if len(readable) >= shown and unread:

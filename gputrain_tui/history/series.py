@@ -233,10 +233,10 @@ class Series:
         self.version += 1
 
     def _add_band(
-        self, metric: BandMetric, step: int, found: list[float | None], blocks: list[DownsampledBlock]
+        self, metric: BandMetric, step: int, measured: list[float | None], blocks: list[DownsampledBlock]
     ) -> array[float] | None:
         """Add one point to a metric's band; return the ranks' values, None where no rank has one."""
-        values = [nan if value is None else value for value in found]
+        values = [nan if value is None else value for value in measured]
         ordered = sorted(values)
         if not isfinite(sum(ordered)):
             ordered = sorted(value for value in values if isfinite(value))

@@ -14,8 +14,8 @@ SIGNAL = re.compile(r"\bSIG[A-Z0-9]+\b|\bsignal \d+\b")
 def failure_words(failure: Failure) -> str:
     """Return the kind of a failure in words, such as ``out of memory``; of a signal with its name."""
     if failure.kind == "signal":
-        found = SIGNAL.search(failure.message)
-        return f"killed ({found[0]})" if found else "killed"
+        signal = SIGNAL.search(failure.message)
+        return f"killed ({signal[0]})" if signal else "killed"
     return "exited" if failure.kind == "exit" else failure.kind.replace("_", " ")
 
 
@@ -108,9 +108,9 @@ def marking(findings: Iterable[Finding]) -> list[Finding]:
 
 def run_mark(findings: Iterable[Finding]) -> str:
     """Return standing findings in a few words, such as ``NaN since step 60 on rank 1``; empty without any."""
-    if not (marks := marking(findings)):
+    if not (standing := marking(findings)):
         return ""
-    first, *others = marks
+    first, *others = standing
     more = f" and {len(others):,} more finding{'s' * (len(others) > 1)}" if others else ""
     return f"{_state(first)}{more}"
 

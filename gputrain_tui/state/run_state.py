@@ -215,9 +215,9 @@ class RunState:
     @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
-        found = {rank for _, rank in self.findings if rank is not None}
+        named = {rank for _, rank in self.findings if rank is not None}
         failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
-        return found.union(failed)
+        return named.union(failed)
 
     def lateness(self) -> dict[int, float]:
         """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
@@ -238,8 +238,8 @@ class RunState:
         late = self.lateness()
         if len(late) < 2:
             return None
-        found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
-        rank = max(found or late, key=lambda r: (late[r], -r))
+        stragglers = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
+        rank = max(stragglers or late, key=lambda r: (late[r], -r))
         return rank, late[rank]
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Any, Protocol
 
-from gputrain_tui.history.export.extent import RankExtent
-from gputrain_tui.history.export.steps import RankReading, SingleStep
+from gputrain_tui.history.export.steps import RankExtent, SingleStep
 from gputrain_tui.history.export.tensorboard_folder import hyper_parameters, over_ranks, validation_scalars
 from gputrain_tui.history.follow import Follower
 from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, decode_events
@@ -82,25 +81,25 @@ class LiveScalars:
         self._sink = sink
         self.ended = False
         """Whether the record has the end of the run."""
-        self._readings: dict[int, RankReading] = {}
+        self._readings: dict[int, RankExtent] = {}
         self._rows: dict[tuple[int, int], dict[int, SingleStep]] = {}
         """Steps that only some ranks have recorded so far: by attempt and number, then by rank."""
         self._order: list[tuple[int, int]] = []
 
     def poll(self) -> bool:
         """Forward the appended values; return whether any file has grown."""
-        found = False
+        has_grown = False
         # Bytes read between two commits; decoded events take about twenty times as much memory.
         budget_bytes = 1 << 20
         for name, lines in self._follower.poll(budget_bytes):
-            found = True
+            has_grown = True
             events = decode_events(lines, self._world_size)
             if name == "run":
                 for event in events:
                     self.ended = isinstance(event, RunEnded) or (self.ended and not isinstance(event, RunStarted))
             elif name.isdecimal():
                 rank = int(name)
-                reading = self._readings.setdefault(rank, RankReading(RankExtent(rank=rank)))
+                reading = self._readings.setdefault(rank, RankExtent(rank=rank))
                 for event in events:
                     if isinstance(event, Step):
                         for single in reading.step(event):
@@ -109,7 +108,7 @@ class LiveScalars:
                         self._sink.validation(event)
                     else:
                         reading.note(event)
-        return found
+        return has_grown
 
     def finish(self) -> None:
         """Forward the steps that some ranks never made; the record has ended."""

@@ -62,8 +62,8 @@ class EventFile:
 
     def scalars(self, values: Mapping[str, float], *, step: int, time: float) -> None:
         if values:
-            found = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._write(self._event(wall_time=time, step=step, summary=self._summary(value=found)))
+            entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._write(self._event(wall_time=time, step=step, summary=self._summary(value=entries)))
 
     def single_step(self, values: Mapping[str, float], single: SingleStep) -> None:
         """Write a step; after a restart TensorBoard drops the values of this one and later ones written before."""
@@ -218,14 +218,14 @@ def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float
 
 def hyper_parameters(run: RunDir, world_size: int) -> dict[str, bool | float | str]:
     """Return the world size and, if the recipe can be read, its options by name."""
-    found: dict[str, bool | float | str] = {"world_size": world_size}
+    parameters: dict[str, bool | float | str] = {"world_size": world_size}
     try:
         recipe = tomllib.loads(read_whole(run.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
-        return found
+        return parameters
     shown = AllowList({}, Path.cwd()).recipe(recipe)
     for table in ("train", "task"):
         options = shown.get(table)
         for name, value in options.items() if isinstance(options, dict) else ():
-            found[f"{table}.{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            parameters[f"{table}.{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return parameters

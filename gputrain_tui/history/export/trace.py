@@ -147,11 +147,11 @@ class _RankTimeline:
         yield from self._synchronisation(step, sync_end)
 
     @staticmethod
-    def _widths(phases_ms: dict[str, float], room: float) -> dict[str, float]:
+    def _widths(phases_ms: dict[str, float], available: float) -> dict[str, float]:
         """Return the width of each phase in microseconds; means are narrowed where a step is shorter than their sum."""
-        own = min(phases_ms.get("sync_exposed_ms", 0.0) * 1e3, room)
+        own = min(phases_ms.get("sync_exposed_ms", 0.0) * 1e3, available)
         others = sum(value for name, value in phases_ms.items() if name != "sync_exposed_ms") * 1e3
-        narrowed = min(1.0, (room - own) / others) if others else 1.0
+        narrowed = min(1.0, (available - own) / others) if others else 1.0
         return {name: own if name == "sync_exposed_ms" else value * 1e3 * narrowed for name, value in phases_ms.items()}
 
     def _synchronisation(self, step: Step, end: float) -> Iterator[dict[str, Any]]:
@@ -168,8 +168,8 @@ class _RankTimeline:
         last = end - buckets[-1] if buckets else start  # start of the last bucket
         for index, width in enumerate(buckets):
             thread = FIRST_BUCKET_THREAD + index
-            place = index / (len(buckets) - 1) if len(buckets) > 1 else 1.0
-            begin = max(start + (last - start) * place, self._ends.get(thread, 0))
+            share = index / (len(buckets) - 1) if len(buckets) > 1 else 1.0
+            begin = max(start + (last - start) * share, self._ends.get(thread, 0))
             until = min(begin + width, end)
             if until > begin:
                 yield self._slice(
