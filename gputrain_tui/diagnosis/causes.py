@@ -107,10 +107,9 @@ def _lower_clock(state: RunState, rank: int, on_device_ms: float, least_ms: floa
     if gpu.sm_clock_mhz >= usual or on_device_ms * (1 - gpu.sm_clock_mhz / usual) < least_ms:
         return None
     evidence = {"sm_clock_mhz": float(gpu.sm_clock_mhz), "usual_sm_clock_mhz": float(usual)}
-    if gpu.temperature_celsius is not None:
-        evidence["temperature_celsius"] = gpu.temperature_celsius
-    if gpu.power_watts is not None:
-        evidence["power_watts"] = gpu.power_watts
+    for name in ("temperature_celsius", "power_watts"):
+        if (value := getattr(gpu, name)) is not None:
+            evidence[name] = value
     at = f" ({gpu.sm_clock_mhz} MHz, the others {usual:.0f} MHz)"
     heat = any(reason.startswith("thermal") for reason in gpu.throttle_reasons)
     name = "gpu_thermal" if heat else "gpu_clock"

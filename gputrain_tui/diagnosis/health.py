@@ -13,7 +13,7 @@ from gputrain_tui.diagnosis.statistics import jitter, spread
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.record_watch import RECORD_LAG_S
+from gputrain_tui.state.standstill import RECORD_LAG_S
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Step
 

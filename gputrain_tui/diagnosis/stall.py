@@ -17,7 +17,7 @@ from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.record_watch import RecordWatch
+from gputrain_tui.state.standstill import RecordWatch
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -406,10 +406,9 @@ def _evidence(view: RankView, silence_s: float) -> dict[str, float]:
     evidence = {"silent_s": silence_s, "last_step": float(view.step)}
     if steps_s := _step_s([view]):
         evidence["usual_step_s"] = median(steps_s)
-    if view.process is not None and view.process.cpu_percent is not None:
-        evidence["cpu_percent"] = view.process.cpu_percent
-    if view.process is not None and view.process.wait_percent is not None:
-        evidence["core_wait_percent"] = view.process.wait_percent
-    if view.gpu is not None and view.gpu.utilization_percent is not None:
-        evidence["gpu_percent"] = view.gpu.utilization_percent
-    return evidence
+    measured = {
+        "cpu_percent": getattr(view.process, "cpu_percent", None),
+        "core_wait_percent": getattr(view.process, "wait_percent", None),
+        "gpu_percent": getattr(view.gpu, "utilization_percent", None),
+    }
+    return evidence | {name: value for name, value in measured.items() if value is not None}

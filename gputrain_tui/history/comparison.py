@@ -35,25 +35,12 @@ class RecipeDifference:
 
 
 def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
-    """Return the keys with different values, defaults included, in the order of a recipe."""
+    """Return the keys with different values, defaults included, by table and in the order of a recipe."""
     all_values = [recipe_values(recipe) for recipe in recipes]
-    keys = dict.fromkeys(key for values in all_values for key in values)
-    different = []
-    for key in sorted(keys, key=_key_order(all_values)):
-        texts = tuple(value_text(values.get(key)) for values in all_values)
-        if len(set(texts)) > 1:
-            different.append(RecipeDifference(key=key, values=texts))
-    return different
-
-
-def _key_order(all_values: Sequence[dict[str, Any]]) -> Any:
-    """Return a sort key function: by table, then by position in the first recipe that has the key."""
     tables = ("name", "cluster", "slurm", "task", "train")
-    order: dict[str, int] = {}
-    for values in all_values:
-        for number, key in enumerate(values):
-            order.setdefault(key, number)
-    return lambda key: (tables.index(key.partition(".")[0]), order[key])
+    keys = sorted({key: None for values in all_values for key in values}, key=lambda k: tables.index(k.split(".")[0]))
+    rows = [(key, tuple(value_text(values.get(key)) for values in all_values)) for key in keys]
+    return [RecipeDifference(key=key, values=texts) for key, texts in rows if len(set(texts)) > 1]
 
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:

@@ -53,11 +53,8 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
     all_sums = [sums for _, _, sums in reporting]
     timed_steps = sum(sums.timed_steps for sums in all_sums)
     synced_steps = sum(sums.synced_steps for sums in all_sums)
-    rates = _throughput([(view, sums) for view, _, sums in reporting])
     return RunFigures(
-        samples_per_s=rates.samples_per_s,
-        tokens_per_s=rates.tokens_per_s,
-        mfu=rates.mfu,
+        **vars(_throughput([(view, sums) for view, _, sums in reporting])),
         step=step,
         epoch=epoch,
         loss=mean_loss(

@@ -11,7 +11,7 @@ from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
 from gputrain_tui.diagnosis.statistics import excess, jitter, midmean, quantile, spread
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
-from gputrain_tui.state.record_watch import RECORD_LAG_S
+from gputrain_tui.state.standstill import RECORD_LAG_S
 from trainer.contract.record import (
     Checksum,
     Doing,
