@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from statistics import fmean, median, median_low
@@ -54,24 +55,21 @@ class StepPhases(NamedTuple):
         return self.optimizer + self.other + self.data + self.h2d + self.core_wait_before
 
 
+@dataclass(eq=False)
 class StepRow:
     """The phases of all ranks at one step, or their means over the steps of one event."""
 
-    def __init__(
-        self, step: int, all_phases: Sequence[StepPhases], waits: Sequence[tuple[float, ...]], steps: int = 1
-    ) -> None:
-        self.step = step
-        """Number of the step; of the last one where the row covers several."""
-        self.steps = steps
-        """Number of steps that it covers."""
-        self.phases = all_phases
-        """Phases of each rank, in the order of the ranks."""
-        self.waits = waits
-        """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
-        self.straggling = False
-        """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
-        self._sorted: dict[str, list[float]] = {}
-        self._without_wait: tuple[object, StepRow] | None = None
+    step: int
+    """Number of the step; of the last one where the row covers several."""
+    phases: Sequence[StepPhases]
+    """In the order of the ranks."""
+    waits: Sequence[tuple[float, ...]]
+    """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
+    steps: int = 1
+    straggling: bool = False
+    """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
+    _sorted: dict[str, list[float]] = field(default_factory=dict)
+    _without_wait: tuple[object, StepRow] | None = None
 
     @cached_property
     def synced(self) -> bool:
@@ -165,8 +163,7 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            row = StepRow(self.step, all_phases, self.waits, self.steps)
-            row.straggling = self.straggling
+            row = StepRow(self.step, all_phases, self.waits, self.steps, self.straggling)
             self._without_wait = key, row
         return self._without_wait[1]
 

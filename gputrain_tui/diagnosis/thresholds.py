@@ -30,9 +30,7 @@ MIN_AGREEING_SHARE = threshold(0.75, "share", "a_delay_in_one_part_names_rank_an
 
 # ------------------------------------------------------------ the rows of steps
 
-HISTORY = threshold(
-    128, "events", "a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does"
-)
+HISTORY = threshold(128, "events", "a_core_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does")
 """Step events per rank that the run state must keep, and rows kept here: ten windows for the noise of earlier steps."""
 WARM_UP_STEPS = threshold(5, "steps", "a_rank_that_is_slow_from_the_first_step_is_found")
 """First steps of a start that are skipped: caches and allocators fill, DDP rebuilds its buckets."""
@@ -42,13 +40,9 @@ WARM_UP_STEPS = threshold(5, "steps", "a_rank_that_is_slow_from_the_first_step_i
 
 WINDOW_ROWS = threshold(12, "rows", "a_cause_is_named_only_when_it_covers_four_fifths")
 """Rows over which medians are compared: a slow rank is in more than half of them after seven steps."""
-SHORT_WINDOW_ROWS = threshold(
-    6, "rows", "a_rank_many_times_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones"
-)
+SHORT_WINDOW_ROWS = threshold(6, "rows", "a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones")
 """Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late."""
-OVERWHELMING_SHARE = threshold(
-    0.5, "share", "a_rank_many_times_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones"
-)
+OVERWHELMING_SHARE = threshold(0.5, "share", "a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones")
 """Lateness as a share of a step from which the others wait longer than they work."""
 MIN_STRAGGLER_ROWS = threshold(20, "rows", "a_rank_that_is_slow_from_the_first_step_is_found")
 """Rows before the first finding, to estimate the noise."""
@@ -63,16 +57,12 @@ SUSTAINED_WINDOWS = threshold(4, "windows", "a_little_lateness_must_last_longer_
 UNEXPLAINED_WINDOWS = threshold(2, "windows", "a_rank_slower_in_every_phase_is_not_attributed_to_its_longest_phase")
 """Windows in a row that must show lateness without a cause. When all work of a CPU rank takes longer, its core is
 slower: other processes or guests of the host cause that for a second or two now and then."""
-UNEXPLAINED_S = threshold(
-    5.0, "s", "a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does"
-)
+UNEXPLAINED_S = threshold(5.0, "s", "a_core_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does")
 """Minimum duration of a lateness without a cause of a rank on a CPU, for however many steps: as above."""
 NOISE_SIGMAS = threshold(6.0, "deviations", "lateness_counts_by_the_deviation_of_a_windows_median")
 """Threshold in standard errors of the window's median, estimated from successive differences, and in deviations of the
 medians of earlier windows, which include noise in bursts."""
-MIN_NOISE_BLOCKS = threshold(
-    4, "blocks", "a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier"
-)
+MIN_NOISE_BLOCKS = threshold(4, "blocks", "a_part_that_stands_out_of_its_noise_is_found_where_other_parts_are_noisier")
 """Earlier windows needed to estimate the deviation of their medians."""
 CORE_WAIT_ROWS = threshold(8 * WINDOW_ROWS, "rows", "a_rank_that_shares_its_core_is_found_to_wait_for_it")
 """Rows in which a rank must have waited for a core: bursts of other work on the machine are shorter."""
@@ -95,9 +85,7 @@ NEGLIGIBLE_SHARE = threshold(0.05, "share", "a_rank_slower_in_every_phase_is_not
 
 MIN_LEAD_SHARE = threshold(0.05, "share", "who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow")
 """Share of a step by which the leader must begin its forward pass later than the first rank."""
-MAX_LEAD_DEVIATION_SHARE = threshold(
-    0.20, "share", "without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named"
-)
+MAX_LEAD_DEVIATION_SHARE = threshold(0.20, "share", "two_ranks_that_are_slow_in_two_ways_are_both_named")
 """Maximum difference between a follower's extra forward time and its lead, as a share of the lead (medians)."""
 
 
@@ -133,21 +121,13 @@ BOUND_CRITICAL_SHARE = threshold(0.60, "share", "waiting_for_data_on_all_ranks_i
 
 # ------------------------------------------------------------ waits for cores
 
-CORE_WAIT_SAMPLES = threshold(
-    10, "samples", "a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set"
-)
+CORE_WAIT_SAMPLES = threshold(10, "samples", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Samples, one a second, over which medians are taken: other work takes cores for some seconds now and then."""
-MIN_CORE_WAIT_SHARE = threshold(
-    0.25, "share", "a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set"
-)
+MIN_CORE_WAIT_SHARE = threshold(0.25, "share", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Share of time in which the ranks' main threads are ready to run without a core, for a finding."""
-CRITICAL_CORE_WAIT_SHARE = threshold(
-    0.5, "share", "a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set"
-)
+CRITICAL_CORE_WAIT_SHARE = threshold(0.5, "share", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """That share for a critical finding."""
-MIN_THREAD_EXCESS = threshold(
-    1.1, "ratio", "a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set"
-)
+MIN_THREAD_EXCESS = threshold(1.1, "ratio", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Minimum ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
 MIN_OTHERS_SHARE = threshold(0.25, "share", "no_advice_is_given_that_is_followed_already")
 """Share of the cores from which other processes are mentioned."""
@@ -157,9 +137,7 @@ MIN_OTHERS_SHARE = threshold(0.25, "share", "no_advice_is_given_that_is_followed
 
 MIN_EARLIER_EVENTS = threshold(20, "events", "a_jump_of_the_loss_counts_by_its_height")
 """Step events that must precede a jump of the loss for a finding."""
-MIN_NON_FINITE_NORMS = threshold(
-    3, "events", "a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_stay_so_are"
-)
+MIN_NON_FINITE_NORMS = threshold(3, "events", "a_step_that_a_loss_scaler_skips_is_none_and_gradients_that_stay_so_are")
 """Non-finite gradient norms in a row for a finding: a loss scaler skips some steps, on overflow."""
 SPIKE_EVENTS = threshold(3, "events", "a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not")
 """Step events that a jump must last: a single hard batch is no finding."""
@@ -202,9 +180,7 @@ MIN_STALL_S = threshold(10.0, "s", "a_rank_that_does_no_step_while_the_others_wa
 """Minimum threshold: machines pause up to this long without fault (a slow disk, a suspended guest)."""
 MIN_STOPPED_S = threshold(3.0, "s", "a_stopped_process_is_reported_soon_with_the_command_that_continues_it")
 """Threshold for a stopped process (state T), which does not go on by itself."""
-STAY_MULTIPLE = threshold(
-    4.0, "ratio", "in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others_is_named"
-)
+STAY_MULTIPLE = threshold(4.0, "ratio", "in_a_validation_the_rank_that_takes_several_times_as_long_is_named")
 """Threshold as a multiple of the longest stay in the same stage so far."""
 STEP_MULTIPLE = threshold(20.0, "ratio", "patience_grows_with_the_length_of_steps")
 """Threshold as a multiple of the median step, for a rank that trains."""

@@ -221,7 +221,7 @@ def test_a_cause_is_weighed_against_the_lateness_of_the_same_steps() -> None:
     assert summaries(run.steps(60, uneven)) == [("straggler", "raised", 1, "unattributed")]
 
 
-def test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
+def test_a_core_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does() -> None:
     """As other guests of a host make it: each part longer, a few seconds at a time."""
     all_longer = {"forward": 12.0, "backward": 14.0, "optimizer": 4.0}
     run = SimulatedRun(2)
@@ -311,7 +311,7 @@ def test_lateness_counts_by_the_deviation_of_a_windows_median(late_ms: float, is
 
 
 @pytest.mark.parametrize("part", ["data", "optimizer"])
-def test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier(part: str) -> None:
+def test_a_part_that_stands_out_of_its_noise_is_found_where_other_parts_are_noisier(part: str) -> None:
     """As where other guests of the host take uncounted time, which mostly hits the longest parts."""
     dice = random.Random(3)
 
@@ -349,7 +349,7 @@ def test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow(ra
     assert summaries(run.steps(40)) == [("straggler", "cleared", slow, part)]
 
 
-def test_without_a_broadcast_two_ranks_that_are_slow_in_two_ways_are_both_named() -> None:
+def test_two_ranks_that_are_slow_in_two_ways_are_both_named() -> None:
     run = SimulatedRun(4)
     run.steps(60)
     found = run.steps(20, lambda _step, rank: ({}, {"data": 30.0}, {"forward": 39.0}, {})[rank])
@@ -450,7 +450,7 @@ def test_events_that_cover_several_steps_give_the_same_findings(steps: int) -> N
     ]
 
 
-def test_a_rank_many_times_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones() -> None:
+def test_a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones() -> None:
     run = SimulatedRun(2)
     assert covering(run, 60, 25) == []
     slow = late(1, first=run.step + 1, forward=200.0)
@@ -701,7 +701,7 @@ def test_the_first_rank_that_is_not_finite_stays_the_one_that_is_named() -> None
     assert found[0].message.startswith("the loss of rank 1 has been NaN or infinite since step 41")
 
 
-def test_a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_stay_so_are() -> None:
+def test_a_step_that_a_loss_scaler_skips_is_none_and_gradients_that_stay_so_are() -> None:
     run = SimulatedRun(2)
     run.steps(40)
     for _ in range(3):
@@ -938,7 +938,7 @@ def wait_for_all(run: SimulatedRun, *ranks: int, after_s: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("took_s", [1.0, 30.0])
-def test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others_is_named(took_s: float) -> None:
+def test_in_a_validation_the_rank_that_takes_several_times_as_long_is_named(took_s: float) -> None:
     run = SimulatedRun(3)
     run.steps(40)
     enter(run, "validating", 0, 1, 2)
