@@ -49,14 +49,24 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
     findings = status.findings if status.status in ENDED else marking(standing_findings(run.dir))
     is_lost = run.state not in ENDED and run.state != status.status
     tested = status.tested
-    derived = {
+    return {
         "id": run.id,
         "state": run.state,
+        "recipe": status.recipe,
+        "world_size": status.world_size,
         "step": step,
         "loss": loss,
         "valid": None if status.valid is None else float(status.valid),
         "lr": lr,
+        "tokens": status.tokens,
+        "samples_per_s": status.samples_per_s,
+        "tokens_per_s": status.tokens_per_s,
+        "mfu": status.mfu,
+        "started": status.started,
+        "ended": status.ended,
         "duration_s": None if is_lost else elapsed_of(status, now),
+        "exit_code": status.exit_code,
+        "message": status.message,
         "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),
@@ -65,4 +75,3 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
     }
-    return {key: derived[key] if key in derived else getattr(status, key) for key in SUMMARY_KEYS}
