@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from gputrain_tui.state.checksums import DesyncState
-from gputrain_tui.state.elapsed import elapsed_s, time_by_boot
+from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan
-from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
 from trainer.contract import record
