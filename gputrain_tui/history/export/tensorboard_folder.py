@@ -178,6 +178,7 @@ def write_tensorboard(record: RecordedSteps, folder: Path) -> None:
     for rank in ranks:
         for single in record.of(rank):
             sink.rank(rank, single)
+        sink.commit()
     for row in record.over_ranks():
         sink.over_ranks(row)
     for event in record.notes(["0"]):  # last: a restart that follows in this file would make TensorBoard drop them
