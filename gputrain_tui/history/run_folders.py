@@ -30,33 +30,6 @@ from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import read_whole
 from trainer.host.process_identity import identify
 
-
-def parent_of(run: Run) -> Run | None:
-    """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
-    try:
-        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
-        resumed = recipe.get("train", {}).get("resume")
-        if not isinstance(resumed, str) or not resumed:
-            return None
-        checkpoint = Path(resumed)
-        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
-        if folder.name != "checkpoints" or folder.parent == run.dir.path:
-            return None
-        return open_run(folder.parent)
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def ancestors_of(run: Run) -> list[Run]:
-    """Return the parent of ``run``, the parent's parent and so on, each once."""
-    ancestors: list[Run] = []
-    while (parent := parent_of(ancestors[-1] if ancestors else run)) is not None:
-        if parent.id == run.id or any(parent.id == known.id for known in ancestors):
-            break  # a copied folder
-        ancestors.append(parent)
-    return ancestors
-
-
 ARCHIVES = (".tar.gz", ".tgz")
 
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
@@ -324,3 +297,29 @@ def find(wanted: str, root: Path | None = None) -> Run:
         raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
     guess = nearest(wanted, recent) or f"; the last one is {recent[0]!r}"
     raise RequestError(f"no run is called {quoted(wanted)}{guess}")
+
+
+def parent_of(run: Run) -> Run | None:
+    """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
+    try:
+        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
+        resumed = recipe.get("train", {}).get("resume")
+        if not isinstance(resumed, str) or not resumed:
+            return None
+        checkpoint = Path(resumed)
+        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
+        if folder.name != "checkpoints" or folder.parent == run.dir.path:
+            return None
+        return open_run(folder.parent)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def ancestors_of(run: Run) -> list[Run]:
+    """Return the parent of ``run``, the parent's parent and so on, each once."""
+    ancestors: list[Run] = []
+    while (parent := parent_of(ancestors[-1] if ancestors else run)) is not None:
+        if parent.id == run.id or any(parent.id == known.id for known in ancestors):
+            break  # a copied folder
+        ancestors.append(parent)
+    return ancestors
