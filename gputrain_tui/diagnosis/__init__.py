@@ -57,8 +57,9 @@ class Diagnosis:
 
     def update(self, state: RunState, now: float) -> list[Finding]:
         """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""
-        if not self._adopted:
-            self._adopt_raised(state)
+        if not self._adopted:  # the findings that an earlier process has raised and not cleared
+            self._adopted = True
+            self._raised = {key: (finding, 0.0) for key, finding in state.findings.items() if finding.kind in KINDS}
         self._activity.update(state, now)
         present: dict[Key, Symptom] = {}
         for symptom in self._symptoms(state, now):
@@ -139,13 +140,6 @@ class Diagnosis:
     def _ranks_reported_desync(self, state: RunState) -> bool:
         """Whether the ranks themselves have raised a desync finding, which has more detail."""
         return any(key[0] == "desync" and key not in self._raised for key in state.findings)
-
-    def _adopt_raised(self, state: RunState) -> None:
-        """Adopt the findings that an earlier process has raised and not cleared."""
-        self._adopted = True
-        for key, finding in state.findings.items():
-            if finding.kind in KINDS:
-                self._raised[key] = finding, 0.0
 
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
         """Whether a symptom is not raised yet, or was raised without the cause that is known now."""

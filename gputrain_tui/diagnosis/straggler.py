@@ -107,7 +107,8 @@ def _own_work_symptom(
             noise = min(noise, noise_alone)
     windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
-        windows = max(windows, limit.UNEXPLAINED_WINDOWS if _on_gpu(state, rank) else _unexplained_windows(window))
+        on_gpu = (state.ranks[rank].device or "").startswith("cuda")
+        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(window))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
     evidence = {
         "noise_ms": noise,
@@ -118,10 +119,6 @@ def _own_work_symptom(
     return _symptom(
         rank, late_ms, step_ms, max(gate, noise), cause, evidence, step=window[-1].step, confirmed=confirmed
     )
-
-
-def _on_gpu(state: RunState, rank: int) -> bool:
-    return (state.ranks[rank].device or "").startswith("cuda")
 
 
 def _unexplained_windows(window: Sequence[StepRow]) -> int:
