@@ -188,7 +188,7 @@ def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     step_to_step = limit.NOISE_SIGMAS * mean_to_median * jitter(late) / math.sqrt(WINDOW_ROWS)
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     blocks = _window_medians(earlier)
-    in_bursts = limit.NOISE_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
+    in_bursts = limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
     return max(step_to_step, in_bursts)
 
 

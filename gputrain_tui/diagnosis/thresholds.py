@@ -60,10 +60,11 @@ slower: other processes or guests of the host cause that for a second or two now
 UNEXPLAINED_S = threshold(5.0, "s", "a_core_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does")
 """Minimum duration of a lateness without a cause of a rank on a CPU, for however many steps: as above."""
 NOISE_SIGMAS = threshold(6.0, "deviations", "lateness_counts_by_the_deviation_of_a_windows_median")
-"""Threshold in standard errors of the window's median, estimated from successive differences, and in deviations of the
-medians of earlier windows, which include noise in bursts."""
+"""Threshold in standard errors of the window's median, estimated from successive differences."""
+BLOCK_SIGMAS = threshold(4.0, "deviations", "a_small_lateness_counts_against_the_medians_of_earlier_windows")
+"""Threshold in standard deviations of the medians of earlier windows, which include noise in bursts."""
 MIN_NOISE_BLOCKS = threshold(4, "blocks", "a_part_that_stands_out_of_its_noise_is_found_where_other_parts_are_noisier")
-"""Earlier windows needed to estimate the deviation of their medians."""
+"""Earlier windows needed to estimate that deviation."""
 CORE_WAIT_ROWS = threshold(8 * WINDOW_ROWS, "rows", "a_rank_that_shares_its_core_is_found_to_wait_for_it")
 """Rows in which a rank must have waited for a core: bursts of other work on the machine are shorter."""
 CORE_WAIT_AGREEING_SHARE = threshold(0.80, "share", "a_rank_that_shares_its_core_is_found_to_wait_for_it")

@@ -310,6 +310,12 @@ def test_lateness_counts_by_the_deviation_of_a_windows_median(late_ms: float, is
     assert [finding.kind for finding in found if finding.kind == "straggler"] == ["straggler"] * is_found
 
 
+def test_a_small_lateness_counts_against_the_medians_of_earlier_windows() -> None:
+    run = SimulatedRun(2, noise=0.15, seed=3)
+    run.steps(60)
+    assert summaries(run.steps(60, late(1, backward=8.0))) == [("straggler", "raised", 1, "backward")]
+
+
 @pytest.mark.parametrize("part", ["data", "optimizer"])
 def test_a_part_that_stands_out_of_its_noise_is_found_where_other_parts_are_noisier(part: str) -> None:
     """As where other guests of the host take uncounted time, which mostly hits the longest parts."""
