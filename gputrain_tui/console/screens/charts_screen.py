@@ -21,7 +21,7 @@ from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.loss_curves import CurveReader
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
-from gputrain_tui.history.parent import ancestors_of
+from gputrain_tui.history.run_folders import ancestors_of
 from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:

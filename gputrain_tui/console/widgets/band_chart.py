@@ -106,7 +106,7 @@ class BandChart(Panel):
         if rank is not None:
             fine = columns if x.name == "step" else FINE * columns
             span = x.first_step, x.last_step
-            rank_line = series.smoothed_rank_line(self.metric, rank, fine, span=span, over=self.smoothing)
+            rank_line = series.smoothed_window(self.metric, fine, rank=rank, span=span, over=self.smoothing).median
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
         notes = [f"┈ {each.name}" for each in self.earlier]

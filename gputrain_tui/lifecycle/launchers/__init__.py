@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from gputrain_tui.history.slurm_file import read_job
+from gputrain_tui.history.plan_file import read_job
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run

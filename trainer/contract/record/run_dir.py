@@ -49,9 +49,9 @@ class RunDir:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
-    def report_state(self, sink: str) -> Path:
-        """Return the state file of a live sink: its progress in the record. Its lock has one more suffix."""
-        return self.path / f"report-{sink}.json"
+    def report_lock(self, sink: str) -> Path:
+        """Return the lock of a live sink; it contains the sink's target."""
+        return self.path / f"report-{sink}.lock"
 
     def rank_events(self, rank: int) -> Path:
         """Return the event file of a rank."""
