@@ -59,8 +59,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Module and one-line help of each command, by name."""
 
-COMPLETE = "__complete"
-"""Undocumented command that the scripts of ``gputrain completion`` call."""
+COMPLETION = "_ARGCOMPLETE"
+"""Variable with which the scripts of ``gputrain completion`` call."""
 
 CONSOLE = "gputrain_tui.console.entry"
 """Module of the console, whose ``main(words) -> int`` runs for ``gputrain`` without a command."""
@@ -155,6 +155,8 @@ def _has_working_directory() -> bool:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if COMPLETION in os.environ:
+        importlib.import_module(COMMANDS["completion"][0]).complete(COMMANDS)
     if not argv or argv[0].partition("=")[0] in ("--fps", "--hostfile"):
         return _run_console(argv)
     name, *rest = argv
@@ -163,10 +165,6 @@ def _dispatch(argv: list[str]) -> int:
         return ExitCode.FINISHED
     if name == "--version":
         print(f"gputrain {VERSION}")
-        return ExitCode.FINISHED
-    if name == COMPLETE:
-        for word, text in importlib.import_module(COMMANDS["completion"][0]).complete(rest, COMMANDS):
-            print(f"{word}\t{text}")
         return ExitCode.FINISHED
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
