@@ -75,9 +75,6 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 class Command(Protocol):
     """Interface of a command's module."""
 
-    NAME: str
-    HELP: str
-
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the command's flags."""
 
@@ -205,7 +202,7 @@ def parse(command: Command, name: str, argv: Sequence[str]) -> Namespace:
     """
     from gputrain_tui.arguments import FlagParser
 
-    parser = FlagParser(command=name, description=_sentence(command.HELP))
+    parser = FlagParser(command=name, description=_sentence(COMMANDS[name][1]))
     command.add_arguments(parser)
     return parser.parse_argv(argv)
 

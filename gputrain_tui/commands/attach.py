@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from gputrain_tui.commands.rank_flags import RUN_HELP
+from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.console import entry
-
-NAME = "attach"
-HELP = "open the console on a run, running or ended"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,16 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.lifecycle.prepared import prepare
 from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.preflight import CheckResult, NotReadyError, summary
 from gputrain_tui.recipe.build import load
 from gputrain_tui.tables import printable, width
 from trainer.contract.errors import ExitCode
-
-NAME = "check"
-HELP = "check whether a recipe can start, with a fix for each problem; start nothing"
 
 MARKS = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "error": "1;31"}

@@ -14,14 +14,12 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
-from argcomplete import CompletionFinder, shellcode
+from argcomplete.finders import CompletionFinder
+from argcomplete.shell_integration import shellcode
 
 from gputrain_tui import paths
 from gputrain_tui.help_topics import ORDER
 from trainer.contract.errors import ExitCode, RequestError
-
-NAME = "completion"
-HELP = "print the script that completes commands, flags and runs in bash, zsh or fish"
 
 INSTALLATION = {
     "bash": 'In ~/.bashrc:  eval "$(gputrain completion bash)"',
@@ -70,7 +68,7 @@ def complete(commands: Mapping[str, tuple[str, str]]) -> None:
             command = subparsers.add_parser(name, help=text, allow_abbrev=False)
             if name == typed:
                 importlib.import_module(module).add_arguments(command)
-    CompletionFinder()(parser, always_complete_options=False, default_completer=_values)
+    CompletionFinder()(parser, always_complete_options=False, default_completer=_values)  # type: ignore[arg-type]
 
 
 def _values(prefix: str, action: Action, **_: Any) -> dict[str, str]:

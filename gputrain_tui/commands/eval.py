@@ -6,16 +6,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from gputrain_tui.commands import run as run_command
-from gputrain_tui.commands.checkpoint_flags import add_checkpoint
-from gputrain_tui.commands.recipe_flags import add_settings
+from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
 from gputrain_tui.lifecycle.evaluation_recipe import evaluation_recipe
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import print_message
 from trainer.contract.errors import RequestError
-
-NAME = "eval"
-HELP = "evaluate a checkpoint without training, exact over all ranks"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

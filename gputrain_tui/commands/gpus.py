@@ -17,9 +17,6 @@ from trainer.contract.errors import ExitCode
 if TYPE_CHECKING:
     from gputrain_tui.hosts.survey import HostReport
 
-NAME = "gpus"
-HELP = "show the GPUs, cores and memory of this machine, or of others over ssh"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""

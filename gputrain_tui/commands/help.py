@@ -15,9 +15,6 @@ from gputrain_tui.output import print_json
 from gputrain_tui.plain_markdown import render
 from trainer.contract.errors import ExitCode
 
-NAME = "help"
-HELP = "show a topic of the reference, such as recipe or findings"
-
 PAGER = "less"
 
 

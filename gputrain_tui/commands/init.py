@@ -24,9 +24,6 @@ from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted
 from trainer.contract.schema import describe
 
-NAME = "init"
-HELP = "write a recipe from questions, the command of another launcher, or an example"
-
 T = TypeVar("T")
 
 

@@ -11,16 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from gputrain_tui.commands.rank_flags import RUN_HELP, add_ranks, chosen_ranks
+from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.follow import AppendedFile, Follower, by_rank
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import is_over
 from gputrain_tui.tables import ESCAPES, printable
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.record.regular_file import open_regular
-
-NAME = "logs"
-HELP = "print the output of a run's ranks"
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are read and printed at a time, to bound memory."""
@@ -45,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the logs."""
     found = find(args.run)
-    ranks = chosen_ranks(args, found, command=NAME)
+    ranks = chosen_ranks(args, found, command="logs")
     only = {str(rank) for rank in ranks} or None
     out = sys.stdout.buffer
     on_terminal = out.isatty()

@@ -11,9 +11,6 @@ from gputrain_tui.history.run_folders import ARCHIVES, find
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
 
-NAME = "note"
-HELP = "write a note or tags to a run, or print them"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.planned import plan_with_inventories
@@ -26,9 +26,6 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import TableColumn, printable, table
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir
-
-NAME = "plan"
-HELP = "show the command of every node; start nothing"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

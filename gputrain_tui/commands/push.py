@@ -6,13 +6,10 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.output import print_message
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
-
-NAME = "push"
-HELP = "copy code and environment to the hosts of a recipe that do not share this disk"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

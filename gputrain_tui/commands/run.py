@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.hosts.open_connections import OpenConnections
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.prepared import Prepared, prepare
@@ -18,9 +18,6 @@ from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import ExitCode
 from trainer.host.stop_request import StopRequest
-
-NAME = "run"
-HELP = "train a recipe to the end, in the foreground or detached"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -21,10 +21,6 @@ from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
-NAME = "runs"
-HELP = "list past and running runs, newest first"
-
-
 COLUMNS = (
     TableColumn("run"),
     TableColumn("state"),

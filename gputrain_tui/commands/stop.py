@@ -8,9 +8,6 @@ from gputrain_tui.lifecycle.stop_run import stop_by_name
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode
 
-NAME = "stop"
-HELP = "stop a run everywhere and report any process left"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
