@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the results of all checks; return exit code 3 if one is an error."""
-    recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides)
     try:
         results, ready = prepare(recipe).results, True
     except NotReadyError as refused:

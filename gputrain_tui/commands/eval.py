@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 
 from gputrain_tui.commands import run as run_command
@@ -48,7 +47,6 @@ def run(args: Namespace) -> int:
         checkpoint=chosen.path,
         run=chosen.run_id,
         split=args.split,
-        stdin=sys.stdin,
     )
     print_message(f"evaluating {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -44,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the plan."""
-    recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
     plan = planned.plan
     problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]

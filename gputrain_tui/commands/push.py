@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def run(args: Namespace) -> int:
         to = [push_to_hosts.Destination(host=host, workdir=str(Path.cwd())) for host in hosts]
         data: set[Path] = set()
     else:
-        recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+        recipe = load(args.recipe, overrides=args.overrides)
         local = local_facts(node.host for node in recipe.cluster.nodes)
         to, data = push_to_hosts.destinations(recipe, lambda host: is_local(host, local)), push_to_hosts.data_of(recipe)
     if not to:

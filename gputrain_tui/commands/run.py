@@ -38,7 +38,7 @@ def add_output(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run the recipe; return the run's exit code."""
-    recipe = load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides, resume=args.resume)
     return run_recipe(recipe, json=args.json, detach=args.detach)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import msgspec
 
@@ -25,7 +25,6 @@ def evaluation_recipe(
     checkpoint: Path,
     run: str,
     split: Literal["test", "valid"] | None,
-    stdin: IO[str] | None = None,
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
@@ -35,12 +34,11 @@ def evaluation_recipe(
         checkpoint: a file, or a folder for its newest good checkpoint.
         run: run that the checkpoint must belong to; empty for any.
         split: evaluated split, ``test`` or ``valid``; None for ``test``, or ``valid`` of a task without one.
-        stdin: stream that ``-`` reads.
 
     Raises:
         RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
     """
-    recipe = load(source, overrides=overrides, stdin=stdin)
+    recipe = load(source, overrides=overrides)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
     schema = options_schema(recipe.train.task)

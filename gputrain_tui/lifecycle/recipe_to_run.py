@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import IO
 
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.lifecycle import run_checkpoints
@@ -16,14 +15,13 @@ from trainer.contract.option_rules import RESETS
 from trainer.contract.record.regular_file import open_regular
 
 
-def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
+def load(source: str | None, *, overrides: Sequence[str], resume: str | None) -> Recipe:
     """Read the recipe of a new run, or of one that continues another.
 
     Args:
         source: file, ``-``, or None for the recipe of the run that is continued.
         overrides: ``KEY=VALUE`` settings.
         resume: the run to continue: an id, a prefix of one, or ``last``.
-        stdin: stream that ``-`` reads.
 
     Raises:
         RequestError: the recipe is wrong, or the run has nothing to continue from.
@@ -47,11 +45,11 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             )
         settings += [f"train.resume={found}", f"train.checkpoint_run={run_checkpoints.run_named_by(run.dir, found)}"]
         source = source or recipe_of(run)
-        recipe = load_recipe(source, overrides=settings, stdin=stdin)
+        recipe = load_recipe(source, overrides=settings)
         # The resets of the run's own recipe are done; only overrides reset again.
         done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
         if done and source != "-":
-            recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
+            recipe = load_recipe(source, overrides=[*done, *settings])
         remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
         if remote is not None and first != remote.host:
             raise RequestError(
@@ -63,7 +61,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
         raise RequestError(
             "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
         )
-    return load_recipe(source, overrides=settings, stdin=stdin)
+    return load_recipe(source, overrides=settings)
 
 
 def recipe_of(run: Run) -> str:

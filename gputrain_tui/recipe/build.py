@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -48,18 +48,17 @@ COMPUTED_FLAGS = {
 S = TypeVar("S")
 
 
-def load(source: str, *, overrides: Sequence[str] = (), stdin: IO[str] | None = None) -> Recipe:
+def load(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 
     Args:
         source: a TOML or JSON file, or ``-`` for standard input.
         overrides: ``KEY=VALUE`` settings, applied in order.
-        stdin: the stream that ``-`` reads.
 
     Raises:
         RecipeError: the recipe cannot be read or is invalid.
     """
-    return _build(read(source, stdin=stdin), overrides)
+    return _build(read(source), overrides)
 
 
 def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
