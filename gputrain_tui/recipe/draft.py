@@ -38,7 +38,7 @@ class Draft:
             name: the file's name in messages.
 
         Raises:
-            RecipeError: the text is neither TOML nor JSON.
+            RequestError: the text is neither TOML nor JSON.
         """
         self._text = text
         self.name = name

@@ -104,7 +104,7 @@ def _train() -> dict[str, Any]:
 
 def _cluster() -> dict[str, Any]:
     cluster, node = _table(ClusterOptions), _table(NodeOptions)
-    places = {name: {"pattern": f"^(?:{pattern})$"} for name, pattern in PATTERNS.items()}
+    places = {name: {"pattern": f"^(?:{pattern})$"} for name, (pattern, _) in PATTERNS.items()}
     init_method = {"pattern": f"^(?:auto|env://|{TCP_URL}|{FILE_URL})$"}
     env = {
         "description": "environment variables of the ranks",

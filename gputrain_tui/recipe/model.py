@@ -34,12 +34,12 @@ MAX_RANKS_PER_NODE = 1024
 
 PATTERNS = {
     # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
-    "host": r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*",
-    "workdir": r"~?/[\s\S]*|~",
-    "python": r"[^-\s].*",
-    "setup": r"[^\n\r]*\S[^\n\r]*\n?",
+    "host": (r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", "a host name or an address, user@host or ssh://host:port"),
+    "workdir": (r"~?/[\s\S]*|~", "an absolute path, or start with ~/"),
+    "python": (r"[^-\s].*", "the path or the name of an interpreter"),
+    "setup": (r"[^\n\r]*\S[^\n\r]*\n?", "one line of shell; join several with &&"),
 }
-"""Regular expressions of the values of a node's and a cluster's keys."""
+"""Regular expressions of the values of a node's and a cluster's keys, in words too."""
 
 Workdir = Annotated[str, Meta(description="working directory of the ranks on a host; default: the same path as here")]
 Python = Annotated[str, Meta(description="Python interpreter with torch on a host; default: the same path as here")]

@@ -39,10 +39,6 @@ TOO_DEEP = "is nested too deeply to be a recipe"
 TOO_MANY_DIGITS = "contains a number with too many digits"
 
 
-class RecipeError(RequestError):
-    """A recipe is invalid; the message is one line with file, line, key, the value found and the allowed ones."""
-
-
 def dotted(key: Key) -> str:
     """Return a key in the syntax of ``--set``: ``cluster.nodes[0].gpus``."""
     text = ""
@@ -97,30 +93,30 @@ def read(source: str) -> Source:
     """Read a recipe's text from a file, or from standard input for ``-``, and parse it.
 
     Raises:
-        RecipeError: the file cannot be read, or is neither TOML nor JSON.
+        RequestError: the file cannot be read, or is neither TOML nor JSON.
     """
     if source == "-":  # bytes, since a recipe is UTF-8 in any locale
         return parse(_decode(sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1), STDIN), name=STDIN)
     if not source:
-        raise RecipeError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
+        raise RequestError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
     path = Path(source)
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{source}: there is no such file{_similar_file(path)}") from None
+        raise RequestError(f"{source}: there is no such file{_similar_file(path)}") from None
     except OSError as error:
-        raise RecipeError(f"{source} cannot be read: {error.strerror}") from None
+        raise RequestError(f"{source} cannot be read: {error.strerror}") from None
     return parse(_decode(content, source), name=source)
 
 
 def _decode(content: bytes, name: str) -> str:
     if len(content) > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, too long for a recipe")
+        raise RequestError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, too long for a recipe")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{name} is not UTF-8 text (byte {error.start})") from None
+        raise RequestError(f"{name} is not UTF-8 text (byte {error.start})") from None
 
 
 def _similar_file(path: Path) -> str:
@@ -136,7 +132,7 @@ def parse(text: str, *, name: str) -> Source:
     """Parse a recipe's text as JSON when it starts with a brace, as TOML otherwise.
 
     Raises:
-        RecipeError: the text is invalid; the message has the line.
+        RequestError: the text is invalid; the message has the line.
     """
     text = text.replace("\r\n", "\n")
     is_json = name.endswith(".json") or re.match(r"\s*(?:\[\s*)?\{", text) is not None
@@ -145,18 +141,18 @@ def parse(text: str, *, name: str) -> Source:
 
 
 def _readable(parse: Callable[[], Any], *, where: str) -> Any:
-    """Return parsed values; raise a ``RecipeError`` for those that are nested too deeply, and for numbers too large."""
+    """Return parsed values; raise for those that are nested too deeply, and for numbers that are too large."""
     try:
         data = parse()
         problem = _excess(data)
     except RecursionError:
         problem = TOO_DEEP
-    except (RecipeError, tomllib.TOMLDecodeError):
+    except (RequestError, tomllib.TOMLDecodeError):
         raise
     except ValueError:  # of int(): the parsers let it through
         problem = TOO_MANY_DIGITS
     if problem:
-        raise RecipeError(f"{where}: {problem}")
+        raise RequestError(f"{where}: {problem}")
     return data
 
 
@@ -177,7 +173,7 @@ def _toml(text: str, name: str) -> dict[str, Any]:
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
             message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
-        raise RecipeError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
+        raise RequestError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
 
 
 def _json(text: str, name: str) -> dict[str, Any]:
@@ -189,17 +185,17 @@ def _json(text: str, name: str) -> dict[str, Any]:
                 positions = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(key))}\s*:", text)]
                 # More than two matches: the key is in other objects as well, and the line is unknown.
                 line = f":{text.count(chr(10), 0, positions[1]) + 1}" if len(positions) == 2 else ""
-                raise RecipeError(f"{name}{line}: {quoted(key)} occurs twice in one object; keep one of them")
+                raise RequestError(f"{name}{line}: {quoted(key)} occurs twice in one object; keep one of them")
             values[key] = value
         return values
 
     try:
         data = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
+        raise RequestError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
     if not isinstance(data, dict):
         kind = "a list" if isinstance(data, list) else quoted(data)
-        raise RecipeError(f"{name}: a JSON recipe must be an object in braces, but this is {kind}")
+        raise RequestError(f"{name}: a JSON recipe must be an object in braces, but this is {kind}")
     return data
 
 
@@ -339,7 +335,7 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
     A value is TOML, or else plain text: words need no quotes.
 
     Raises:
-        RecipeError: a setting without ``=``, or a key below a value that is no table.
+        RequestError: a setting without ``=``, or a key below a value that is no table.
     """
     result = copy.deepcopy(dict(data))
     keys: set[Key] = set()
@@ -347,10 +343,10 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
         name, equals, text = setting.partition("=")
         parts = [part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", name.strip()).split(".")]
         if not equals or not all(parts):
-            raise RecipeError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
+            raise RequestError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
         value = _parse_setting(text.strip(), where=f"--set {name.strip()}")
         if len(parts) > MAX_DEPTH:
-            raise RecipeError(f"--set {parts[0]}: {TOO_DEEP}")
+            raise RequestError(f"--set {parts[0]}: {TOO_DEEP}")
         keys.add(_assign(result, parts, value, name.strip()))
     return result, frozenset(keys)
 
@@ -363,14 +359,14 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
         if isinstance(node, list):
             if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
                 known = f"0 to {len(node) - 1}" if node else "none: the list is empty"
-                raise RecipeError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known})")
+                raise RequestError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known})")
             step: str | int = int(part)
         elif isinstance(node, dict):
             step = part
             if not last:
                 node.setdefault(part, {})
         else:
-            raise RecipeError(f"--set {name}: {dotted(key)} is {quoted(node)}, which has no keys")
+            raise RequestError(f"--set {name}: {dotted(key)} is {quoted(node)}, which has no keys")
         key = (*key, step)
         if last:
             node[step] = value

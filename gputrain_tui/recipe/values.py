@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gputrain_tui.recipe.model import MAX_RANKS_PER_NODE, RANK_KEYS, Gpus
-from gputrain_tui.recipe.source import RecipeError
-from trainer.contract.errors import nearest, quoted
+from trainer.contract.errors import RequestError, nearest, quoted
 
 COMPUTED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "set gpus of a node in [[cluster.nodes]]",
@@ -33,18 +32,19 @@ def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
     """Check a table ``env``: names of environment variables, each with text or a number.
 
     Raises:
-        RecipeError: the table is invalid; ``where`` returns the location of its key path for the message.
+        RequestError: the table is invalid; ``where`` returns the location of its key path for the message.
     """
     if not isinstance(values, dict):
-        raise RecipeError(f'{where("env")} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
+        example = '{ NCCL_DEBUG = "INFO" }'
+        raise RequestError(f"{where('env')} is {quoted(values)}, but must be a table, such as {example}")
     for name, value in values.items():
         place = where("env", name)
         if not re.fullmatch(VARIABLE_NAME, name):
-            raise RecipeError(f"{place} is not a valid name of an environment variable: use letters, digits and _")
+            raise RequestError(f"{place} is not a valid name of an environment variable: use letters, digits and _")
         if name in COMPUTED_VARIABLES:
-            raise RecipeError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
+            raise RequestError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RecipeError(f"{place} is {quoted(value)}, but must be text or a number")
+            raise RequestError(f"{place} is {quoted(value)}, but must be text or a number")
     return {name: str(value) for name, value in values.items()}
 
 
@@ -52,7 +52,7 @@ def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
     """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``; with ``is_text`` also as text, as in a form.
 
     Raises:
-        RecipeError: any other value.
+        RequestError: any other value.
     """
     if isinstance(value, str):
         text = value.strip() if is_text else value
@@ -64,14 +64,14 @@ def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
             value = _parse_devices(text)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         if value > MAX_RANKS_PER_NODE:
-            raise RecipeError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
+            raise RequestError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
         return value
     if isinstance(value, list) and value and all(_is_device(item) for item in value):
         return tuple(value)
     guess = nearest(value, ("all", "free")) if isinstance(value, str) else ""
     if value == 0:
         guess = "; for a node without GPUs set cpu_ranks"
-    raise RecipeError(
+    raise RequestError(
         f'{where} is {quoted(value)}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}'
     )
 

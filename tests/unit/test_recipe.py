@@ -15,9 +15,10 @@ from gputrain_tui.recipe.build import build, load
 from gputrain_tui.recipe.model import Cluster, ClusterOptions, Node, NodeOptions, Recipe, train_options
 from gputrain_tui.recipe.pytext import DEFAULTS
 from gputrain_tui.recipe.report_options import ReportOptions
-from gputrain_tui.recipe.source import RecipeError, key_lines, override
+from gputrain_tui.recipe.source import key_lines, override
 from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import parse_gpus
+from trainer.contract.errors import RequestError
 from trainer.contract.schema import describe
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +231,7 @@ def test_more_ranks_than_a_machine_can_have_are_a_slip_of_the_finger() -> None:
 
 
 def test_an_empty_name_is_no_recipe() -> None:
-    with pytest.raises(RecipeError, match="the recipe's name is empty"):
+    with pytest.raises(RequestError, match="the recipe's name is empty"):
         load("")
 
 
@@ -244,7 +245,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ("binary.toml", "is not UTF-8 text (byte 8)"),
         (".", "cannot be read: Is a directory"),
     ):
-        with pytest.raises(RecipeError, match=r"^[^\n]+$") as caught:
+        with pytest.raises(RequestError, match=r"^[^\n]+$") as caught:
             load(str(tmp_path / name))
         assert message in str(caught.value)
 
@@ -333,7 +334,7 @@ def test_gpus_are_a_count_a_list_all_or_free(value: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, [], [-1], [True], "some", "", ["a"], {"a": 1}, "1,x"])
 def test_anything_else_for_gpus_is_refused(value: Any) -> None:
-    with pytest.raises(RecipeError, match=r"^w is .*, but must be a count >= 1, a list of device ids"):
+    with pytest.raises(RequestError, match=r"^w is .*, but must be a count >= 1, a list of device ids"):
         parse_gpus(value, where="w")
 
 

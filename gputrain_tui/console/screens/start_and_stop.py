@@ -63,7 +63,7 @@ def _prepared_demo() -> Prepared:
     from gputrain_tui.lifecycle.prepared import prepare
     from gputrain_tui.recipe.examples import example_path
 
-    return prepare(recipe_to_run.load(str(example_path("demo")), overrides=(), resume=None, stdin=None))
+    return prepare(recipe_to_run.load(str(example_path("demo")), overrides=(), resume=None))
 
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
@@ -95,7 +95,7 @@ def _prepared_resume(run: Run) -> Prepared:
     from gputrain_tui.lifecycle import recipe_to_run
     from gputrain_tui.lifecycle.prepared import prepare
 
-    return prepare(recipe_to_run.load(None, overrides=(), resume=run.id, stdin=None))
+    return prepare(recipe_to_run.load(None, overrides=(), resume=run.id))
 
 
 async def relaunch(console: AppProtocol, run: Run) -> None:
