@@ -51,11 +51,7 @@ def run(args: Namespace) -> int:
 
 
 def complete(commands: Mapping[str, tuple[str, str]]) -> None:
-    """Print the completions of the line that argcomplete's script has put into the environment, and exit.
-
-    Args:
-        commands: module and one-line help of each command, by name.
-    """
+    """Print the completions of the line that argcomplete's script has put into the environment, and exit."""
     before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
     typed = before[1] if len(before) > 1 else ""
     parser = ArgumentParser(allow_abbrev=False, add_help=False)
@@ -103,8 +99,7 @@ def _run_names(prefix: str) -> Iterator[str]:
 
 def _recipe_keys() -> dict[str, str]:
     """Return the keys of a recipe with their help, without those of ``[task]``."""
-    from gputrain_tui.recipe.model import ClusterOptions, SlurmOptions, train_options
-    from gputrain_tui.recipe.report_options import ReportOptions
+    from gputrain_tui.recipe.model import ClusterOptions, ReportOptions, SlurmOptions, train_options
     from trainer.contract.schema import describe
 
     tables = {"cluster": describe(ClusterOptions), "slurm": describe(SlurmOptions), "report": describe(ReportOptions)}

@@ -27,11 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Evaluate the checkpoint; return the run's exit code.
-
-    Raises:
-        RequestError: there is no such run or checkpoint, or no recipe of its training is known.
-    """
+    """Evaluate the checkpoint; return the run's exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe
     if source is None and chosen.run is None:

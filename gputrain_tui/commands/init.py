@@ -14,10 +14,17 @@ from typing import Any, TypeVar
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import print_message
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.examples import SCRIPT, example_names, example_text, folder
-from gputrain_tui.recipe.launch_command import split_command
-from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_argv, read_text_file
-from gputrain_tui.recipe.script_group import makes_group, without_group
+from gputrain_tui.recipe.launch_command import makes_group, split_command, without_group
+from gputrain_tui.recipe.new_recipe import (
+    SCRIPT,
+    NewRecipe,
+    example_names,
+    example_text,
+    examples_folder,
+    file_name,
+    from_argv,
+    read_text_file,
+)
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_quoted
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
@@ -70,11 +77,7 @@ def run(args: Namespace) -> int:
 
 
 def _write_example(args: Namespace) -> int:
-    """Write an example, and beside it the script that it runs.
-
-    Raises:
-        RequestError: there is no such example, or a command is given too.
-    """
+    """Write an example, and beside it the script that it runs."""
     if args.argv:
         raise RequestError("init: --example and a command exclude each other; keep one of them")
     output = args.output or f"{args.example}.toml"
@@ -85,7 +88,7 @@ def _write_example(args: Namespace) -> int:
         return ExitCode.FINISHED
     files = {Path(output): text}
     if build(text, name=output).script is not None:
-        files[script] = (folder() / SCRIPT).read_text(encoding="utf-8")
+        files[script] = (examples_folder() / SCRIPT).read_text(encoding="utf-8")
     for path in files:
         if path.exists() and not args.force:
             raise _already_exists(path)  # before any is written
@@ -102,11 +105,6 @@ def _name_next_commands(output: str) -> None:
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
-    """Write the recipe.
-
-    Raises:
-        RequestError: the file exists and ``force`` is not set.
-    """
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
@@ -145,11 +143,7 @@ def _from_answers() -> NewRecipe:
 
 
 def _ask(question: str, parse: Callable[[str], T]) -> T:
-    """Print a question and parse the answer; repeat until it is valid.
-
-    Raises:
-        RequestError: standard input is at its end.
-    """
+    """Print a question and parse the answer; repeat until it is valid."""
     while True:
         print(f"{question}: ", end="", file=sys.stderr, flush=True)
         lines = [sys.stdin.readline()]

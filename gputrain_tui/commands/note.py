@@ -21,11 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Change the note and tags by the flags, and print them.
-
-    Raises:
-        RequestError: there is no such run, a tag is not valid, or the run cannot be written, as in an archive.
-    """
+    """Change the note and tags by the flags, and print them."""
     found = find(args.run)
     before = read_notes(found.dir)
     note = before.note if args.text is None else checked_note(args.text)

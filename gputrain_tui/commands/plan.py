@@ -16,8 +16,7 @@ from gputrain_tui.lifecycle.planned import plan_with_inventories
 from gputrain_tui.lifecycle.prepared import endless_reason
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
-from gputrain_tui.plan.planner import Plan, with_run_dir
-from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
+from gputrain_tui.plan.planner import Plan, devices_text, rank_range, shell_commands, with_run_dir
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.build import load

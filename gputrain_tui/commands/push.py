@@ -21,11 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the plan of each host, and carry it out unless ``--dry-run`` is given.
-
-    Raises:
-        RequestError: neither a recipe nor hosts are named, or both.
-    """
+    """Print the plan of each host, and carry it out unless ``--dry-run`` is given."""
     from gputrain_tui.hosts.host_names import is_local
     from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile
     from gputrain_tui.hosts.local_facts import local_facts

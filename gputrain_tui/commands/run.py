@@ -43,13 +43,7 @@ def run(args: Namespace) -> int:
 
 
 def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
-    """Check, start and show a run; return its exit code.
-
-    Args:
-        recipe: the recipe.
-        json: whether to print every event and nothing else.
-        detach: whether to print the run id and return.
-    """
+    """Check, start and show a run; return its exit code."""
     try:
         with OpenConnections() as connections:
             prepared = prepare(recipe, connections=connections)

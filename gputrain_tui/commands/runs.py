@@ -68,11 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the runs.
-
-    Raises:
-        RequestError: the filter is not valid, or there is no such column.
-    """
+    """Print the runs."""
     wanted = run_filter(args.filter)
     sorted_runs([], args.sort or NEWEST_FIRST)
     counted = 0
@@ -109,7 +105,6 @@ def _entries() -> Iterator[Entry]:
 
 
 def _print_json(entries: Iterable[Entry]) -> None:
-    """Print one array, each run as soon as it is read."""
     count = 0
     for count, entry in enumerate(entries, start=1):
         print_json(json.dumps(without_nan(entry), ensure_ascii=False), before="[" if count == 1 else ", ", end="")

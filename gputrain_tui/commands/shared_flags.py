@@ -46,11 +46,7 @@ def add_ranks(parser: ArgumentParser) -> None:
 
 
 def chosen_ranks(args: Namespace, run: Run, *, command: str) -> list[int]:
-    """Return the ranks of ``--rank``, ascending; empty without the flag.
-
-    Raises:
-        RequestError: the run has no such rank.
-    """
+    """Return the ranks of ``--rank``, ascending; empty without the flag."""
     ranks = sorted(set(args.rank or ()))
     for rank in ranks:
         if not 0 <= rank < run.status.world_size:

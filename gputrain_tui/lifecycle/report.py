@@ -21,7 +21,7 @@ from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.lifecycle.on_end import run_on_end
 from gputrain_tui.lifecycle.sink_state import read_sink_state
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ReportOptions
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir

@@ -1,4 +1,4 @@
-"""Pure: computes one command per node from a recipe and the inventories of its machines.
+"""Pure: computes one command per node from a recipe and the inventories of its machines; a plan as shell commands.
 
 Ranks and world size are never input: they follow from the nodes. The flags are HetSeq's, in the order of its
 documentation, so that a plan can be compared with it and typed by hand.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, PENDING_HOST, THIS_MACHINE, LocalFacts, address_of, is_local
+from gputrain_tui.shell_words import shell_joined, shell_quoted
+from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
@@ -126,11 +128,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
 
 
 def _on_slurm(recipe: Recipe, local: LocalFacts) -> Recipe:
-    """Return the recipe with a host for every node: those of the allocation in order, placeholders without one.
-
-    Raises:
-        RequestError: the allocation has too few hosts, or a node wants GPUs that Slurm has not given it yet.
-    """
+    """Return the recipe with a host for every node: those of the allocation in order, placeholders without one."""
     named = {node.host for node in recipe.cluster.nodes}
     free = [host for host in local.slurm_hosts if host not in named]
     nodes = []
@@ -308,3 +306,33 @@ def _environment(
     if recipe.script is not None and len(machines) > 1:
         env["GROUP_WORLD_SIZE"] = str(len(machines))  # as torchrun; a node cannot compute it where nodes are unequal
     return env
+
+
+def shell_commands(plan: Plan) -> str:
+    """Return the command of each node, under a comment that names the node and its ranks."""
+    parts = []
+    for node in plan.nodes:
+        ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {rank_range(node.ranks)} of {plan.world_size}"
+        title = printable(
+            f"# node {node.node}, {node.host}: {ranks}, {devices_text(node.devices)}"
+        )  # one line: the rest would run as a command
+        parts.append(f"{title}\n{_command_line(node)}")
+    return "\n".join(parts)
+
+
+def _command_line(node: PlannedNode) -> str:
+    settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
+    return " ".join([*settings, shell_joined(node.argv)])
+
+
+def rank_range(ranks: Sequence[int]) -> str:
+    """Return consecutive ranks as text: ``4–7``, or ``14`` for one."""
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+
+def devices_text(devices: Sequence[int | str]) -> str:
+    """Return a node's devices as text: ``CPU × 4``, ``GPU 0, 1``."""
+    if devices[0] == "cpu":
+        return "CPU" if len(devices) == 1 else f"CPU × {len(devices)}"
+    shown = [str(name) if isinstance(name, int) else name[:12] for name in devices]
+    return f"GPU {', '.join(shown)}"

@@ -79,15 +79,7 @@ class AccelerateLaunch(msgspec.Struct, kw_only=True):
 
 
 def ask_accelerate(python: str, argv: Sequence[str]) -> AccelerateLaunch:
-    """Return what ``accelerate launch WORDS`` would start.
-
-    Args:
-        python: interpreter in which accelerate is installed.
-        argv: flags, script and arguments.
-
-    Raises:
-        RequestError: accelerate is not installed there, or refuses the command.
-    """
+    """Return what ``accelerate launch WORDS`` would start; ``python`` is an interpreter that has accelerate."""
     timeout_s = 120.0  # importing accelerate and torch takes seconds, on a network disk a minute
     try:
         with tempfile.TemporaryDirectory(prefix="gputrain-") as folder:

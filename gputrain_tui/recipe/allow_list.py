@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, SlurmOptions
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions, SlurmOptions
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, describe

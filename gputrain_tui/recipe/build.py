@@ -21,11 +21,11 @@ from gputrain_tui.recipe.model import (
     Node,
     NodeOptions,
     Recipe,
+    ReportOptions,
     SlurmOptions,
     train_options,
 )
 from gputrain_tui.recipe.pytext import is_pytext, share_ranks, translate
-from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, Source, override, parse, read
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value_text
@@ -51,24 +51,12 @@ S = TypeVar("S")
 
 
 def load(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe.
-
-    Args:
-        source: a TOML or JSON file, or ``-`` for standard input.
-        overrides: ``KEY=VALUE`` settings, applied in order.
-
-    Raises:
-        RequestError: the recipe cannot be read or is invalid.
-    """
+    """Read and check a recipe: a TOML or JSON file, or ``-`` for standard input, with ``KEY=VALUE`` settings."""
     return _build(read(source), overrides)
 
 
 def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Parse and validate the text of a recipe; messages call it ``name``.
-
-    Raises:
-        RequestError: the recipe is invalid.
-    """
+    """Parse and validate the text of a recipe; messages call it ``name``."""
     return _build(parse(text, name=name), overrides)
 
 

@@ -12,8 +12,14 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
-from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, SlurmOptions
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import (
+    LAUNCH_OPTIONS,
+    RANK_KEYS,
+    ClusterOptions,
+    NodeOptions,
+    ReportOptions,
+    SlurmOptions,
+)
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_env, parse_gpus, parse_node_value, value_text
@@ -30,11 +36,7 @@ class Draft:
     """A recipe's text with its unsaved changes."""
 
     def __init__(self, text: str, *, name: str) -> None:
-        """Start without changes; ``name`` is the file's name in messages.
-
-        Raises:
-            RequestError: the text is neither TOML nor JSON.
-        """
+        """Start without changes; ``name`` is the file's name in messages."""
         self._text = text
         self.name = name
         self.changes: dict[str, Any] = {}

@@ -42,11 +42,7 @@ def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
 
 
 def complete_path(text: str, folder: Path) -> tuple[str, list[str]]:
-    """Complete a path as a shell does.
-
-    Returns:
-        The path, extended to the common beginning of all matching names, and these names; folders end with a slash.
-    """
+    """Return a path extended to the common beginning of all matching names, and these; folders end with a slash."""
     head, slash, prefix = text.rpartition("/")
     try:
         with os.scandir(folder / expand_home(head + slash)) as entries:

@@ -1,13 +1,16 @@
 """Translates a command line of torchrun, accelerate, DeepSpeed or python into the values of a recipe.
 
-Pure: the caller passes the function that reads the files of a command, such as a hostfile.
+Pure: the caller passes the function that reads the files of a command, such as a hostfile or the script. The script's
+text says whether it makes a process group: ranks without one each train a copy of their own.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
@@ -21,18 +24,11 @@ from gputrain_tui.recipe.command_launchers import (
     choose_devices,
     pop_flag,
 )
-from gputrain_tui.recipe.script_group import makes_group, without_group
 from trainer.contract.errors import RequestError, nearest, quoted
-
-# --- words ------------------------------------------------------------------------------------------------------------
 
 
 def split_command(text: str) -> list[str]:
-    """Split pasted text into words, without prompts, comments and continued line ends.
-
-    Raises:
-        RequestError: an unclosed quote, no command, or several.
-    """
+    """Split pasted text into words, without prompts, comments and continued line ends."""
     lines = [re.sub(r"^[$>%] +", "", line.strip()) for line in text.replace("\\\n", " ").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if len(lines) != 1:
@@ -65,9 +61,6 @@ def read_launch_command(
         argv: the command; it may begin with settings of environment variables.
         read_file: returns the text of a file that the command names; raises OSError.
         ask_accelerate: returns what accelerate would start; gets its interpreter, None for this one, and its words.
-
-    Raises:
-        RequestError: the command has another program, no script or an invalid value.
     """
     rest, env = list(argv), dict[str, str]()
     if rest[:1] == ["env"]:
@@ -181,3 +174,68 @@ def _whole_flag(launcher: LauncherFlags, word: str) -> str:
     known = {*launcher.switches, *launcher.short.values(), *launcher.others}
     longer = [each for each in known if each.startswith(name)] if word.startswith("--") else []
     return longer[0] if name not in known and len(longer) == 1 else name
+
+
+MAKES_GROUP = re.compile(r"\b(init_process_group|init_device_mesh|init_distributed|distributed_init)\b")
+"""Calls that make a process group, by torch or by others."""
+WITHOUT_GROUP = frozenset(
+    (
+        "torch", "torchvision", "torchaudio", "torchtext", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL",
+        "cv2", "tqdm", "yaml", "requests", "einops", "tiktoken", "tokenizers", "safetensors", "tensorboard", "wandb",
+    )
+)  # fmt: skip
+"""Packages that make no process group by themselves; others, such as accelerate and lightning, may."""
+
+
+def makes_group(script: str, read_file: ReadFile) -> bool | None:
+    """Return whether a script, or a module beside it that it imports, makes a process group; None if unknown."""
+    folder, pending, seen, unknown = PurePath(script).parent, [script], {script}, False
+    max_files = 50  # most files of a script that are read
+    while pending:
+        name = pending.pop()
+        try:
+            text = read_file(name)
+            modules = list(_imports(ast.parse(text)))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            if name == script:
+                return None
+            continue  # no module beside the script
+        if MAKES_GROUP.search(text):
+            return True
+        for module in modules:
+            top = module.partition(".")[0]
+            if top in WITHOUT_GROUP or top in sys.stdlib_module_names:
+                continue
+            beside = [str(folder / f"{module.replace('.', '/')}{end}") for end in (".py", "/__init__.py")]
+            if not any(_is_file(each, read_file) for each in beside):
+                unknown = True
+            pending += [each for each in beside if each not in seen]
+            seen.update(beside)
+        if len(seen) > max_files:
+            return None
+    return None if unknown else False
+
+
+def without_group(script: str) -> str:
+    """Return a note for a script that makes no process group."""
+    return (
+        f"{script} makes no process group, so it is for one rank: of more, each would train a copy of its own; for "
+        "several call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel"
+    )
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules that a file imports; relative ones as if they were beside the script."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ([node.module] if node.module else [alias.name for alias in node.names])
+
+
+def _is_file(name: str, read_file: ReadFile) -> bool:
+    try:
+        read_file(name)
+    except (OSError, ValueError):
+        return False
+    return True

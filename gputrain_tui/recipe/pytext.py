@@ -112,11 +112,7 @@ def is_pytext(data: Mapping[str, Any]) -> bool:
 
 
 def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
-    """Return the configuration as a recipe's values, and notes about keys without effect.
-
-    Raises:
-        RequestError: a key without counterpart in a recipe, or an invalid value.
-    """
+    """Return the configuration as a recipe's values, and notes about keys without effect."""
     prefix: Key = ("config",) if "config" in source.data else ()
     config = _require_table(source, prefix, source.data["config"] if prefix else source.data)
     if outside := [key for key in source.data if prefix and key != "config"]:
@@ -168,17 +164,8 @@ def _require_bool(source: Source, written: Key, value: Any) -> bool:
 def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:
     """Reconcile the world size of a configuration with nodes that are given beside it, in a table or by ``--set``.
 
-    Nodes without a number of ranks share the world size equally: 40 ranks on five servers are eight on each.
-
-    Args:
-        config: the configuration.
-        source: its translation, with all overrides.
-
-    Returns:
-        The translation with the ranks of all nodes; and the world size that given nodes must have together, else None.
-
-    Raises:
-        RequestError: the world size is no number of ranks or cannot be shared, or CUDA is switched off for GPUs.
+    Nodes without a number of ranks share the world size equally: 40 ranks on five servers are eight on each. Returns
+    the translation with the ranks of all nodes, and the world size that given nodes must have together, else None.
     """
     keys = config.data.get("config", config.data)
     cluster = source.data.get("cluster")
@@ -211,7 +198,6 @@ def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:
 
 
 def _doc_classification(source: Source, name: str, table: Any, written: Key, made: _Values) -> None:
-    """Translate the table of PyText's document classification, at key ``written``."""
     if name not in DOC_CLASSIFICATION_TASKS:
         raise RequestError(
             f"{source.where(written)} has no counterpart here{nearest(name, DOC_CLASSIFICATION_TASKS)}; "

@@ -90,11 +90,7 @@ class Source:
 
 
 def read(source: str) -> Source:
-    """Read a recipe's text from a file, or from standard input for ``-``, and parse it.
-
-    Raises:
-        RequestError: the file cannot be read, or is neither TOML nor JSON.
-    """
+    """Read a recipe's text from a file, or from standard input for ``-``, and parse it."""
     if source == "-":  # bytes, since a recipe is UTF-8 in any locale
         return parse(_decode(sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1), STDIN), name=STDIN)
     if not source:
@@ -129,11 +125,7 @@ def _similar_file(path: Path) -> str:
 
 
 def parse(text: str, *, name: str) -> Source:
-    """Parse a recipe's text as JSON when it starts with a brace, as TOML otherwise.
-
-    Raises:
-        RequestError: the text is invalid; the message has the line.
-    """
+    """Parse a recipe's text as JSON when it starts with a brace, as TOML otherwise."""
     text = text.replace("\r\n", "\n")
     is_json = name.endswith(".json") or re.match(r"\s*(?:\[\s*)?\{", text) is not None
     data = _readable(lambda: _json(text, name) if is_json else _toml(text, name), where=name)
@@ -333,9 +325,6 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
     """Return the values with ``KEY=VALUE`` settings applied, and the keys that they set.
 
     A value is TOML, or else plain text: words need no quotes.
-
-    Raises:
-        RequestError: a setting without ``=``, or a key below a value that is no table.
     """
     result = copy.deepcopy(dict(data))
     keys: set[Key] = set()

@@ -31,14 +31,7 @@ class TaskDescription(msgspec.Struct, kw_only=True):
 
 
 def describe_task(task: str) -> Sequence[Option]:
-    """Return the options of a task.
-
-    Args:
-        task: a built-in task's name, or ``module:Class`` or ``path.py:Class``.
-
-    Raises:
-        RequestError: the task does not exist or cannot be imported.
-    """
+    """Return the options of a task: a built-in one's name, or ``module:Class`` or ``path.py:Class``."""
     if task in BUILT_IN:
         schema = options_schema(task)
         assert schema is not None, f"the built-in task {task} declares no options"
@@ -97,7 +90,6 @@ def task_file(task: str) -> Path | None:
 
 
 def _describe_in_subprocess(task: str) -> list[Option]:
-    """Return the options that ``python -m trainer --describe-task`` prints after importing the task."""
     argv = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
     describe_timeout_s = 120.0  # time limit of importing torch and a task, which takes seconds
     try:

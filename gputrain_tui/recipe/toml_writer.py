@@ -102,12 +102,10 @@ def _with_tables(document: tomlkit.TOMLDocument, new: Mapping[str, Any], ends: M
 
 
 def _table_text(table: str, values: Any) -> str:
-    """Return the text of a new table, after a blank line."""
     return "\n" + tomlkit.dumps(_document({table: values})).strip("\n") + "\n"
 
 
 def _explicit_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that differ from the defaults."""
     train = _non_defaults(recipe.train, Training)
     launch = _non_defaults(recipe.launch, Distributed)
     cluster = {key: getattr(recipe.cluster, key) for key in CLUSTER_KEYS if key != "nodes"}

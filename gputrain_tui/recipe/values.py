@@ -29,11 +29,7 @@ UUID = r"(?:GPU|MIG)-[0-9A-Za-z/_-]*"
 
 
 def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
-    """Check a table ``env``: names of environment variables, each with text or a number.
-
-    Raises:
-        RequestError: the table is invalid; ``where`` returns the location of its key path for the message.
-    """
+    """Check a table ``env``; ``where`` returns the location of a key path for messages."""
     if not isinstance(values, dict):
         example = '{ NCCL_DEBUG = "INFO" }'
         raise RequestError(f"{where('env')} is {quoted(values)}, but must be a table, such as {example}")
@@ -49,11 +45,7 @@ def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
 
 
 def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
-    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``; with ``is_text`` also as text, as in a form.
-
-    Raises:
-        RequestError: any other value.
-    """
+    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``; with ``is_text`` also as text, as in a form."""
     if isinstance(value, str):
         text = value.strip() if is_text else value
         if text in ("all", "free"):

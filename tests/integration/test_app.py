@@ -23,7 +23,7 @@ from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
-from gputrain_tui.recipe.examples import example_path
+from gputrain_tui.recipe.new_recipe import example_path
 from trainer.contract.record import AnyEvent
 
 

@@ -21,8 +21,7 @@ from jsonschema.validators import extend
 
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.json_schema import recipe_schema
-from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, SlurmOptions, train_options
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions, SlurmOptions, train_options
 from gputrain_tui.recipe.values import inline_toml
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError

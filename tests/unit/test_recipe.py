@@ -12,9 +12,8 @@ import pytest
 from recipe_texts import recipe_of, refusal
 
 from gputrain_tui.recipe.build import build, load
-from gputrain_tui.recipe.model import Cluster, ClusterOptions, Node, NodeOptions, Recipe, train_options
+from gputrain_tui.recipe.model import Cluster, ClusterOptions, Node, NodeOptions, Recipe, ReportOptions, train_options
 from gputrain_tui.recipe.pytext import DEFAULTS
-from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import key_lines, override
 from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import parse_gpus

@@ -61,7 +61,7 @@ async def _start_demo(console: AppProtocol) -> None:
 def _prepared_demo() -> Prepared:
     from gputrain_tui.lifecycle import recipe_to_run
     from gputrain_tui.lifecycle.prepared import prepare
-    from gputrain_tui.recipe.examples import example_path
+    from gputrain_tui.recipe.new_recipe import example_path
 
     return prepare(recipe_to_run.load(str(example_path("demo")), overrides=(), resume=None))
 

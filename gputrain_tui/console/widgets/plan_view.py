@@ -9,8 +9,7 @@ from textual.binding import BindingType
 
 from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Canvas
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row, wrap_text
-from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.plan.shell import devices_text, rank_range
+from gputrain_tui.plan.planner import Plan, PlannedNode, devices_text, rank_range
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
