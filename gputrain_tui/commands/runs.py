@@ -21,24 +21,14 @@ from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
-COLUMNS = (
-    TableColumn("run"),
-    TableColumn("state"),
-    TableColumn("recipe"),
-    TableColumn("ranks", right=True),
-    TableColumn("step", right=True),
-    TableColumn("loss", right=True),
-    TableColumn("valid", right=True),
-    TableColumn("lr", right=True),
-    TableColumn("tokens", right=True),
-    TableColumn("started"),
-    TableColumn("took", right=True),
-    TableColumn("tags"),
-    TableColumn("cause"),
-    TableColumn("note"),
+TITLES = (
+    *("run", "state", "recipe", "ranks", "step", "loss", "valid", "lr", "tokens", "started", "took", "tags", "cause"),
+    "note",
 )
-CAUSE = next(index for index, column in enumerate(COLUMNS) if column.title == "cause")
-OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
+NUMBERS = ("ranks", "step", "loss", "valid", "lr", "tokens", "took")
+"""Titles of columns that are right-aligned."""
+CAUSE = TITLES.index("cause")
+OPTIONAL = ("valid", "lr", "tokens", "tags", "cause", "note")
 """Titles of columns that are omitted if no run has a value."""
 OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
@@ -154,12 +144,11 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
         for entry in entries
         if entry["state"] != UNREADABLE
     ]
-    kept = [
-        index for index, column in enumerate(COLUMNS) if column.title not in OPTIONAL or any(row[index] for row in rows)
-    ]
+    kept = [index for index, title in enumerate(TITLES) if title not in OPTIONAL or any(row[index] for row in rows)]
     kept, limits = _fitted(kept, rows, cells) if cells is not None else (kept, _limits_in_pipe(kept, rows))
     rows = [[cut(text, limits.get(index, width(text))) for index, text in enumerate(row)] for row in rows]
-    lines = table([COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows]).splitlines()
+    columns = [TableColumn(TITLES[index], right=TITLES[index] in NUMBERS) for index in kept]
+    lines = table(columns, [[row[index] for index in kept] for row in rows]).splitlines()
     wide = max((width(row[0]) for row in rows), default=0)
     for entry in entries:
         if entry["state"] == UNREADABLE:
@@ -170,7 +159,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)]
+    return [max(map(width, (title, *(row[index] for row in rows)))) for index, title in enumerate(TITLES)]
 
 
 def _limits_in_pipe(kept: Sequence[int], rows: Sequence[Sequence[str]]) -> dict[int, int]:
@@ -179,7 +168,7 @@ def _limits_in_pipe(kept: Sequence[int], rows: Sequence[Sequence[str]]) -> dict[
     widths[CAUSE] = min(widths[CAUSE], MAX_CAUSE_CELLS)
     excess = sum(widths[index] + 2 for index in kept) - 2 - PIPE_CELLS
     for title, least in SHORTENED.items():
-        index = next(index for index, column in enumerate(COLUMNS) if column.title == title)
+        index = TITLES.index(title)
         if index in kept:
             taken = max(0, min(excess, widths[index] - least))
             widths[index] -= taken
@@ -192,8 +181,8 @@ def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> t
     widths = _widths(rows)
     shown = list(kept)
     for title in (None, *OMITTED):
-        shown = [index for index in shown if COLUMNS[index].title != title]
-        room = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
-        if room >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
+        shown = [index for index in shown if TITLES[index] != title]
+        cause_cells = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
+        if cause_cells >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
             break
-    return shown, {CAUSE: room}
+    return shown, {CAUSE: cause_cells}
