@@ -19,7 +19,6 @@ from trainer.contract.errors import ExitCode
 
 MARKS = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "error": "1;31"}
-"""SGR parameters of the marks."""
 
 
 class Report(msgspec.Struct, kw_only=True):

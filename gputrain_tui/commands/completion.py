@@ -26,7 +26,6 @@ INSTALLATION = {
     "zsh": 'In ~/.zshrc, after compinit:  eval "$(gputrain completion zsh)"',
     "fish": "In ~/.config/fish/config.fish:  gputrain completion fish | source",
 }
-"""How to install the completion of each shell."""
 SUFFIXES = {
     "RECIPE": (".toml", ".json"),
     "CHECKPOINT": (".pt", ".safetensors"),

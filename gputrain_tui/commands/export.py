@@ -35,7 +35,6 @@ class ExportFormat:
     """Format of ``--to``."""
 
     suffix: str
-    """Suffix of the default file name."""
     write: Callable[[Namespace, Path | None], int]
     """Function of the flags and ``--output``, which writes the file and returns the command's exit code."""
     takes: tuple[str, ...] = ()
@@ -46,7 +45,6 @@ class Written(msgspec.Struct, kw_only=True):
     """Output of ``python -m trainer.export_weights``."""
 
     checkpoint: str
-    """Exported checkpoint."""
     step: int
     tensors: int
     bytes: int
@@ -194,7 +192,6 @@ FORMATS = {
     "archive": ExportFormat(suffix=".tar.gz", write=_archive, takes=("logs",)),
     "safetensors": ExportFormat(suffix=".safetensors", write=_safetensors, takes=("checkpoint",)),
 }
-"""Formats by their names for ``--to``."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

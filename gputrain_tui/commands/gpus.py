@@ -24,7 +24,6 @@ NUMBERS = (
     *("GPUs", "free", "threads", "load", "memory available"),
     *("GPU", "PID", "memory", "util %", "°C", "W", "MHz"),
 )
-"""Titles of columns that are right-aligned."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

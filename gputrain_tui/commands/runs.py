@@ -26,7 +26,6 @@ TITLES = (
     "note",
 )
 NUMBERS = ("ranks", "step", "loss", "valid", "lr", "tokens", "took")
-"""Titles of columns that are right-aligned."""
 CAUSE = TITLES.index("cause")
 OPTIONAL = ("valid", "lr", "tokens", "tags", "cause", "note")
 """Titles of columns that are omitted if no run has a value."""

@@ -33,7 +33,6 @@ class PlannedNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The ranks, devices and command of one node."""
 
     node: Rank
-    """Index in the plan, from 0."""
     host: str
     first_rank: Rank
     ranks: list[Rank]

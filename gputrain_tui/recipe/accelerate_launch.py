@@ -67,15 +67,12 @@ class AccelerateLaunch(msgspec.Struct, kw_only=True):
     """The processes that accelerate would start."""
 
     env: dict[str, str] = {}
-    """Variables that accelerate sets."""
     torchrun: dict[str, str] | None = None
     """Flags of torchrun that it would give, without those at their default; None if it starts a command."""
     command: list[str] = []
-    """Command that it would start instead."""
     problem: str = ""
     """Reason why accelerate refuses; empty if it does not."""
     missing: str = ""
-    """Module that is not installed; empty if all are."""
 
 
 def ask_accelerate(python: str, argv: Sequence[str]) -> AccelerateLaunch:

@@ -40,7 +40,6 @@ class Draft:
         self._text = text
         self.name = name
         self.changes: dict[str, Any] = {}
-        """Unsaved values by key."""
         self._source = parse(text, name=name)
         self._saved_kind = _kind(self._source.data)
         """Task, and whether there is a script, in the file."""

@@ -177,7 +177,6 @@ def _whole_flag(launcher: LauncherFlags, word: str) -> str:
 
 
 MAKES_GROUP = re.compile(r"\b(init_process_group|init_device_mesh|init_distributed|distributed_init)\b")
-"""Calls that make a process group, by torch or by others."""
 WITHOUT_GROUP = frozenset(
     (
         "torch", "torchvision", "torchaudio", "torchtext", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL",

@@ -111,7 +111,6 @@ class Node(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of ``[[cluster.nodes]]``; ``workdir``, ``python`` and ``setup`` default to those of the cluster."""
 
     env: dict[str, str] = {}
-    """Environment variables of its ranks, added to the cluster's."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,7 +144,6 @@ class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """``[cluster]``; without nodes, the ranks run on this machine."""
 
     env: dict[str, str] = {}
-    """Environment variables of all ranks."""
     nodes: tuple[Node, ...] = (Node(),)
 
     def of_node(self, index: int) -> Node:
@@ -181,7 +179,6 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "env", "nodes")
-"""The keys of ``[cluster]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +189,7 @@ class Recipe:
     """Name of its runs; by default the file's name without suffix."""
     cluster: Cluster
     slurm: SlurmOptions | None
-    """The ``[slurm]`` table; None without one."""
     train: Training
-    """Options of ``python -m trainer``."""
     launch: Distributed
     """Options of the launch: only ``LAUNCH_OPTIONS`` may differ from their defaults."""
     script: Script | None
@@ -204,7 +199,6 @@ class Recipe:
     source: str
     """The file as the user named it, or ``stdin``."""
     text: str
-    """The recipe's text, comments included."""
     notes: tuple[str, ...]
     """A line for each key of another program's configuration that is accepted without effect."""
     origin: Source

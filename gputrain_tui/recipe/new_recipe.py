@@ -35,7 +35,6 @@ COMMENTS = {
     "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
-"""Comments of a new recipe, by key."""
 
 ONE_RANK = dict.fromkeys(("ranks", "gpus", "cpu_ranks"), "more than one: only once the script makes a process group")
 """Comments in their place where the script makes no process group."""

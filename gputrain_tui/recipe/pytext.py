@@ -14,7 +14,6 @@ from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, Source
 from trainer.contract.errors import RequestError, nearest, quoted
 
 DOC_CLASSIFICATION_TASKS = ("DocClassificationTask", "DocumentClassificationTask")
-"""PyText's names of the task ``docnn``."""
 
 OPTIMIZERS = {"Adam": "adam", "AdamW": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}
 
@@ -85,7 +84,6 @@ IGNORED_KEYS = {
     "modules_save_dir": "checkpoints hold the whole model",
     "report_eval_results": "every validation is in the record",
 }
-"""Keys beside the task that are accepted without effect → reason."""
 
 
 WORLD_SIZE, CUDA = "distributed_world_size", "use_cuda_if_available"

@@ -24,7 +24,6 @@ Key = tuple[str | int, ...]
 TOP_LEVEL_KEYS = ("name", "cluster", "slurm", "train", "task", "report")
 
 STDIN = "stdin"
-"""Name of standard input in messages."""
 
 MAX_RECIPE_BYTES = 1 << 20
 """Limit of a recipe's file: recipes have a few KiB, a larger file was named by mistake."""
@@ -57,7 +56,6 @@ class Source:
     format: Literal["toml", "json"]
     data: Mapping[str, Any]
     overridden: frozenset[Key] = frozenset()
-    """Keys set by ``--set``."""
     origins: Mapping[Key, Key] = field(default_factory=dict)
     """Key of the values → key of the text, if the text was translated."""
 

@@ -26,7 +26,6 @@ class TaskDescription(msgspec.Struct, kw_only=True):
     """A cache entry for a user's task."""
 
     mtime_ns: int
-    """Modification time of the task's file."""
     options: list[Option]
 
 

@@ -15,7 +15,6 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import describe
 
 TABLES = ("cluster", "slurm", "train", "task", "report")
-"""Tables of a recipe, in their order."""
 HEAD = "head"
 """Place of a new table below the keys without a table."""
 PLACE = "place of new tables: "

@@ -20,7 +20,6 @@ COMPUTED_VARIABLES = {
 """Environment variables that the plan computes → the recipe's key to set instead."""
 
 VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
-"""Name of an environment variable."""
 
 UUID_PREFIXES = ("GPU-", "MIG-")
 """Beginnings of the driver's UUIDs: of a whole GPU and of a MIG instance."""
