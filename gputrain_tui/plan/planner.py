@@ -94,16 +94,20 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
             f"{world_size} ranks: give the nodes {recipe.world_size}, or set it to {world_size}"
         )
     require_batch_sizes(recipe.train.batch_size, world_size, where=lambda name: recipe.where("train", name))
-    init_method = _init_method(recipe, machines, world_size, local)
-    backend = _backend(recipe, assignments)
+    run = Plan(
+        world_size=world_size,
+        init_method=_init_method(recipe, machines, world_size, local),
+        backend=_backend(recipe, assignments),
+        launcher=_launcher(recipe, machines, local),
+        nodes=[],
+    )
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
-    nodes: list[PlannedNode] = []
     first_rank = 0
     for index, assigned in enumerate(assignments):
         ranks = list(range(first_rank, first_rank + len(assigned.devices)))
-        flags = _distributed_flags(recipe, assigned, init_method, world_size, first_rank, len(assignments), backend)
+        flags = _distributed_flags(recipe, run, assigned, first_rank, is_only=len(assignments) == 1)
         node = recipe.cluster.of_node(index)
-        nodes.append(
+        run.nodes.append(
             PlannedNode(
                 node=index,
                 host=recipe.cluster.nodes[index].host or THIS_MACHINE,
@@ -111,19 +115,13 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                 ranks=ranks,
                 devices=list(assigned.devices),
                 argv=[node.python or local.python, "-P", "-m", "trainer", *flags, *common_flags],
-                env={**node.env, **_environment(recipe, assigned, init_method, machines, local)},
+                env={**node.env, **_environment(recipe, assigned, run.init_method, machines, local)},
                 workdir=node.workdir or "",
                 setup=node.setup or "",
             )
         )
         first_rank += len(ranks)
-    return Plan(
-        world_size=world_size,
-        init_method=init_method,
-        backend=backend,
-        launcher=_launcher(recipe, machines, local),
-        nodes=nodes,
-    )
+    return run
 
 
 def _on_slurm(recipe: Recipe, local: LocalFacts) -> Recipe:
@@ -179,27 +177,20 @@ def task_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _distributed_flags(
-    recipe: Recipe,
-    assigned: NodeDevices,
-    init_method: str | None,
-    world_size: int,
-    first_rank: int,
-    nodes: int,
-    backend: str,
+    recipe: Recipe, run: Plan, assigned: NodeDevices, first_rank: int, *, is_only: bool
 ) -> list[str]:
-    local_world_size = len(assigned.devices)
-    flags = ["--distributed-init-method", init_method] if init_method is not None else []
-    flags += ["--distributed-world-size", str(world_size)]
-    if world_size > 1:
-        flags += ["--distributed-gpus", str(local_world_size)]
-    if nodes > 1:
+    flags = ["--distributed-init-method", run.init_method] if run.init_method is not None else []
+    flags += ["--distributed-world-size", str(run.world_size)]
+    if run.world_size > 1:
+        flags += ["--distributed-gpus", str(len(assigned.devices))]
+    if not is_only:
         flags += ["--distributed-rank", str(first_rank)]
     default = "gloo" if assigned.cpu or assigned.shared else "nccl"
-    if recipe.cluster.backend != "auto" or backend != default:
-        flags += ["--distributed-backend", backend]
-    if local_world_size == 1 and world_size > 1:
+    if recipe.cluster.backend != "auto" or run.backend != default:
+        flags += ["--distributed-backend", run.backend]
+    if len(assigned.devices) == 1 and run.world_size > 1:
         flags.append("--distributed-no-spawn")
-    if local_world_size == 1 and not assigned.cpu:
+    if len(assigned.devices) == 1 and not assigned.cpu:
         flags += ["--device-id", "0"]
     return [*flags, "--cpu"] if assigned.cpu else flags
 
@@ -253,14 +244,11 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
         if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
             away = peer if index == 0 else machines[0]
-            found = (
-                f"is {quoted(node.host)}, which the other node {away} cannot reach"
-                if node.host
-                else f"is missing, but the other node {away} must reach this one"
-            )
-            raise RequestError(
-                f"{recipe.where('cluster', 'nodes', index, 'host')} {found}: give this machine's address{known}"
-            )
+            problem = f"is missing, but the other node {away} must reach this one"
+            if node.host:
+                problem = f"is {quoted(node.host)}, which the other node {away} cannot reach"
+            where = recipe.where("cluster", "nodes", index, "host")
+            raise RequestError(f"{where} {problem}: give this machine's address{known}")
 
 
 def _backend(recipe: Recipe, assignments: Sequence[NodeDevices]) -> Literal["nccl", "gloo"]:
@@ -309,19 +297,14 @@ def _environment(
 
 def shell_commands(plan: Plan) -> str:
     """Return the command of each node, under a comment that names the node and its ranks."""
-    parts = []
+    lines = []
     for node in plan.nodes:
         ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {rank_range(node.ranks)} of {plan.world_size}"
-        title = printable(
-            f"# node {node.node}, {node.host}: {ranks}, {devices_text(node.devices)}"
-        )  # one line: the rest would run as a command
-        parts.append(f"{title}\n{_command_line(node)}")
-    return "\n".join(parts)
-
-
-def _command_line(node: PlannedNode) -> str:
-    settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
-    return " ".join([*settings, shell_joined(node.argv)])
+        title = f"# node {node.node}, {node.host}: {ranks}, {devices_text(node.devices)}"
+        lines.append(printable(title))  # one line: the rest would run as a command
+        settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
+        lines.append(" ".join([*settings, shell_joined(node.argv)]))
+    return "\n".join(lines)
 
 
 def rank_range(ranks: Sequence[int]) -> str:

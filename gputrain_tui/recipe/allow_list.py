@@ -162,14 +162,13 @@ class AllowList:
 
     def _argument(self, word: str) -> str:
         flag, equals, value = word.partition("=")
-        if equals and (_LONG_FLAG.fullmatch(flag) or flag in own_options()):
-            return word if self._is_shown_after(flag, value) else f"{flag}={self.hide(value)}"
         if word in own_options() or _LONG_FLAG.fullmatch(word) or _SHORT_FLAG.fullmatch(word):
             return word
-        return word if self.is_shown(word) or _RENDEZVOUS.fullmatch(word) else self.hide(word)
-
-    def _is_shown_after(self, flag: str, value: str) -> bool:
-        return self.is_shown(value) or _RENDEZVOUS.fullmatch(value) is not None
+        if not (equals and (_LONG_FLAG.fullmatch(flag) or flag in own_options())):
+            flag, value = "", word
+        if self.is_shown(value) or _RENDEZVOUS.fullmatch(value):
+            return word
+        return f"{flag}={self.hide(value)}" if flag else self.hide(value)
 
     def hide(self, value: Any) -> str:
         """Return the sign of a hidden value, which is remembered."""
