@@ -30,12 +30,10 @@ def run(args: Namespace) -> int:
     """Evaluate the checkpoint; return the run's exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe
-    if source is None and chosen.run is None:
-        raise RequestError(
-            f"{args.named} is not in a run directory: name the recipe of its training with --recipe FILE"
-        )
     if source is None:
-        assert chosen.run is not None
+        if chosen.run is None:
+            name = "name the recipe of its training with --recipe FILE"
+            raise RequestError(f"{args.named} is not in a run directory: {name}")
         source = recipe_of(chosen.run)
     recipe = evaluation_recipe(
         source,

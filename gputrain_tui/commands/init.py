@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,16 +36,10 @@ T = TypeVar("T")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument(
-        "argv",
-        metavar="COMMAND",
-        nargs="*",
-        help="after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
-        "standard input, or asked for",
-    )
-    parser.add_argument(
-        "--example", metavar="|".join(example_names()), help="copy a recipe that comes with gputrain, with its comments"
-    )
+    text = "after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
+    parser.add_argument("argv", metavar="COMMAND", nargs="*", help=f"{text}standard input, or asked for")
+    text = "copy a recipe that comes with gputrain, with its comments"
+    parser.add_argument("--example", metavar="|".join(example_names()), help=text)
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the script's name with .toml; - prints it")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
@@ -64,15 +58,12 @@ def run(args: Namespace) -> int:
     output = args.output or file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
     build(text, name=output)
+    for note in new.notes:
+        print_message(note)
     if output == "-":
         print(text, end="")
     else:
-        _write(Path(output), text, force=args.force)
-        print(output)
-    for note in new.notes:
-        print_message(note)
-    if output != "-":
-        _name_next_commands(output)
+        _write({Path(output): text}, force=args.force)
     return ExitCode.FINISHED
 
 
@@ -89,38 +80,28 @@ def _write_example(args: Namespace) -> int:
     files = {Path(output): text}
     if build(text, name=output).script is not None:
         files[script] = (examples_folder() / SCRIPT).read_text(encoding="utf-8")
-    for path in files:
-        if path.exists() and not args.force:
-            raise _already_exists(path)  # before any is written
-    for path, content in files.items():
-        _write(path, content, force=args.force)
-        print(path)
-    _name_next_commands(output)
+    _write(files, force=args.force)
     return ExitCode.FINISHED
 
 
-def _name_next_commands(output: str) -> None:
-    name = shell_quoted(output)
+def _write(files: Mapping[Path, str], *, force: bool) -> None:
+    """Write all files or, if one exists, none; print their names."""
+    for path in files:
+        if path.exists() and not force:
+            raise RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o")
+    for path, text in files.items():
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+        print(path)
+    name = shell_quoted(str(next(iter(files))))
     print_message(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
 
 
-def _write(path: Path, text: str, *, force: bool) -> None:
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise _already_exists(path) from None
-
-
-def _already_exists(path: Path) -> RequestError:
-    return RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o")
-
-
-# --- questions --------------------------------------------------------------------------------------------------------
-
-
 def _from_answers() -> NewRecipe:
-    pasted = _ask("Paste a torchrun, accelerate or deepspeed command, or press Enter to answer questions", _command)
+    pasted = _ask(
+        "Paste a torchrun, accelerate or deepspeed command, or press Enter to answer questions",
+        lambda text: from_argv(split_command(text)) if text else None,
+    )
     if pasted is not None:
         return pasted
     named = _ask(f"What to train? A script such as train.py, or a task: {', '.join(BUILT_IN)}", _script_or_task)
@@ -156,10 +137,6 @@ def _ask(question: str, parse: Callable[[str], T]) -> T:
             return parse("".join(lines).strip())
         except ValueError as error:  # also a RequestError
             print_message(str(error))
-
-
-def _command(text: str) -> NewRecipe | None:
-    return from_argv(split_command(text)) if text else None
 
 
 def _script_or_task(text: str) -> str:

@@ -29,9 +29,8 @@ def run(args: Namespace) -> int:
     after = msgspec.structs.replace(before, note=note, tags=tags)
     if after != before:
         if args.run.endswith(ARCHIVES):
-            raise RequestError(
-                f"{args.run} is an archive, which is read-only: add notes to the run before exporting it"
-            )
+            advice = "add notes to the run before exporting it"
+            raise RequestError(f"{args.run} is an archive, which is read-only: {advice}")
         write_notes(found, after)
     print(printable(" ".join([found.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
     return ExitCode.FINISHED

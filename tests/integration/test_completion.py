@@ -66,6 +66,8 @@ CASES = [
     ("gputrain gpus --hostfile no", ["notes.txt"]),
     ("gputrain run x.toml --set train.optim", ["train.optimizer="]),
     ("gputrain completion f", ["fish"]),
+    ("gputrain help s", ["scripts", "ssh", "slurm"]),
+    ("gputrain init --example d", ["demo", "docnn_sst2"]),
     ("gputrain nothing ", []),
     ("gputrain stop last extra", []),
 ]
