@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from argcomplete.shell_integration import shellcode
 
 from gputrain_tui import paths
 from gputrain_tui.help_topics import ORDER
+from gputrain_tui.recipe.files import matching_names
 from trainer.contract.errors import ExitCode, RequestError
 
 INSTALLATION = {
@@ -75,11 +76,12 @@ def _values(prefix: str, action: Action, **_: Any) -> dict[str, str]:
         elif kind == "TOPIC" or kind.islower():
             values |= dict.fromkeys(ORDER if kind == "TOPIC" else [kind], "")
         elif kind in SUFFIXES:
-            files = _files(prefix, SUFFIXES[kind])
             if kind == "RUN":
                 values |= dict.fromkeys(_run_names(prefix), "")
-                files = (file for file in files if "/" in prefix or not file.endswith("/"))
-            values |= dict.fromkeys(files, "")
+            folders = ("/",) if kind != "RUN" or "/" in prefix else ()
+            names = matching_names(prefix, Path())
+            folder = prefix[: prefix.rfind("/") + 1]
+            values |= {folder + name: "" for name in names if name.endswith((*folders, *SUFFIXES[kind]))}
     return values
 
 
@@ -104,19 +106,3 @@ def _recipe_keys() -> dict[str, str]:
     tables = {"cluster": describe(ClusterOptions), "slurm": describe(SlurmOptions), "report": describe(ReportOptions)}
     tables = {"train": train_options(), **tables}
     return {f"{table}.{option.name}=": option.help for table, options in tables.items() for option in options}
-
-
-def _files(prefix: str, suffixes: tuple[str, ...]) -> Iterable[str]:
-    """Return the folders, and the files with one of the suffixes, whose paths begin with a word."""
-    folder, slash, name = prefix.rpartition("/")
-    try:
-        with os.scandir(Path(folder + slash or ".").expanduser()) as entries:
-            return sorted(
-                f"{folder}{slash}{entry.name}{'/' * entry.is_dir()}"
-                for entry in entries
-                if entry.name.startswith(name)
-                and (name or not entry.name.startswith("."))
-                and (entry.is_dir() or entry.name.endswith(suffixes))
-            )
-    except (OSError, RuntimeError):
-        return []

@@ -59,7 +59,10 @@ def recipe_schema(task: str = "") -> dict[str, Any]:
         "required": ["train"],
         "allOf": [
             {"if": _train_has(_any_of(Script.__struct_fields__)), "then": {"properties": {"task": NO_KEYS}}},
-            *(_of_task(name, _table_of(options, _rules(options))) for name, options in tasks.items()),
+            *(
+                _of_task(name, _table_of(options, {option.name: _rule(option) for option in options}))
+                for name, options in tasks.items()
+            ),
         ],
     }
 
@@ -144,10 +147,6 @@ def _table_of(options: Sequence[Option], made: Mapping[str, dict[str, Any]]) -> 
         "additionalProperties": False,
         **({"required": required} if required else {}),
     }
-
-
-def _rules(options: Iterable[Option]) -> dict[str, dict[str, Any]]:
-    return {option.name: _rule(option) for option in options}
 
 
 def _rule(option: Option) -> dict[str, Any]:
