@@ -14,50 +14,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from gputrain_tui import VERSION
+from gputrain_tui import VERSION, commands
 from gputrain_tui.output import discard, print_message, printable_streams
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted, require_utf8
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
-    "eval": ("gputrain_tui.commands.eval", "evaluate a checkpoint without training, exact over all ranks"),
-    "export": (
-        "gputrain_tui.commands.export",
-        "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
-    ),
-    "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
-    "check": (
-        "gputrain_tui.commands.check",
-        "check whether a recipe can start, with a fix for each problem; start nothing",
-    ),
-    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
-    "push": (
-        "gputrain_tui.commands.push",
-        "copy code and environment to the hosts of a recipe that do not share this disk",
-    ),
-    "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
-    "note": ("gputrain_tui.commands.note", "write a note or tags to a run, or print them"),
-    "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
-    "logs": ("gputrain_tui.commands.logs", "print the output of a run's ranks"),
-    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and report any process left"),
-    "init": (
-        "gputrain_tui.commands.init",
-        "write a recipe from questions, the command of another launcher, or an example",
-    ),
-    "recipe-schema": ("gputrain_tui.commands.recipe_schema", "print the JSON Schema of a recipe, for editors"),
-    "completion": (
-        "gputrain_tui.commands.completion",
-        "print the script that completes commands, flags and runs in bash, zsh or fish",
-    ),
-    "help": (
-        "gputrain_tui.commands.help",
-        "show a topic of the reference, such as recipe or findings",
-    ),
+COMMANDS = {
+    "run": "train a recipe to the end, in the foreground or detached",
+    "eval": "evaluate a checkpoint without training, exact over all ranks",
+    "export": "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
+    "plan": "show the command of every node; start nothing",
+    "check": "check whether a recipe can start, with a fix for each problem; start nothing",
+    "gpus": "show the GPUs, cores and memory of this machine, or of others over ssh",
+    "push": "copy code and environment to the hosts of a recipe that do not share this disk",
+    "runs": "list past and running runs, newest first",
+    "note": "write a note or tags to a run, or print them",
+    "attach": "open the console on a run, running or ended",
+    "logs": "print the output of a run's ranks",
+    "stop": "stop a run everywhere and report any process left",
+    "init": "write a recipe from questions, the command of another launcher, or an example",
+    "recipe-schema": "print the JSON Schema of a recipe, for editors",
+    "completion": "print the script that completes commands, flags and runs in bash, zsh or fish",
+    "help": "show a topic of the reference, such as recipe or findings",
 }
-"""Module and one-line help of each command, by name."""
+"""One-line help of each command, by name."""
 
 COMPLETION = "_ARGCOMPLETE"
 """Variable with which the scripts of ``gputrain completion`` call."""
@@ -153,7 +135,7 @@ def _has_working_directory() -> bool:
 
 def _dispatch(argv: list[str]) -> int:
     if COMPLETION in os.environ:
-        importlib.import_module(COMMANDS["completion"][0]).complete(COMMANDS)
+        commands.load("completion").complete(COMMANDS)
     if not argv or argv[0].partition("=")[0] in ("--fps", "--hostfile"):
         return _run_console(argv)
     name, *rest = argv
@@ -167,7 +149,7 @@ def _dispatch(argv: list[str]) -> int:
         kind = "option" if name.startswith("-") else "command"
         known = [*COMMANDS, "--help", "--version"]
         raise RequestError(f"{quoted(name)} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
-    command = cast(Command, importlib.import_module(COMMANDS[name][0]))
+    command = cast(Command, commands.load(name))
     return command.run(parse(command, name, rest))
 
 
@@ -177,7 +159,7 @@ def _run_console(argv: list[str]) -> int:
 
 def help_text() -> str:
     """Return the output of ``gputrain --help``."""
-    lines = [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<13} {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "Plan, launch, watch and diagnose distributed PyTorch training.",
@@ -202,7 +184,7 @@ def parse(command: Command, name: str, argv: Sequence[str]) -> Namespace:
     """
     from gputrain_tui.arguments import FlagParser
 
-    parser = FlagParser(command=name, description=_sentence(COMMANDS[name][1]))
+    parser = FlagParser(command=name, description=_sentence(COMMANDS[name]))
     command.add_arguments(parser)
     return parser.parse_argv(argv)
 

@@ -6,7 +6,6 @@ come from the arguments of the commands and the names in the runs folder; no run
 
 from __future__ import annotations
 
-import importlib
 import os
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from argcomplete.finders import CompletionFinder
 from argcomplete.shell_integration import shellcode
 
 from gputrain_tui import paths
+from gputrain_tui.commands import load
 from gputrain_tui.help_topics import ORDER
 from gputrain_tui.recipe.files import matching_names
 from trainer.contract.errors import ExitCode, RequestError
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     return ExitCode.FINISHED
 
 
-def complete(commands: Mapping[str, tuple[str, str]]) -> None:
+def complete(commands: Mapping[str, str]) -> None:
     """Print the completions of the line that argcomplete's script has put into the environment, and exit."""
     before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
     typed = before[1] if len(before) > 1 else ""
@@ -59,11 +59,11 @@ def complete(commands: Mapping[str, tuple[str, str]]) -> None:
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.add_argument("--hostfile", metavar="FILE", help="machines to show")
     subparsers = parser.add_subparsers()
-    for name, (module, text) in commands.items():
+    for name, text in commands.items():
         if name.startswith(typed):
             command = subparsers.add_parser(name, help=text, allow_abbrev=False)
             if name == typed:
-                importlib.import_module(module).add_arguments(command)
+                load(name).add_arguments(command)
     CompletionFinder()(parser, always_complete_options=False, default_completer=_values)  # type: ignore[arg-type]
 
 

@@ -40,12 +40,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the logs."""
-    found = find(args.run)
-    ranks = chosen_ranks(args, found, command="logs")
+    chosen = find(args.run)
+    ranks = chosen_ranks(args, chosen, command="logs")
     only = {str(rank) for rank in ranks} or None
     out = sys.stdout.buffer
     on_terminal = out.isatty()
-    several = len(ranks) > 1 or (not ranks and found.status.world_size > 1)
+    several = len(ranks) > 1 or (not ranks and chosen.status.world_size > 1)
     colour = on_terminal and not os.environ.get("NO_COLOR")
 
     def show(name: str, lines: bytes) -> None:
@@ -53,11 +53,11 @@ def run(args: Namespace) -> int:
         out.write(b"".join(format_line(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
         out.flush()
 
-    printed = (follow_logs if args.follow else print_logs)(found, only, show)
+    printed = (follow_logs if args.follow else print_logs)(chosen, only, show)
     if not printed:
         whose = "rank " + " or ".join(map(str, ranks)) if ranks else "any rank"
-        known = "" if found.status.archived is None else ", or its archive was made without --logs"
-        print(f"nothing was printed by {whose} of {found.id}{known}", file=sys.stderr)
+        known = "" if chosen.status.archived is None else ", or its archive was made without --logs"
+        print(f"nothing was printed by {whose} of {chosen.id}{known}", file=sys.stderr)
     return ExitCode.FINISHED
 
 

@@ -22,8 +22,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Change the note and tags by the flags, and print them."""
-    found = find(args.run)
-    before = read_notes(found.dir)
+    chosen = find(args.run)
+    before = read_notes(chosen.dir)
     note = before.note if args.text is None else checked_note(args.text)
     tags = checked_tags([tag for tag in [*before.tags, *args.tag] if tag not in args.untag])
     after = msgspec.structs.replace(before, note=note, tags=tags)
@@ -31,6 +31,6 @@ def run(args: Namespace) -> int:
         if args.run.endswith(ARCHIVES):
             advice = "add notes to the run before exporting it"
             raise RequestError(f"{args.run} is an archive, which is read-only: {advice}")
-        write_notes(found, after)
-    print(printable(" ".join([found.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
+        write_notes(chosen, after)
+    print(printable(" ".join([chosen.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
     return ExitCode.FINISHED

@@ -69,18 +69,14 @@ def run(args: Namespace) -> int:
 def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
     """Return the problems of rendezvous and stop condition; ``gputrain check`` does the other checks."""
     rendezvous, port = rendezvous_facts(plan, local)
-    found = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
-    return [problem for problem in (endless_reason(recipe), *(result.line for result in found)) if problem]
+    results = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
+    return [problem for problem in (endless_reason(recipe), *(result.line for result in results)) if problem]
 
 
 def report(plan: Plan, name: str) -> str:
     """Return the plan as text: the run, a table of its nodes, each node's command."""
-    columns = (
-        TableColumn("node", right=True),
-        TableColumn("host"),
-        TableColumn("ranks", right=True),
-        TableColumn("devices"),
-    )
+    titles = ("node", "host", "ranks", "devices")
+    columns = [TableColumn(title, right=title in ("node", "ranks")) for title in titles]
     rows = [[str(node.node), node.host, rank_range(node.ranks), devices_text(node.devices)] for node in plan.nodes]
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:

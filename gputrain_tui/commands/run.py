@@ -50,7 +50,8 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
             for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):
                 print_message(note)
             if detach:
-                return _detached(prepared, connections)
+                print(start.launch_detached(prepared, connections=connections).id)
+                return ExitCode.FINISHED
             return _foreground(prepared, connections, json=json)
     except NotReadyError as refused:
         for problem in refused.errors:
@@ -121,8 +122,3 @@ def _foreground(prepared: Prepared, connections: OpenConnections, *, json: bool)
         if copied_to is not None and isinstance(copied_to.error, BrokenPipeError):
             raise copied_to.error  # as in any command whose reader closes the pipe, after the end of the run
         return code
-
-
-def _detached(prepared: Prepared, connections: OpenConnections) -> int:
-    print(start.launch_detached(prepared, connections=connections).id)
-    return ExitCode.FINISHED

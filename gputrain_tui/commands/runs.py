@@ -85,11 +85,11 @@ def _entries() -> Iterator[Entry]:
     """Yield the summaries of all runs, newest first, each read when it is asked for; unreadable ones last."""
     unreadable: list[Entry] = []
     now = time.time()
-    for found in newest_runs():
-        if isinstance(found, UnreadableRun):
-            unreadable.append(summarize_unreadable(found))
+    for listed in newest_runs():
+        if isinstance(listed, UnreadableRun):
+            unreadable.append(summarize_unreadable(listed))
             continue
-        yield summarize(found if found.state in ENDED else launchers.refresh(found), now=now)
+        yield summarize(listed if listed.state in ENDED else launchers.refresh(listed), now=now)
     yield from unreadable
 
 

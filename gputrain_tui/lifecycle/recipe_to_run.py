@@ -82,7 +82,7 @@ def recipe_text(recipe: Recipe) -> str:
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
     if as_written:
-        return recipe.text
+        return source.text
     from gputrain_tui.recipe.toml_writer import dump_toml  # a slow import (tomlkit) that few runs need
 
     return dump_toml(recipe)

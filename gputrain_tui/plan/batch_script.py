@@ -135,8 +135,8 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
 def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
     lines = ["steps=()"]
     for node, gpus in zip(plan.nodes, counts, strict=True):
-        place = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
-        step = f"srun --nodes=1 --ntasks=1 --nodelist={place} --cpu-bind=none"
+        host = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
+        step = f"srun --nodes=1 --ntasks=1 --nodelist={host} --cpu-bind=none"
         if gpus:
             # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
             step += f" --gpus={gpus}"

@@ -82,7 +82,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     for index, node in enumerate(recipe.cluster.nodes):
         machine = THIS_MACHINE if is_local(node.host, local) and not recipe.is_for_slurm else str(node.host)
         key = next((key for key in ("gpus", "cpu_ranks", "ranks") if getattr(node, key) is not None), None)
-        where = recipe.where("cluster", "nodes", index, key) if key else recipe.source
+        where = recipe.where("cluster", "nodes", index, key) if key else recipe.origin.name
         shown = "this machine" if machine == THIS_MACHINE else machine
         machines.append(machine)
         assignments.append(allocator.allocate(machine, shown, node, where=where))

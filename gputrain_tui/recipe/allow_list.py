@@ -69,7 +69,7 @@ def is_shown_variable(name: str) -> bool:
 def own_options() -> Mapping[str, Option]:
     """Return all options of recipes and of built-in tasks by their flags, aliases included."""
     schemas: list[type[Any]] = [Distributed, Training, Script, ClusterOptions, NodeOptions, SlurmOptions, ReportOptions]
-    schemas += [found for name in BUILT_IN if (found := options_schema(name)) is not None]
+    schemas += [schema for name in BUILT_IN if (schema := options_schema(name)) is not None]
     return {flag: option for kind in schemas for option in describe(kind) for flag in (option.flag, *option.aliases)}
 
 
@@ -197,14 +197,14 @@ class AllowList:
         file below the project is relative to it, libraries are shown from their folder on, and the home folder is ~.
         """
         masked, parts, at = self._mask_values(data), [], 0
-        for found in _CODE.finditer(data):
-            group = 1 if found[1] else 2
-            if found.start() < at:
+        for match in _CODE.finditer(data):
+            group = 1 if match[1] else 2
+            if match.start() < at:
                 continue  # a second one in a line
-            shown, end = self._shown_code(found[group]), data.find(b"\n", found.end())
+            shown, end = self._shown_code(match[group]), data.find(b"\n", match.end())
             end = end if end >= 0 else len(data)
-            parts += [masked[at : found.start(group)], shown, masked[found.end(group) : end]]
-            parts.append(b" " * (len(found[group]) - len(shown)))
+            parts += [masked[at : match.start(group)], shown, masked[match.end(group) : end]]
+            parts.append(b" " * (len(match[group]) - len(shown)))
             at = end
         return b"".join([*parts, masked[at:]])
 
@@ -226,7 +226,7 @@ class AllowList:
             return data
         if self._pattern is None:
             self._pattern = re.compile(b"|".join(map(re.escape, sorted(self._values, key=len, reverse=True))))
-        return self._pattern.sub(lambda found: b"*" * len(found[0]), data)
+        return self._pattern.sub(lambda match: b"*" * len(match[0]), data)
 
     @property
     def longest_bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +75,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     for key in data:
         if key not in TOP_LEVEL_KEYS:
             raise RequestError(f"{source.where((key,))} is not known{_table_hint(key)}")
-    _refuse_unusable(source, data, ())
+    _refuse_unusable_text(source, data, ())
     train, launch, script = _train(source)
     slurm = _check(SlurmOptions, _table(source, "slurm"), source, "slurm") if "slurm" in source.data else None
     typed_options, task_options = _task_options(source, train.task)
@@ -93,8 +92,6 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
         script=script,
         task_options=task_options,
         report=_check(ReportOptions, _table(source, "report"), source, "report"),
-        source=source.name,
-        text=source.text,
         notes=notes,
         origin=source,
         world_size=world_size,
@@ -110,16 +107,14 @@ def _table_hint(key: str) -> str:
     return nearest(key, TOP_LEVEL_KEYS) or f"; known are {', '.join(TOP_LEVEL_KEYS)}"
 
 
-def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
-    """Raise for values that no option takes or no command line can carry: infinities, NUL and surrogate characters."""
-    if isinstance(value, float) and not math.isfinite(value) and key != ("name",):
-        raise RequestError(f"{source.where(key)} is {value}, but must be a finite number")
+def _refuse_unusable_text(source: Source, value: Any, key: Key) -> None:
+    """Raise for texts that no command line can carry: with NUL or surrogate characters."""
     if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
         raise RequestError(f"{source.where(key)} is {quoted(value)}, but must be UTF-8 text without NUL characters")
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for part, item in items:
-            _refuse_unusable(source, item, (*key, part))
+            _refuse_unusable_text(source, item, (*key, part))
 
 
 def _name(source: Source) -> str:

@@ -31,8 +31,8 @@ def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
     folders = (("recipes/", folder / "recipes"), ("this folder", folder), ("yours", own / "recipes"))
     named = [
         (path, group, name)
-        for group, place in folders
-        for path in _toml_files(place)
+        for group, parent in folders
+        for path in _toml_files(parent)
         if (name := recipe_name(path)) is not None
     ]
     uses = Counter(name for _, _, name in named)

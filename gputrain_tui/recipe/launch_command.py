@@ -96,7 +96,7 @@ def read_launch_command(
             f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
         )
     command.env = env
-    context = Context(argv=given, read_file=read_file, ask_accelerate=lambda asked: ask_accelerate(python, asked))
+    context = Context(argv=given, read_file=read_file, ask_accelerate=lambda argv: ask_accelerate(python, argv))
     file = command.script.replace(".", "/") + ".py" if command.module else command.script
     command.makes_group = makes_group(file, read_file)
     launcher.read(command, flags, context)
@@ -149,7 +149,7 @@ def _after_launch(name: str, argv: list[str]) -> list[str]:
 
 def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's flags with their values, and the script with its arguments."""
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word, equals, value = rest.pop(0).partition("=")
@@ -157,13 +157,13 @@ def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str
             break
         flag = _whole_flag(launcher, word)
         if (short := launcher.short.get(word[:2])) not in (None, *launcher.switches) and word[2:]:  # -Hhosts
-            found[short or ""] = word[2:] + equals + value
+            flags[short or ""] = word[2:] + equals + value
         elif equals:
-            found[flag] = value
+            flags[flag] = value
         else:  # an unknown switch of a newer version is followed by the script or another flag, not by a value
             takes_value = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])
-            found[flag] = rest.pop(0) if takes_value else ""
-    return found, rest
+            flags[flag] = rest.pop(0) if takes_value else ""
+    return flags, rest
 
 
 def _whole_flag(launcher: LauncherFlags, word: str) -> str:

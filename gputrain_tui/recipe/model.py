@@ -196,9 +196,6 @@ class Recipe:
     task_options: Mapping[str, Any]
     """The options in ``[task]``, in the types of the task's schema; those that the recipe does not set are absent."""
     report: ReportOptions
-    source: str
-    """The file as the user named it, or ``stdin``."""
-    text: str
     notes: tuple[str, ...]
     """A line for each key of another program's configuration that is accepted without effect."""
     origin: Source

@@ -198,7 +198,7 @@ SCRIPT = "train_script.py"
 
 def examples_folder() -> Path:
     """Return the folder of the examples."""
-    return next((place for place in FOLDERS if place.is_dir()), FOLDERS[0])
+    return next((path for path in FOLDERS if path.is_dir()), FOLDERS[0])
 
 
 def example_names() -> list[str]:

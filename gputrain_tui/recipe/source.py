@@ -224,8 +224,8 @@ class _Scanner:
         kind, text, _ = self.tokens[self.position]
         return text if kind in ("punctuation", "newline", "end") else kind
 
-    def skip(self, *marks: str) -> None:
-        while self.peek() in marks:
+    def skip(self, *tokens: str) -> None:
+        while self.peek() in tokens:
             self.position += 1
 
     def names(self) -> list[str]:

@@ -27,13 +27,13 @@ def dump_toml(recipe: Recipe) -> str:
     """Return TOML that loads to the same recipe, with the comments of its text if the text is TOML."""
     if recipe.origin.format == "json":
         return tomlkit.dumps(_document({"name": recipe.name, **_spelled(recipe, {})}))
-    written = tomllib.loads(recipe.text)
+    written = tomllib.loads(recipe.origin.text)
     spelled = _spelled(recipe, written)
     if "name" in written or recipe.name != recipe.origin.default_name:
         spelled = {"name": recipe.name, **spelled}
     if spelled == written:
-        return recipe.text
-    document = tomlkit.parse(recipe.text if recipe.text.endswith("\n") else f"{recipe.text}\n")
+        return recipe.origin.text
+    document = tomlkit.parse(recipe.origin.text if recipe.origin.text.endswith("\n") else f"{recipe.origin.text}\n")
     for table in TABLES:
         if table in document and _last_body(document, table) is None and spelled.get(table) != written[table]:
             del document[table]  # tomlkit adds no table to an inline one or to dotted keys: it gets a header
@@ -93,11 +93,11 @@ def _with_tables(document: tomlkit.TOMLDocument, new: Mapping[str, Any], ends: M
     if head:
         document.body.insert(head[-1] + 1, (None, tomlkit.comment(PLACE + HEAD)))
     text = tomlkit.dumps(document)
-    for place in tables:
-        before, mark, after = text.partition(f"# {PLACE}{place}\n")
-        if mark:
-            gap = "\n" if tables[place] and not kept[place] and after.strip() and not after.startswith("\n") else ""
-            text = before + tables[place] + kept[place] + gap + after
+    for anchor in tables:
+        before, comment, after = text.partition(f"# {PLACE}{anchor}\n")
+        if comment:
+            gap = "\n" if tables[anchor] and not kept[anchor] and after.strip() and not after.startswith("\n") else ""
+            text = before + tables[anchor] + kept[anchor] + gap + after
     return text
 
 

@@ -33,13 +33,13 @@ def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
         example = '{ NCCL_DEBUG = "INFO" }'
         raise RequestError(f"{where('env')} is {quoted(values)}, but must be a table, such as {example}")
     for name, value in values.items():
-        place = where("env", name)
+        location = where("env", name)
         if not re.fullmatch(VARIABLE_NAME, name):
-            raise RequestError(f"{place} is not a valid name of an environment variable: use letters, digits and _")
+            raise RequestError(f"{location} is not a valid name of an environment variable: use letters, digits and _")
         if name in COMPUTED_VARIABLES:
-            raise RequestError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
+            raise RequestError(f"{location} is computed; {COMPUTED_VARIABLES[name]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RequestError(f"{place} is {quoted(value)}, but must be text or a number")
+            raise RequestError(f"{location} is {quoted(value)}, but must be text or a number")
     return {name: str(value) for name, value in values.items()}
 
 
@@ -69,8 +69,8 @@ def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
 
 def _parse_devices(text: str) -> list[int | str]:
     """Parse a list of indices and UUIDs, with or without brackets and quotes."""
-    words = (word.strip(" \"'") for word in text.strip("[]").split(","))
-    ids = ((word, whole_number(word)) for word in words if word)
+    parts = (word.strip(" \"'") for word in text.strip("[]").split(","))
+    ids = ((word, whole_number(word)) for word in parts if word)
     return [word if index is None else index for word, index in ids]
 
 

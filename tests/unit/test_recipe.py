@@ -80,7 +80,7 @@ def test_a_recipe_is_read_with_its_tables_typed() -> None:
     assert found.launch.join_timeout == 20.0
     assert found.task_options == {"data": "/data/mnist"}
     assert found.script is None
-    assert found.text == MNIST
+    assert found.origin.text == MNIST
 
 
 def stdin_of(text: str) -> io.TextIOWrapper:
@@ -140,7 +140,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ),
         (MNIST.replace("1.01", '"fast"'), "r.toml:17: train.lr is 'fast', but must be one or more numbers > 0"),
         (MNIST.replace("1.01", "-1"), "r.toml:17: train.lr is -1, but must be one or more numbers > 0"),
-        (MNIST.replace("1.01", "nan"), "r.toml:17: train.lr is nan, but must be a finite number"),
+        (MNIST.replace("1.01", "nan"), "r.toml:17: train.lr is nan, but must be one or more numbers > 0"),
         (MNIST.replace("1.01", "true"), "r.toml:17: train.lr is True, but must be one or more numbers > 0"),
         (MNIST.replace("64", "[64, 0]"), "r.toml:14: train.batch_size is [64, 0], but must be "),
         (
