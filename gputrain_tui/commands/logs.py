@@ -20,10 +20,8 @@ from trainer.contract.record.regular_file import open_regular
 
 CHUNK_BYTES = 1 << 20
 """Bytes that are read and printed at a time, to bound memory."""
-
 MAX_LINE_BYTES = 16 << 20
 """Maximum length of a line in memory; a longer one is printed in pieces."""
-
 PREFIX_COLOURS = (36, 33, 32, 35, 34, 31)
 """SGR colours of rank prefixes, from the terminal's palette."""
 

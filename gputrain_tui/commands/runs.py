@@ -116,11 +116,8 @@ def _print_pages(entries: Iterator[Entry]) -> bool:
 def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None = None) -> str:
     """Return the runs as a table with local times; a dim line for each unreadable one.
 
-    Args:
-        entries: summaries of the runs.
-        colour: whether to dim the unreadable ones.
-        cells: width of the terminal, to which the table is fitted; None without a terminal. Lines of unreadable runs
-            are never cut, as their problems are shown nowhere else.
+    ``cells`` is the width of the terminal, to which the table is fitted. Lines of unreadable runs are never cut, as
+    their problems are shown nowhere else.
     """
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [

@@ -62,14 +62,8 @@ class Plan(msgspec.Struct, kw_only=True):
 def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFacts) -> Plan:
     """Compute the command of every node.
 
-    Args:
-        recipe: the recipe.
-        inventories: by host as in the recipe, ``localhost`` for this machine. A machine without one is assumed to
-            have the GPUs that the recipe counts or lists.
-        local: facts about this machine.
-
-    Raises:
-        RequestError: the machines lack devices of the recipe, or the recipe contradicts itself.
+    ``inventories`` are by host as in the recipe, ``localhost`` for this machine. A machine without one is assumed to
+    have the GPUs that the recipe counts or lists.
     """
     from gputrain_tui.hosts.devices import DeviceAllocator
 

@@ -46,7 +46,6 @@ EVERYWHERE = frozenset(
     )
 )  # fmt: skip
 """Variables of any login: their values are no secrets, and stand in tracebacks and in names of hosts."""
-
 _NUMBER = re.compile(r"[+-]?(\d+([.:]\d+)*|\.\d+)(e[+-]?\d+)?[KMGTkmgt%]?", re.ASCII)
 """A number, a size such as ``64G`` or a time such as ``1:00:00``."""
 _LONG_FLAG = re.compile(r"--[A-Za-z][\w-]{0,40}", re.ASCII)
@@ -87,12 +86,7 @@ class AllowList:
     """Replaces the values that are not shown, and remembers them."""
 
     def __init__(self, environment: Mapping[str, str], project: Path) -> None:
-        """Begin with the values of an environment that a program may have printed.
-
-        Args:
-            environment: variables of this process.
-            project: folder below which paths are shown.
-        """
+        """Begin with the values of an environment that a program may print; paths below ``project`` are shown."""
         self._projects: list[Path] = []
         self.add_project(project)
         self._home = os.fsencode(environment.get("HOME", ""))

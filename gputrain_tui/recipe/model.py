@@ -53,19 +53,14 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 Gpus = int | tuple[int | str, ...] | Literal["all", "free"]
 """A count, device ids (indices or UUIDs), all GPUs of the machine, or its free ones."""
-
 LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "stop_grace", "start_method", "share_devices")
 """Options of ``trainer.contract.options.Distributed`` that ``[train]`` takes; the plan computes the others."""
-
 MAX_NAME_CHARS = 100
 """Limit of a recipe's name, which lists of runs show."""
-
 RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
 """Keys of a node, exactly one of which is set, for the number of its ranks."""
-
 MAX_RANKS_PER_NODE = 1024
 """More than the cores or GPUs of any machine: a larger number is a typing error."""
-
 PATTERNS = {
     # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
     "host": (r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", "a host name or an address, user@host or ssh://host:port"),

@@ -38,10 +38,8 @@ COMMENTS = {
 
 ONE_RANK = dict.fromkeys(("ranks", "gpus", "cpu_ranks"), "more than one: only once the script makes a process group")
 """Comments in their place where the script makes no process group."""
-
 MAX_INLINE_VARIABLES = 2
 """Environment variables on one line of a recipe; more are a table."""
-
 REPORT = """\
 # [report]                # other places to report the run to
 # tensorboard = true      # event files in the run directory; or a folder, such as "runs"

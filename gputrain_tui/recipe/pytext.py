@@ -22,7 +22,6 @@ CLASS_NAMES = {
     *("Trainer", "TaskTrainer", *OPTIMIZERS),
 }
 """Keys by which newer versions of PyText give a table's class: ``{"Data": {…}}``."""
-
 DEFAULTS: dict[Key, Any] = {
     ("train", "batch_size"): 16,
     ("train", "max_epochs"): 10,
@@ -33,15 +32,12 @@ DEFAULTS: dict[Key, Any] = {
     ("train", "best_metric"): "accuracy",
 }
 """PyText's own defaults that differ from the trainer's."""
-
 SCHEMA_NAMES = {"text": "text", "label": "label", "doc_label": "label"}
 """PyText's names of the task's columns → the kind of ``docnn``'s column."""
-
 FIELD_NAMES: tuple[Key, ...] = (("data_handler", "columns_to_read"), ("data", "source", "field_names"))
 """Keys that list a file's columns; such a file has no header."""
 COLUMN_MAPPING: Key = ("data", "source", "column_mapping")
 """Key of the table that maps the file's names of columns to PyText's."""
-
 KEY_MAP: dict[Key, Key] = {
     ("data_handler", "train_path"): ("task", "train_path"),
     ("data_handler", "eval_path"): ("task", "eval_path"),
@@ -71,7 +67,6 @@ KEY_MAP: dict[Key, Key] = {
     ("model", "representation", "cnn", "kernel_sizes"): ("task", "kernel_sizes"),
 }
 """Path within PyText's task, without class names → the recipe's key."""
-
 IGNORED_KEYS = {
     "version": "the keys of all versions are read the same way",
     "use_tensorboard": "all values are in the run's record; `gputrain attach` plots them",

@@ -22,18 +22,13 @@ Key = tuple[str | int, ...]
 """Path of a value: table names and list positions."""
 
 TOP_LEVEL_KEYS = ("name", "cluster", "slurm", "train", "task", "report")
-
 STDIN = "stdin"
-
 MAX_RECIPE_BYTES = 1 << 20
 """Limit of a recipe's file: recipes have a few KiB, a larger file was named by mistake."""
-
 MAX_DEPTH = 32
 """Limit of nested tables and lists; a recipe needs five, and recursive functions read them."""
-
 MAX_INT_BITS = 1000
 """Limit of an integer: a larger one fits no ``float``, and Python refuses to print more than 4,300 digits."""
-
 TOO_DEEP = "is nested too deeply to be a recipe"
 TOO_MANY_DIGITS = "contains a number with too many digits"
 

@@ -18,7 +18,6 @@ COMPUTED_VARIABLES = {
     "MASTER_PORT": "set cluster.port",
 }
 """Environment variables that the plan computes → the recipe's key to set instead."""
-
 VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 
 UUID_PREFIXES = ("GPU-", "MIG-")
