@@ -27,6 +27,11 @@ INSTALLATION = {
     "zsh": 'In ~/.zshrc, after compinit:  eval "$(gputrain completion zsh)"',
     "fish": "In ~/.config/fish/config.fish:  gputrain completion fish | source",
 }
+ZSH_LINE = {
+    'COMP_LINE="$BUFFER"': 'COMP_LINE="${(j: :)words[1,CURRENT]}"',
+    'COMP_POINT="$CURSOR"': 'COMP_POINT="${#${(j: :)words[1,CURRENT]}}"',
+}
+"""Argcomplete takes the whole line → the command in it, which may follow another one or a setting of a variable."""
 SUFFIXES = {
     "RECIPE": (".toml", ".json"),
     "CHECKPOINT": (".pt", ".safetensors"),
@@ -46,7 +51,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the script."""
     print(f"# Completion of gputrain for {args.shell}. {INSTALLATION[args.shell]}")
-    print(shellcode(["gputrain"], shell=args.shell, complete_arguments=[]))
+    script = shellcode(["gputrain"], shell=args.shell, complete_arguments=[])
+    for whole, command in ZSH_LINE.items() if args.shell == "zsh" else ():
+        script = script.replace(whole, command)
+    print(script)
     return ExitCode.FINISHED
 
 

@@ -24,8 +24,6 @@ AskAccelerate = Callable[[Sequence[str]], AccelerateLaunch]
 class LaunchCommand:
     """A launch command as values of a recipe."""
 
-    launcher: str
-    """``torchrun``, ``accelerate``, ``deepspeed`` or ``python``."""
     script: str
     """Path of the script, or name of the module."""
     args: list[str]

@@ -84,7 +84,7 @@ def read_launch_command(
         raise RequestError(f"the {name} command names no script")
     # argparse, by which all launchers but python itself read their words, takes a -- after the script as its own.
     args = rest[2:] if rest[1:2] == ["--"] and name != "python" else rest[1:]
-    command = LaunchCommand(launcher=name, script=rest[0], args=args, module=is_module)
+    command = LaunchCommand(script=rest[0], args=args, module=is_module)
     if python is not None:
         command.cluster["python"] = python
     visible = env.pop("CUDA_VISIBLE_DEVICES", None)

@@ -88,14 +88,9 @@ class NewRecipe:
 
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
+    names = ("script", "module", "local_rank_flag", "args")
+    train = {name: value for name in names if (value := getattr(command, name))}
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
-    train: dict[str, Any] = {"script": command.script}
-    if command.module:
-        train["module"] = True
-    if command.local_rank_flag is not None:
-        train["local_rank_flag"] = command.local_rank_flag
-    if command.args:
-        train["args"] = command.args
     return NewRecipe(
         name=(command.script.rpartition(".")[2] if command.module else PurePath(command.script).stem) or "recipe",
         origin=typed,

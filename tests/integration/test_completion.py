@@ -94,7 +94,8 @@ def test_zsh_completes(home: Path, line: str, found: list[str]) -> None:
         compdef() {{ :; }}
         eval "$(gputrain completion zsh)"
         _describe() {{ print -rl -- "${{completions[@]}}"; }}  # the completion system's, which a script has not
-        words=(gputrain) BUFFER={shlex.quote(line)} CURSOR={len(line)}
+        words=({" ".join(shlex.quote(word) if word else "''" for word in line.split(" "))}) CURRENT=$#words
+        BUFFER={shlex.quote(f"cd x && A=1 {line}")} CURSOR=$#BUFFER
         _python_argcomplete; true
     """
     shown = completions(home, ["zsh", "-f", "-c", script]).splitlines()
