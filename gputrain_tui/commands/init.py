@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,12 +58,11 @@ def run(args: Namespace) -> int:
     output = args.output or file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
     build(text, name=output)
+    if output != "-":
+        return _write({Path(output): text}, force=args.force, notes=new.notes)
+    print(text, end="")
     for note in new.notes:
         print_message(note)
-    if output == "-":
-        print(text, end="")
-    else:
-        _write({Path(output): text}, force=args.force)
     return ExitCode.FINISHED
 
 
@@ -80,12 +79,11 @@ def _write_example(args: Namespace) -> int:
     files = {Path(output): text}
     if build(text, name=output).script is not None:
         files[script] = (examples_folder() / SCRIPT).read_text(encoding="utf-8")
-    _write(files, force=args.force)
-    return ExitCode.FINISHED
+    return _write(files, force=args.force)
 
 
-def _write(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write all files or, if one exists, none; print their names."""
+def _write(files: Mapping[Path, str], *, force: bool, notes: Sequence[str] = ()) -> int:
+    """Write all files or, if one exists, none; print their names, notes and the next commands."""
     for path in files:
         if path.exists() and not force:
             raise RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o")
@@ -93,8 +91,11 @@ def _write(files: Mapping[Path, str], *, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
         print(path)
+    for note in notes:
+        print_message(note)
     name = shell_quoted(str(next(iter(files))))
     print_message(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
+    return ExitCode.FINISHED
 
 
 def _from_answers() -> NewRecipe:
