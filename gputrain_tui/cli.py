@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gputrain_tui import VERSION
+from gputrain_tui import VERSION, commands
 from gputrain_tui.output import discard, print_message, printable_streams
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted, require_utf8
 
@@ -22,31 +22,28 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from types import ModuleType
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    name: (f"gputrain_tui.commands.{name.replace('-', '_')}", text)
-    for name, text in (
-        ("run", "train a recipe to the end, in the foreground or detached"),
-        ("eval", "evaluate a checkpoint without training, exact over all ranks"),
-        ("export", "write a run for other programs: csv, TensorBoard, timeline, archive, weights"),
-        ("plan", "show the command of every node; start nothing"),
-        ("check", "check whether a recipe can start, with a fix for each problem; start nothing"),
-        ("gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
-        ("push", "copy code and environment to the hosts of a recipe that do not share this disk"),
-        ("runs", "list past and running runs, newest first"),
-        ("note", "write a note or tags to a run, or print them"),
-        ("attach", "open the console on a run, running or ended"),
-        ("logs", "print the output of a run's ranks"),
-        ("stop", "stop a run everywhere and report any process left"),
-        ("init", "write a recipe from questions, the command of another launcher, or an example"),
-        ("recipe-schema", "print the JSON Schema of a recipe, for editors"),
-        ("completion", "print the script that completes commands, flags and runs in bash, zsh or fish"),
-        ("help", "show a topic of the reference, such as recipe or findings"),
-    )
+COMMANDS = {
+    "run": "train a recipe to the end, in the foreground or detached",
+    "eval": "evaluate a checkpoint without training, exact over all ranks",
+    "export": "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
+    "plan": "show the command of every node; start nothing",
+    "check": "check whether a recipe can start, with a fix for each problem; start nothing",
+    "gpus": "show the GPUs, cores and memory of this machine, or of others over ssh",
+    "push": "copy code and environment to the hosts of a recipe that do not share this disk",
+    "runs": "list past and running runs, newest first",
+    "note": "write a note or tags to a run, or print them",
+    "attach": "open the console on a run, running or ended",
+    "logs": "print the output of a run's ranks",
+    "stop": "stop a run everywhere and report any process left",
+    "init": "write a recipe from questions, the command of another launcher, or an example",
+    "recipe-schema": "print the JSON Schema of a recipe, for editors",
+    "completion": "print the script that completes commands, flags and runs in bash, zsh or fish",
+    "help": "show a topic of the reference, such as recipe or findings",
 }
-"""Module and one-line help of each command, by name."""
+"""One-line help of each command, by name."""
 
-COMPLETE = "__complete"
-"""Undocumented command that the scripts of ``gputrain completion`` call."""
+COMPLETION = "_ARGCOMPLETE"
+"""Variable with which the scripts of ``gputrain completion`` call."""
 
 SIGPIPE_STATUS = 141
 """Exit status of a program killed by SIGPIPE: 128 + 13."""
@@ -120,6 +117,8 @@ def _has_working_directory() -> bool:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if COMPLETION in os.environ:
+        commands.load("completion").complete(COMMANDS)
     if not argv or argv[0].partition("=")[0] in ("--fps", "--hostfile"):
         return int(importlib.import_module("gputrain_tui.console.entry").main(argv))
     name, *rest = argv
@@ -129,21 +128,17 @@ def _dispatch(argv: list[str]) -> int:
     if name == "--version":
         print(f"gputrain {VERSION}")
         return ExitCode.FINISHED
-    if name == COMPLETE:
-        for word, text in importlib.import_module(COMMANDS["completion"][0]).complete(rest, COMMANDS):
-            print(f"{word}\t{text}")
-        return ExitCode.FINISHED
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = [*COMMANDS, "--help", "--version"]
         raise RequestError(f"{quoted(name)} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
-    command = importlib.import_module(COMMANDS[name][0])
+    command = commands.load(name)
     return int(command.run(parse(command, name, rest)))
 
 
 def help_text() -> str:
     """Return the output of ``gputrain --help``."""
-    lines = [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<13} {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "Plan, launch, watch and diagnose distributed PyTorch training.",
@@ -164,7 +159,7 @@ def parse(command: ModuleType, name: str, argv: Sequence[str]) -> Namespace:
     """Parse the flags of a command's module; a wrong one raises ``RequestError``."""
     from gputrain_tui.arguments import FlagParser
 
-    text = COMMANDS[name][1]
+    text = COMMANDS[name]
     parser = FlagParser(command=name, description=f"{text[:1].upper()}{text[1:]}.")
     command.add_arguments(parser)
     return parser.parse_argv(argv)

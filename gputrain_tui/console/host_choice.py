@@ -11,8 +11,7 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.hosts.host_names import THIS_MACHINE
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free
-from gputrain_tui.plan.planner import Plan
-from gputrain_tui.plan.shell import rank_range
+from gputrain_tui.plan.planner import Plan, rank_range
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RecordError
 

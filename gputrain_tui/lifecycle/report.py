@@ -18,7 +18,7 @@ from gputrain_tui import paths
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ReportOptions
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir

@@ -12,7 +12,6 @@ from screen_frames import console, played, press, rows, settle
 from screens_at_rest import toasts
 from textual.events import Click, Key
 
-from gputrain_tui.commands import attach
 from gputrain_tui.console.app import GputrainApp, Palette
 from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.screens.compare_screen import CompareScreen
@@ -23,7 +22,7 @@ from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
-from gputrain_tui.recipe.examples import example_path
+from gputrain_tui.recipe.new_recipe import example_path
 from trainer.contract.record import AnyEvent
 
 
@@ -355,7 +354,7 @@ def test_the_console_without_a_terminal_is_one_line() -> None:
 
 def test_attaching_to_a_missing_run_is_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gputrain_tui", attach.NAME, "nothing"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gputrain_tui", "attach", "nothing"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "there is no run" in done.stderr

@@ -16,7 +16,7 @@ from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage, set_
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
-from gputrain_tui.plan.shell import shell_commands
+from gputrain_tui.plan.planner import shell_commands
 from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.form_fields import NODE_KEY, Field

@@ -54,10 +54,10 @@ async def _start(console: AppProtocol, announcement: str, *, resume: str | None 
     def prepared() -> Prepared:
         from gputrain_tui.lifecycle import recipe_to_run
         from gputrain_tui.lifecycle.prepared import prepare
-        from gputrain_tui.recipe.examples import example_path
+        from gputrain_tui.recipe.new_recipe import example_path
 
         recipe = str(example_path("demo")) if resume is None else None
-        return prepare(recipe_to_run.load(recipe, overrides=(), resume=resume, stdin=None))
+        return prepare(recipe_to_run.load(recipe, overrides=(), resume=resume))
 
     console.report(announcement)
     try:

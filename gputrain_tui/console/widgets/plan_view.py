@@ -7,8 +7,7 @@ from pathlib import PurePath
 
 from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, row_cells, title_row, wrap_text
 from gputrain_tui.console.widgets.panel import ScrolledText
-from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.plan.shell import devices_text, rank_range
+from gputrain_tui.plan.planner import Plan, PlannedNode, devices_text, rank_range
 from gputrain_tui.shell_words import shell_quoted
 from gputrain_tui.tables import printable
 
