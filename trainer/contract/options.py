@@ -6,21 +6,21 @@ group and alternative names of the flag and its values, such as those of fairseq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from trainer.contract.schema import option_meta as _meta
 from trainer.contract.seed_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 
 
 class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ranks to start on this node and their rendezvous: flags with the names and meaning of fairseq's and HetSeq's."""
 
-    distributed_init_method: (
-        Annotated[str, Meta(description="rendezvous: tcp://HOST:PORT, file:///PATH or env://")] | None
-    ) = None
+    distributed_init_method: Annotated[
+        str | None, Meta(description="rendezvous: tcp://HOST:PORT, file:///PATH or env://")
+    ] = None
     distributed_world_size: (
         Annotated[int, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")] | None
     ) = None
@@ -69,7 +69,7 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         # forkserver is the default because it imports torch once per node, before any rank exists, with no thread,
         # tensor or CUDA context to inherit: ranks start in half the time of spawn, which imports it in each of them.
     ] = "forkserver"
-    run_dir: Annotated[str, Meta(description="folder for events, logs and checkpoints; default: no record")] | None = (
+    run_dir: Annotated[str | None, Meta(description="folder for events, logs and checkpoints; default: no record")] = (
         None
     )
     node: Annotated[int, Meta(ge=0, description="index of this node in the plan, for the record")] = 0
@@ -98,13 +98,6 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     instrument: Annotated[
         bool, Meta(description="measure the script's steps, phases and gradient synchronisation; needs a record")
     ] = True
-
-
-def _meta(group: str, description: str, *, aliases: Sequence[str] = (), **facts: Any) -> Meta:
-    """Return the meta of a training option: its group in form and help, further flags, spellings and limits."""
-    limits = {name: facts.pop(name) for name in ("ge", "gt", "le", "lt", "min_length", "max_length") if name in facts}
-    extra = {"group": group, **({"aliases": list(aliases)} if aliases else {}), **facts}
-    return Meta(description=description, extra=extra, **limits)
 
 
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -263,35 +256,27 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             aliases=["--best-checkpoint-metric"],
         ),
     ] = "loss"
-    maximize_best_metric: (
-        Annotated[
-            bool,
-            _meta(
-                "Validation",
-                "whether a higher best_metric is better; default: yes for every metric but loss",
-                aliases=["--maximize-best-checkpoint-metric"],
-            ),
-        ]
-        | None
-    ) = None
+    maximize_best_metric: Annotated[
+        bool | None,
+        _meta(
+            "Validation",
+            "whether a higher best_metric is better; default: yes for every metric but loss",
+            aliases=["--maximize-best-checkpoint-metric"],
+        ),
+    ] = None
     test: Annotated[bool, _meta("Validation", "evaluate the test split at the end, where the task has one")] = True
     test_best: Annotated[
         bool,
         _meta("Validation", "test the weights of the best validation, if there was one; otherwise the last weights"),
     ] = True
-    eval_only: (
-        Annotated[
-            str, _meta("Validation", "evaluate this checkpoint, or the newest intact one of a folder, and do not train")
-        ]
-        | None
-    ) = None
-    eval_split: (
-        Annotated[
-            Literal["test", "valid"],
-            _meta("Validation", "the split that --eval-only evaluates; default: test, or valid of a task without one"),
-        ]
-        | None
-    ) = None
+    eval_only: Annotated[
+        str | None,
+        _meta("Validation", "evaluate this checkpoint, or the newest intact one of a folder, and do not train"),
+    ] = None
+    eval_split: Annotated[
+        Literal["test", "valid"] | None,
+        _meta("Validation", "the split that --eval-only evaluates; default: test, or valid of a task without one"),
+    ] = None
 
     seed: Annotated[int, _meta("Numerics", "seed", ge=0, le=2**32 - 1)] = 1
     precision: Annotated[
@@ -393,24 +378,18 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     save: Annotated[bool, _meta("Checkpoints", "write checkpoints; without them nothing of the training is kept")] = (
         True
     )
-    save_dir: (
-        Annotated[
-            str,
-            _meta("Checkpoints", "folder for checkpoints; default: checkpoints/ of the run directory", per_rank=True),
-        ]
-        | None
-    ) = None
-    resume: (
-        Annotated[
-            str,
-            _meta(
-                "Checkpoints",
-                "checkpoint file, or a folder, whose newest intact checkpoint is loaded",
-                aliases=["--restore-file"],
-            ),
-        ]
-        | None
-    ) = None
+    save_dir: Annotated[
+        str | None,
+        _meta("Checkpoints", "folder for checkpoints; default: checkpoints/ of the run directory", per_rank=True),
+    ] = None
+    resume: Annotated[
+        str | None,
+        _meta(
+            "Checkpoints",
+            "checkpoint file, or a folder, whose newest intact checkpoint is loaded",
+            aliases=["--restore-file"],
+        ),
+    ] = None
     checkpoint_run: Annotated[
         str,
         _meta(
@@ -430,21 +409,30 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = False
     reset_meters: Annotated[bool, _meta("Checkpoints", "resume: forget the best validation so far")] = False
-    finetune_from: (
-        Annotated[
-            str,
-            _meta(
-                "Checkpoints",
-                "start from the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; "
-                "optimizer, schedule and data start anew",
-                aliases=["--finetune-from-model"],
-            ),
-        ]
-        | None
-    ) = None
+    finetune_from: Annotated[
+        str | None,
+        _meta(
+            "Checkpoints",
+            "start from the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; "
+            "optimizer, schedule and data start anew",
+            aliases=["--finetune-from-model"],
+        ),
+    ] = None
     finetune_partial: Annotated[
         bool,
         _meta(
             "Checkpoints", "finetune_from: load the weights whose name and shape match the model, and list the others"
         ),
     ] = False
+
+
+class TrainingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a training and of its task."""
+
+    training: Training
+    task_options: Any = None
+    """Options of a built-in task; None for a user's own, whose schema a rank gets with the task's import."""
+    task_flags: tuple[str, ...] = ()
+    """Flags that are not the trainer's, for the schema of a user's own task."""
+    notes: tuple[str, ...] = ()
+    """Lines about flags without an effect, which rank 0 prints."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from trainer.contract.option_rules import require_batch_sizes
 
@@ -19,27 +18,15 @@ def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple
     return sizes * world_size if len(sizes) == 1 else sizes
 
 
-class MicroSteps(Protocol):
-    """Micro-steps of the rest of an epoch, each identified by its start in the order."""
-
-    @property
-    def starts(self) -> Sequence[int]:
-        """Index in the order at which each micro-step starts."""
-
-    def end(self, start: int) -> int:
-        """Return the index in the order at which a micro-step ends."""
-
-    def bounds(self, start: int) -> tuple[int, int]:
-        """Return start and end of this rank's slice of the order."""
-
-
 @dataclass(frozen=True)
-class _SampleSteps:
-    """Micro-steps of a fixed number of samples."""
+class MicroSteps:
+    """Micro-steps of the rest of an epoch, each identified by the index in the order at which it starts."""
 
     starts: Sequence[int]
     end: Callable[[int], int]
+    """Function from a start to the index at which the micro-step ends."""
     bounds: Callable[[int], tuple[int, int]]
+    """Function from a start to the start and end of this rank's slice of the order; both equal if it is empty."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,6 @@ class Shares:
     """Division of the samples of one micro-step among the ranks."""
 
     batch_sizes: tuple[int, ...]
-    """Samples per micro-step of each rank."""
     rank: int
     drop_last: bool = False
     """Leave out the samples at the end that do not fill the batch of every rank."""
@@ -67,10 +53,9 @@ class Shares:
         return self.total if self.drop_last else self.total - self.batch_sizes[-1] + 1
 
     def micro_steps(self, consumed: int, samples: int) -> MicroSteps:
-        """Return the micro-steps that remain of an epoch."""
         total = self.total
         starts = range(consumed, samples - total + 1 if self.drop_last else samples, total)
-        return _SampleSteps(starts, lambda start: min(start + total, samples), self.bounds(samples))
+        return MicroSteps(starts, lambda start: min(start + total, samples), self.bounds(samples))
 
     def smallest(self, samples: int) -> int:
         """Return the fewest samples that any rank reads in one micro-step of an epoch, dummies excluded."""

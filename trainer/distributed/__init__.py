@@ -233,10 +233,7 @@ def join_group(
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise RequestError("backend nccl needs a GPU on every rank: allowed here is gloo")
     mine = rendezvous.own_registration(
-        rank=rank,
-        world_size=world_size,
-        identity=identity,
-        device="" if share_devices else device_uuid(device),
+        rank=rank, world_size=world_size, identity=identity, device="" if share_devices else device_uuid(device)
     )
     wait = Wait(join_timeout_s, on_waiting)
     rdzv = open_store(init_method, rank=rank, world_size=world_size, wait=wait, environ=os.environ)

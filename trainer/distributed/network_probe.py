@@ -17,13 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.rendezvous import REFUSAL_LINGER_S, RankMachine, Registration, RendezvousResult
-from trainer.distributed.store import (
-    KEY_PREFIX,
-    JoinTimeoutError,
-    RendezvousStore,
-    Wait,
-    remove_store_file,
-)
+from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousStore, Wait, remove_store_file
 from trainer.host.addresses import InterfaceAddress, source_towards
 from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
@@ -122,9 +116,7 @@ def _probe_machine(
         else:
             address = _find_root_address(keys, rdzv, machines[0], own, address, wait)
         endpoint = Endpoint(
-            port=port,
-            addresses=[address.text] if address else [],
-            interface=address.interface if address else "",
+            port=port, addresses=[address.text] if address else [], interface=address.interface if address else ""
         )
         keys.set(f"endpoint/{here}", _to_json(endpoint))
         if probe_all:

@@ -116,11 +116,7 @@ class DocNNTask(Task):
         To restored labels the training file may add some: the model then fits the checkpoint no longer by its shape,
         and only a fine-tuning that leaves out the output layer can use it.
         """
-        paths = {
-            "train": self.options.train_path,
-            "valid": self.options.eval_path,
-            "test": self.options.test_path,
-        }
+        paths = {"train": self.options.train_path, "valid": self.options.eval_path, "test": self.options.test_path}
         options = self.options
         tables = {
             split: read_tsv(path, options.format, text_column=options.text_column, label_column=options.label_column)

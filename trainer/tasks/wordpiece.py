@@ -112,9 +112,7 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
     kept = sorted(sorted(letters, key=lambda char: -counts[char])[:max_alphabet])
     rare = dict.fromkeys(map(ord, set(letters) - set(kept)), " ")
     trainer = WordPieceTrainer(
-        vocab_size=size,
-        special_tokens=[*SPECIAL_TOKENS, *kept, *("##" + char for char in kept)],
-        show_progress=False,
+        vocab_size=size, special_tokens=[*SPECIAL_TOKENS, *kept, *("##" + char for char in kept)], show_progress=False
     )
     tokenizer.train_from_iterator((normalize(line).translate(rare) for line in _lines(pieces)), trainer)
     # Rebuilt from its words alone, so that only the five special tokens are special.

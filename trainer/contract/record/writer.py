@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record.downsampled import Downsampler
 from trainer.contract.record.events import Event, Lost
 from trainer.contract.record.json_lines import encode_event
+from trainer.contract.record.regular_file import OwnedDescriptor
 
 
 class EventWriter:
@@ -28,13 +28,7 @@ class EventWriter:
     lines_per_write = 1000
     """Lines per system call; without a bound each call would copy the whole queue."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        *,
-        rank: int | None = None,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, path: Path | None, *, rank: int | None = None, shared: bool = False) -> None:
         """Open the file, end a torn last line, and start the thread.
 
         Args:
