@@ -35,10 +35,8 @@ class Saved:
     """A checkpoint that is complete on disk."""
 
     step: int
-    """Optimizer steps done."""
     path: Path
     bytes: int
-    """Size of the file."""
     write_ms: float
     """Milliseconds from the start of writing until the file was on disk, without the copy in ``save``."""
     best: bool
@@ -51,7 +49,6 @@ class NotSaved:
     step: int
     best: bool
     why: str
-    """Reason, in one line."""
 
 
 @dataclass
@@ -61,7 +58,7 @@ class _Job:
     sequence: int
     best: bool
     epoch: int | None
-    """Epoch that ended at this step, if its checkpoint is to be kept; otherwise None."""
+    """Epoch that ended at this step, if its checkpoint is to be kept."""
     tensors: HostTensors
     """Copies of the state's tensors; complete after ``wait``."""
     why_not: str = ""
@@ -73,7 +70,6 @@ class _Queue:
     """Saves that are not on disk yet: at most the newest and the newest best one, besides the one being written."""
 
     jobs: list[_Job] = field(default_factory=list)
-    """Saves that wait for the thread."""
     failed: list[_Job] = field(default_factory=list)
     """Saves that could not be written and are not superseded."""
     busy: bool = False
@@ -173,10 +169,6 @@ class CheckpointWriter:
         It is copied here once a checkpoint of this folder is on disk: before, it would be the newest one here. A copy,
         because the file of the other run stays that run's.
 
-        Args:
-            path: file of the best checkpoint.
-            step: its optimizer steps.
-
         Raises:
             CheckpointError: the file is torn.
             OSError: the file cannot be read.
@@ -215,16 +207,11 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until every save so far has been written or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
 
     def close(self) -> list[NotSaved]:
-        """Write the waiting saves, retry the failed ones once, and release the folder.
-
-        Returns:
-            The saves that could not be written: at most the newest and the newest best one.
-        """
+        """Write the waiting saves, retry the failed ones once, and release the folder."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
             self._queue.jobs, self._queue.failed = self._queue.failed, []
@@ -281,11 +268,7 @@ class CheckpointWriter:
             self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
 
     def _require_own(self) -> None:
-        """Require that the folder holds no checkpoint of another run.
-
-        Raises:
-            RequestError: it does; the message names the run and the ways out.
-        """
+        """Require that the folder holds no checkpoint of another run."""
         other, names = foreign_run(self.folder, self._run_id) if self._run_id else ("", [])
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -315,11 +298,7 @@ class CheckpointWriter:
             self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
 
     def _require_folder(self, step: int) -> None:
-        """Create the folder again if it was deleted, unless its run directory was deleted too.
-
-        Raises:
-            FileNotFoundError: the parent folder is missing.
-        """
+        """Create the folder again if it was deleted, unless its run directory was deleted too."""
         if self.folder.is_dir():
             return
         self.folder.mkdir()

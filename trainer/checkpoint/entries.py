@@ -17,12 +17,7 @@ ENTRIES = "entries"
 
 
 def kinds(state: Any, where: str = "") -> dict[str, str]:
-    """Return the type of every entry by its path: ``{"model['0.bias']": "float32 [16]", "updates": "int"}``.
-
-    Args:
-        state: tensors, plain values, and lists, tuples and mappings of them.
-        where: path of the state itself; if empty, the paths begin with its keys.
-    """
+    """Return the type of every entry by its path: ``{"model['0.bias']": "float32 [16]", "updates": "int"}``."""
     return dict(_walk(state, where))
 
 
@@ -52,13 +47,7 @@ def _kind(value: Any) -> str:
 
 
 def difference(found: Mapping[str, str], expected: Mapping[Any, Any], *, of: str) -> str:
-    """Describe the first entry whose type differs from the expected one; empty if all are equal.
-
-    Args:
-        found: types of the entries that exist.
-        expected: types of the entries that should exist; unchecked content of a file is allowed.
-        of: origin of the expected types, for the message, such as "in the model".
-    """
+    """Describe the first entry whose type differs from the expected one; empty if all are equal."""
     for path, kind in expected.items():
         if path not in found:
             return f"entry {path} is missing, but is {kind} {of}"

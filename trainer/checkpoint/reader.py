@@ -29,10 +29,6 @@ def load(path: Path | str) -> dict[str, Any]:
 def load_plain(path: Path | str, *, checked: bool = False) -> Any:
     """Return the content of a file of ``torch.save``, its tensors on the CPU.
 
-    Args:
-        path: the file.
-        checked: whether to require and verify the checksum of this package's checkpoints.
-
     Raises:
         CheckpointError: the file is missing, torn, altered or not a file of ``torch.save``.
     """
@@ -78,13 +74,7 @@ def _reason(error: Exception) -> str:
 def good_ones(
     folder: Path | str, *, run: str = "", on_skipped: Callable[[str], None]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the intact checkpoints of a folder with their states, newest first.
-
-    Args:
-        folder: folder of a ``CheckpointWriter``; may be missing.
-        run: only those of this run, and of no known one; empty for all.
-        on_skipped: called with one line about each file that cannot be used.
-    """
+    """Yield the intact checkpoints of a folder with their states, newest first."""
     for path in in_order(Path(folder), on_skipped):
         if run and owner_of(path) not in ("", run):
             continue
@@ -104,11 +94,6 @@ def run_of(path: Path, state: Mapping[str, Any]) -> str:
 
 def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict[str, Any], list[str]]:
     """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
-
-    Args:
-        path: the file or the folder.
-        flag: flag with which the user named it, for the message.
-        run: only a checkpoint of this run; empty for any.
 
     Raises:
         RequestError: the folder has no intact checkpoint, or the file is of another run.

@@ -41,7 +41,6 @@ class HostTensors:
         """Event behind the last copy; None if all copies are complete."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor, which is complete after ``wait``."""
         tensor = tensor.detach()
         if not self._on_gpu(tensor):
             return tensor.to("cpu", copy=True)
@@ -72,10 +71,6 @@ def copy_to_cpu(state: Any, tensors: HostTensors | None = None) -> Any:
 
     Tensors that share all of their memory, such as tied weights, share it in the copy too; a view of a part of a larger
     tensor is copied alone.
-
-    Args:
-        state: tensors, numbers, strings, and lists, tuples and dicts of them.
-        tensors: copies the tensors, which are complete after its ``wait``; default: complete on return.
 
     Raises:
         CheckpointError: ``torch.load(..., weights_only=True)`` could not load a value of the state.
@@ -122,11 +117,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the states of the random generators of Python, torch's CPU, this rank's GPU, and numpy if imported.
-
-    Args:
-        device: the GPU; default: the current one if CUDA is in use.
-    """
+    """Return the states of the random generators of Python, torch's CPU, this rank's GPU, and numpy if imported."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],

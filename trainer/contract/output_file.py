@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer.contract.errors import RequestError
+from trainer.contract.record.run_dir import replacing
 
 
 class OutputError(RuntimeError):
@@ -66,16 +66,8 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         OutputError: the file could not be written; an existing file of that name is unchanged.
     """
     temporary = _temporary(path)
-    try:
-        with _errors_naming(path, temporary):
-            with temporary.open("xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with _errors_naming(path, temporary), replacing(path, temporary) as file:
+        yield file
 
 
 @contextmanager

@@ -50,11 +50,10 @@ class TokenLimit:
 def token_micro_steps(
     begin: int, ends: Sequence[int], *, rank: int, world_size: int, drop_last: bool = False
 ) -> MicroSteps:
-    """Divide consecutive batches, the first of which starts at ``begin``: rank r of W reads batches r, r + W, r + 2W, ...
+    """Divide batches of unequal size among the ranks: rank r of W reads batches r, r + W, r + 2W, ...
 
-    Args:
-        ends: index in the order at which each batch ends.
-        drop_last: leave out the last batches if there are fewer than ranks.
+    The batches follow each other in the order: the first starts at ``begin``, each ends at one of ``ends``. With
+    ``drop_last`` the last ones are left out if there are fewer than ranks.
     """
     begins = [begin, *ends[:-1]] if ends else []
     last = len(ends) - world_size + 1 if drop_last else len(ends)
