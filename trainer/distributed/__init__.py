@@ -6,6 +6,7 @@ group every function works too, as in a world of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
@@ -23,47 +24,30 @@ from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import tcp_url
 from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous, seed_arguments
 from trainer.distributed.collectives import (
-    all_gather_list,
-    all_reduce,
-    all_reduce_dict,
-    barrier,
-    broadcast_object,
-    from_master,
-    get_default_group,
-    get_rank,
-    get_world_size,
-    is_master,
-    max_async,
-    sum_async,
+    all_gather_list as all_gather_list,
+    all_reduce as all_reduce,
+    all_reduce_dict as all_reduce_dict,
+    barrier as barrier,
+    broadcast_object as broadcast_object,
+    from_master as from_master,
+    get_default_group as get_default_group,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    is_master as is_master,
+    max_async as max_async,
+    sum_async as sum_async,
 )
-from trainer.distributed.request import require_same
-from trainer.distributed.store import JoinTimeoutError, OnWaiting, RendezvousStore, Wait, open_store, remove_store_file
+from trainer.distributed.request import require_same as require_same
+from trainer.distributed.store import (
+    JoinTimeoutError as JoinTimeoutError,
+    OnWaiting,
+    RendezvousStore,
+    Wait,
+    open_store,
+    remove_store_file,
+    wait_for_keys,
+)
 from trainer.host.ports import free_port
-
-__all__ = [
-    "JoinTimeoutError",
-    "all_gather_list",
-    "all_reduce",
-    "all_reduce_dict",
-    "barrier",
-    "bind_device",
-    "broadcast_object",
-    "describe_lost_peers",
-    "device_uuid",
-    "distributed_init",
-    "from_master",
-    "get_default_group",
-    "get_rank",
-    "get_world_size",
-    "infer_init_method",
-    "is_master",
-    "join_group",
-    "max_async",
-    "report_failure",
-    "require_same",
-    "shutdown",
-    "sum_async",
-]
 
 
 @dataclass
@@ -79,7 +63,6 @@ class _GroupState:
     interface: str | None = None
     """Network interface that this process has chosen; None if the user or the backend chooses it."""
     leave: Callable[[], None] = lambda: None
-    """Function that ends the heartbeat."""
 
 
 _group: _GroupState | None = None
@@ -311,15 +294,9 @@ def describe_lost_peers() -> str:
 
 def leave_store(store: Store, rank: int, world_size: int) -> None:
     """Mark this rank as gone; rank 0 waits for the marks of all, briefly, because a peer may have died."""
-    keys = [f"left/{other}" for other in range(1, world_size)]
     store_linger_s = 2.0  # maximum time for which rank 0 keeps the store open for ranks that have not left yet
-    try:
+    with contextlib.suppress(RuntimeError):  # the store is gone, with its process or its disk: no rank waits
         if rank != 0:
             store.set(f"left/{rank}", "")
-            return
-        deadline = time.monotonic() + store_linger_s
-        while not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.005)
-    except RuntimeError:
-        # The store is gone, with its process or its disk: no rank waits for this key.
-        return
+        else:
+            wait_for_keys(store, [f"left/{other}" for other in range(1, world_size)], store_linger_s)

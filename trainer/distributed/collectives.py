@@ -51,11 +51,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def is_master(args: Any = None) -> bool:
-    """Return whether this is rank 0, which reports, validates and saves for all.
-
-    Args:
-        args: fairseq's or HetSeq's arguments, whose ``distributed_rank`` counts; default: the rank in the group.
-    """
+    """Return whether this is rank 0, which reports, validates and saves for all; by ``args`` of fairseq if given."""
     return (get_rank() if args is None else settings_of(args).distributed_rank) == 0
 
 
@@ -108,10 +104,6 @@ def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], Tenso
     """Start summing a number over all ranks; the returned callable gives the sum [], in float64.
 
     On a CPU the callable waits for the other ranks; on a GPU the sum stays on the device and the host does not wait.
-
-    Args:
-        value: a number or a tensor of one element.
-        device: device of the sum.
     """
     if isinstance(value, Tensor):
         total = value.detach().to(device, torch.float64, non_blocking=True).reshape(1).clone()
@@ -134,10 +126,6 @@ def max_async(values: Sequence[int] | Tensor, copies: HostCopies | None = None) 
     """Start taking the maximum of each number over all ranks; the returned callable waits for the result.
 
     With nccl it waits for kernels queued before this call, not for those queued afterwards.
-
-    Args:
-        values: numbers, or a tensor of them [numbers], int64.
-        copies: pool of copies to the host; default: that of the result's device.
     """
     if isinstance(values, Tensor):
         # A clone, because the reduction is in place.
@@ -170,11 +158,6 @@ def all_reduce_dict(
     """Sum numbers and tensors by name over all ranks of the group, in float64; keep the order of keys.
 
     A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
-
-    Args:
-        data: values by name; names and shapes are equal on every rank, in any order.
-        device: device of the reduction; default: the one that the backend needs.
-        group: the ranks; default: all.
 
     Raises:
         TrainingError: the names or shapes differ between ranks.
@@ -280,10 +263,7 @@ def broadcast_object(data: Any, src_rank: int = 0, group: Group = None, dist_dev
 
 
 def from_master(compute: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 only and return its result on every rank.
-
-    Args:
-        compute: returns data of the types that ``all_gather_list`` takes.
+    """Call a function on rank 0 only and return its result, data as of ``all_gather_list``, on every rank.
 
     Raises:
         RequestError: ``compute`` has raised one on rank 0; every rank raises it with the same message.

@@ -54,14 +54,7 @@ def encode(data: Any) -> Tensor:
 
 
 def decode(data: Tensor) -> Any:
-    """Rebuild the data from the bytes of ``encode``; tensors are on the CPU and share no memory with ``data``.
-
-    Args:
-        data: ``[bytes]`` of uint8, on any device.
-
-    Raises:
-        TrainingError: the bytes do not come from ``encode``.
-    """
+    """Rebuild the data from the bytes of ``encode``; tensors are on the CPU and share no memory with ``data``."""
     data = data.cpu()
     size = int.from_bytes(_bytes(data[:_SIZE_BYTES]), "little")
     begin = _SIZE_BYTES + size
@@ -73,7 +66,6 @@ def decode(data: Tensor) -> Any:
 
 
 def _bytes(data: Tensor) -> bytes:
-    """Return uint8 ``[n]`` as bytes, without numpy."""
     buffer = bytearray(data.numel())
     if buffer:
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(data)

@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.distributed.peer_failure import PEER_FAILURE_PREFIX, PeerReport, run_with_timeout
+from trainer.distributed.peer_failure import PEER_FAILURE_PREFIX, read_report, run_with_timeout
 from trainer.distributed.rendezvous import RankMachine
 
 PREFIX = "gputrain-heartbeat"
@@ -81,16 +80,15 @@ class Heartbeat:
         """Write this machine's count and read those of the others; return the failures that ranks have reported."""
         self._keys.set(str(self._own), str(self._count))
         for index, (count, _) in list(self._seen.items()):
-            if self._keys.check([str(index)]) and (found := self._keys.get(str(index))) != count:
-                self._seen[index] = found, self._now()
-        failed = []
-        for index, machine in enumerate(self._machines):
-            for rank in machine.ranks:
-                if index != self._own and self._reports.check([str(rank)]):
-                    report = msgspec.json.decode(self._reports.get(str(rank)), type=PeerReport)
-                    if report.failure:
-                        failed.append(f"rank {rank} on {machine.host} failed: {report.failure}")
-        return failed
+            if self._keys.check([str(index)]) and (latest := self._keys.get(str(index))) != count:
+                self._seen[index] = latest, self._now()
+        others = [machine for index, machine in enumerate(self._machines) if index != self._own]
+        return [
+            f"rank {rank} on {machine.host} failed: {failure}"
+            for machine in others
+            for rank in machine.ranks
+            if self._reports.check([str(rank)]) and (failure := read_report(self._reports, rank))
+        ]
 
 
 def start(heartbeat: Heartbeat, on_lost: Callable[[str], None]) -> Callable[[], None]:

@@ -17,7 +17,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.rendezvous import REFUSAL_LINGER_S, RankMachine, Registration, RendezvousResult
-from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousStore, Wait, remove_store_file
+from trainer.distributed.store import (
+    KEY_PREFIX,
+    JoinTimeoutError,
+    RendezvousStore,
+    Wait,
+    lost_store,
+    remove_store_file,
+    wait_for_keys,
+)
 from trainer.host.addresses import InterfaceAddress, source_towards
 from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
@@ -47,13 +55,6 @@ class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
 def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registration, *, gloo: bool) -> str | None:
     """Return the interface to which the backend should bind; None if the user has set one or the backend has to choose.
 
-    Args:
-        rdzv: store in which the ranks have registered.
-        result: members of the group by machine.
-        mine: registration of this rank.
-        gloo: whether the backend is gloo, which connects every pair of ranks, so that all pairs of machines are probed;
-            otherwise it is NCCL.
-
     Raises:
         RequestError: the interface in the environment does not exist.
         TrainingError: machines cannot reach each other; the message names them.
@@ -68,7 +69,7 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
     wait = Wait(exchange_timeout_s, None)
     try:
         if mine.rank == result.machines[here].ranks[0]:
-            # NCCL interprets its own setting, which may be a prefix or a list.
+            # Gloo connects every pair of ranks. NCCL interprets its own setting, which may be a prefix or a list.
             forced = requested if gloo else None
             endpoint = _probe_machine(keys, rdzv, result.machines, here, forced, wait, probe_all=gloo)
         else:
@@ -82,8 +83,7 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
             _await_failure_read(keys, rdzv, result.machines[0], mine)
         raise
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
+        raise lost_store(rdzv, mine.rank, error) from None
     return None if requested is not None else endpoint.interface or None
 
 
@@ -191,22 +191,14 @@ def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, m
     keys.set(f"probe_failure_read/{mine.rank}", "")
     if mine.rank not in root.ranks:
         return
-    deadline = time.monotonic() + REFUSAL_LINGER_S
-    keys_read = [f"probe_failure_read/{rank}" for rank in range(mine.world_size)]
     with contextlib.suppress(RuntimeError):
-        while not keys.check(keys_read) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for_keys(keys, [f"probe_failure_read/{rank}" for rank in range(mine.world_size)], REFUSAL_LINGER_S)
     if mine.rank == 0:
         remove_store_file(rdzv)
 
 
 def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
-    """Wait for a key that another machine, ``setter``, sets; return its value.
-
-    Raises:
-        TrainingError: the probe has failed on another machine.
-        JoinTimeoutError: the key was not set in time.
-    """
+    """Wait for a key that another machine, ``setter``, sets; return its value."""
     pause_s = 0.001
     while not keys.check([key]):
         if key != "probe_result" and keys.check(["probe_result"]):
@@ -232,11 +224,7 @@ def _read_endpoint(keys: Store, machines: Sequence[RankMachine], index: int, wai
 
 
 def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> InterfaceAddress | None:
-    """Return the address of the interface named in the environment; None if it has none that peers could use.
-
-    Raises:
-        RequestError: the interface does not exist.
-    """
+    """Return the address of the interface named in the environment; None if it has none that peers could use."""
     names = [name for _, name in socket.if_nameindex()]
     first = requested.split(",")[0]
     if first not in names:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -18,7 +17,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.request import RankRequest, disagreement
-from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousStore, Wait, remove_store_file
+from trainer.distributed.store import (
+    KEY_PREFIX,
+    JoinTimeoutError,
+    RendezvousStore,
+    Wait,
+    lost_store,
+    remove_store_file,
+    wait_for_keys,
+)
 from trainer.host.boot import boot_id
 from trainer.host.processes import exists, namespace
 
@@ -44,20 +51,17 @@ class Registration(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def process(self) -> str:
-        """Pid and host, for a message."""
         return f"pid {self.pid} on {self.host}"
 
 
 class RankMachine(msgspec.Struct, kw_only=True, frozen=True):
-    """Ranks that reach each other through the loopback interface."""
+    """Ranks, in ascending order, that reach each other through the loopback interface."""
 
     host: str
     ranks: list[int]
-    """Ranks in ascending order."""
 
     @property
     def name(self) -> str:
-        """Host and ranks, for a message."""
         return f"{self.host} ({format_ranks(self.ranks)})"
 
 
@@ -110,12 +114,6 @@ def join(
 ) -> RendezvousResult:
     """Register this process as its rank and wait until every rank is registered.
 
-    Args:
-        rdzv: store of the rendezvous.
-        mine: registration of this process.
-        wait: time-out for the other ranks.
-        request: values by name that must be equal on all ranks.
-
     Raises:
         RequestError: two processes register one rank or one GPU, or disagree on the world size, the run or a value of
             the request; or the store's file is left from an earlier run.
@@ -129,8 +127,7 @@ def join(
     except TrainingError:
         raise
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
+        raise lost_store(rdzv, mine.rank, error) from None
 
 
 def _join(
@@ -268,11 +265,11 @@ def _read_registration(keys: Store, rank: int) -> Registration:
 
 
 def _machines(keys: Store, world_size: int) -> list[RankMachine]:
-    found: dict[str, RankMachine] = {}
+    machines: dict[str, RankMachine] = {}
     for rank in range(world_size):
         holder = _read_registration(keys, rank)
-        found.setdefault(holder.network_namespace, RankMachine(host=holder.host, ranks=[])).ranks.append(rank)
-    return list(found.values())
+        machines.setdefault(holder.network_namespace, RankMachine(host=holder.host, ranks=[])).ranks.append(rank)
+    return list(machines.values())
 
 
 def _timeout_message(
@@ -305,8 +302,6 @@ def _await_refusal_read(keys: Store, rdzv: RendezvousStore, mine: Registration) 
             0 not in joined or _read_registration(keys, 0).network_namespace != mine.network_namespace
         ):
             return
-        deadline = time.monotonic() + REFUSAL_LINGER_S
-        while not keys.check([f"refusal_read/{rank}" for rank in joined]) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for_keys(keys, [f"refusal_read/{rank}" for rank in joined], REFUSAL_LINGER_S)
     if mine.rank == 0:
         remove_store_file(rdzv)
