@@ -35,11 +35,6 @@ def require_place(output: Path, *, force: bool) -> None:
 def require_folder_place(output: Path, *, force: bool, prefix: str) -> None:
     """Check that a folder may be written at a path: empty, or with ``force`` one that holds only our own files.
 
-    Args:
-        output: the folder.
-        force: whether an existing folder may be replaced.
-        prefix: prefix of the names of all files in a folder that may be replaced.
-
     Raises:
         RequestError: the path is taken, or its parent folder is missing.
     """

@@ -39,7 +39,6 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Recipe key, with underscores."""
     kind: Literal["bool", "int", "float", "str", "list"]
     item_kind: str | None = None
-    """Kind of a list's items."""
     default: Any = None
     required: bool = False
     optional: bool = False
@@ -50,9 +49,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     exclusive_minimum: bool = False
     exclusive_maximum: bool = False
     min_items: int = 0
-    """Minimum length of a list."""
     max_items: int | None = None
-    """Maximum length of a list."""
     help: str = ""
     group: str = ""
     aliases: tuple[str, ...] = ()
@@ -68,12 +65,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """The long flag, ``--with-dashes``."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def allowed(self) -> str:
-        """Allowed values, for messages and forms."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
@@ -234,11 +229,7 @@ def check_values(
 
 
 def check_value(option: Option, value: Any, *, where: str) -> Any:
-    """Return an untyped value as an option has it, a list as a tuple.
-
-    Raises:
-        RequestError: a wrong type, or a value out of range.
-    """
+    """Return an untyped value as an option has it, a list as a tuple."""
     if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
     if isinstance(value, str):

@@ -16,27 +16,10 @@ from trainer.contract.errors import RequestError, quoted
 from trainer.contract.schema import option_meta as _meta
 from trainer.contract.task_files import idx_file, require_file, text_files
 
-Text = Annotated[
-    str,
-    _meta(
-        "Data",
-        "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
-        "source of Python's own standard library; read as bytes, no encoding is assumed",
-        per_rank=True,
-    ),
-]
-ValidText = Annotated[
-    str, _meta("Data", "text to validate on, named like data; default: the end of data", per_rank=True)
-]
-Pattern = Annotated[tuple[str, ...], _meta("Data", "which files of a folder are read, at any depth")]
-ValidFraction = Annotated[
-    float, _meta("Data", "share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
-]
 Dropout = Annotated[float, _meta("Model", "dropout probability", ge=0, lt=1)]
 
 COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
 """End of the help of ``text_column`` and ``label_column``."""
-TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
 
 class BuiltInOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -59,22 +42,33 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     has_sizes: ClassVar[bool] = True
     has_checkpointed_modules: ClassVar[bool] = True
 
-    data: Text
-    valid_data: ValidText | None = None
-    pattern: Pattern = TEXT_PATTERN
-    valid_fraction: ValidFraction = 0.05
+    data: Annotated[
+        str,
+        _meta(
+            "Data",
+            "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
+            "source of Python's own standard library; read as bytes, no encoding is assumed",
+            per_rank=True,
+        ),
+    ]
+    valid_data: Annotated[
+        str | None, _meta("Data", "text to validate on, named like data; default: the end of data", per_rank=True)
+    ] = None
+    pattern: Annotated[tuple[str, ...], _meta("Data", "which files of a folder are read, at any depth")] = (
+        "*.txt",
+        "*.md",
+        "*.py",
+    )
+    valid_fraction: Annotated[
+        float, _meta("Data", "share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
+    ] = 0.05
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return ``train``, and ``valid`` if text is given or held out for it."""
         return ("train", "valid") if self.valid_data or self.valid_fraction else ("train",)
 
     def check_data(self) -> None:
-        """Check that the text exists, without reading it.
-
-        Raises:
-            RequestError: a missing, unreadable or empty file, or a folder without a file that matches.
-        """
+        """Check that the text exists, without reading it."""
         for source in (self.data, self.valid_data):
             if source is not None:
                 text_files(source, self.pattern)
@@ -142,16 +136,10 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the splits that have a file."""
         given = {"train": self.train_path, "valid": self.eval_path, "test": self.test_path}
         return tuple(split for split, path in given.items() if path is not None)
 
     def check_data(self) -> None:
-        """Check that the files exist, without reading them.
-
-        Raises:
-            RequestError: a missing, unreadable or empty file.
-        """
         for path in (self.train_path, self.eval_path, self.test_path):
             if path is not None:
                 require_file(path)
@@ -167,15 +155,9 @@ class MnistOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return ``train`` and ``test``, and ``valid`` unless ``valid_subset`` is none."""
         return ("train", "valid", "test") if self.valid_subset == "test" else ("train", "test")
 
     def check_data(self) -> None:
-        """Check that all four files exist.
-
-        Raises:
-            RequestError: a missing folder or file.
-        """
         for split in ("train", "t10k"):
             for kind in ("images-idx3", "labels-idx1"):
                 idx_file(Path(self.data), f"{split}-{kind}-ubyte")
@@ -203,11 +185,6 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     dropout: Dropout = 0.1
 
     def check_data(self) -> None:
-        """Check that the text and the vocabulary exist, without reading them.
-
-        Raises:
-            RequestError: a missing, unreadable or empty file.
-        """
         super().check_data()
         if self.vocab is not None:
             require_file(self.vocab)

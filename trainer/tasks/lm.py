@@ -142,7 +142,6 @@ class LanguageModel(Task):
         self._splits: dict[str, Windows] = {}
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Return the windows of the text, and of its held-out tail or the validation text."""
         options = self.options
         texts = byte_tensors(text_splits(options))
         for split, text in texts.items():
@@ -163,15 +162,12 @@ class LanguageModel(Task):
         raise RequestError(f"{where}: {found} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
 
     def sizes(self, split: str) -> Sequence[int]:
-        """Return the bytes of each window, all alike."""
         return [self.options.context] * len(self._splits[split])
 
     def model(self) -> nn.Module:
-        """Return the decoder."""
         return Decoder(self.options)
 
     def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the decoder's blocks."""
         assert isinstance(model, Decoder)
         return list(model.blocks)
 
@@ -187,7 +183,6 @@ class LanguageModel(Task):
         return total, batch.shape[0] * (batch.shape[1] - 1), {}
 
     def sample(self, model: nn.Module) -> str | None:
-        """Return the model's continuation of the prompt."""
         if not self.options.sample_bytes:
             return None
         device = next(model.parameters()).device

@@ -48,13 +48,6 @@ def tokenise(
 ) -> TokenisedText:
     """Tokenise each split, or map it from the cache.
 
-    Args:
-        splits: the text.
-        vocab: file of a vocabulary; None trains one on the text.
-        vocab_size: size of the vocabulary that is trained.
-        lowercase: whether the text is lower-cased; a tokenizer.json has its own setting.
-        restored: tokenizer of a checkpoint, which is used in place of a trained one.
-
     Raises:
         RequestError: the package ``tokenizers`` is missing, the vocabulary file is not one, or it is another one than
             the checkpoint's.

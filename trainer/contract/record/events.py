@@ -7,15 +7,14 @@ bounds, checked on reading: a larger number in a damaged line could exhaust a re
 from __future__ import annotations
 
 from math import nan
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
-"""The states of a rank, in the order in which a healthy run passes through them."""
-
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
+STATES = get_args(RankStateName)
+"""The states of a rank, in the order in which a healthy run passes through them."""
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
 
 MAX_RANKS = 1 << 16

@@ -57,11 +57,7 @@ def _require_regular(status: os.stat_result, path: Path | str) -> None:
 
 
 def open_to_append(path: Path | str) -> int:
-    """Open or create a file for appending; return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Open or create a file for appending; return its descriptor."""
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -75,11 +71,7 @@ def size_of(path: Path | str) -> int:
 
 
 def read_whole(path: Path | str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a whole file.
-
-    Raises:
-        OSError: it cannot be read, is no regular file or longer than ``max_bytes``.
-    """
+    """Read a whole file."""
     data = read_part(path, 0, max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", os.fspath(path))
@@ -87,11 +79,7 @@ def read_whole(path: Path | str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
-    """Read at most ``max_bytes`` of a file from byte ``begin`` on.
-
-    Raises:
-        OSError: it cannot be read or is no regular file.
-    """
+    """Read at most ``max_bytes`` of a file from byte ``begin`` on."""
     descriptor = open_regular(path)
     try:
         os.lseek(descriptor, max(begin, 0), os.SEEK_SET)
@@ -105,20 +93,12 @@ def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
 
 
 def read_tail(path: Path | str, max_bytes: int) -> bytes:
-    """Read at most the last ``max_bytes`` of a file.
-
-    Raises:
-        OSError: it cannot be read or is no regular file.
-    """
+    """Read at most the last ``max_bytes`` of a file."""
     return read_part(path, size_of(path) - max_bytes, max_bytes)
 
 
 def read_json(path: Path | str, decoder: msgspec.json.Decoder[T], max_bytes: int = MAX_FILE_BYTES) -> T:
-    """Decode a small JSON file.
-
-    Raises:
-        RecordError: it cannot be read or decoded.
-    """
+    """Decode a small JSON file."""
     try:
         return decoder.decode(read_whole(path, max_bytes))
     except OSError as error:
@@ -139,7 +119,6 @@ class OwnedDescriptor:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the descriptor still refers to the file that it was opened for."""
         try:
             return _identity(self.fd) == self._file
         except OSError:

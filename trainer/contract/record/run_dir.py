@@ -41,7 +41,6 @@ class RunDir:
     notes = _Entry("notes.json")
     """A person's note and tags."""
     slurm = _Entry("slurm.json")
-    """Slurm job of the run."""
     lock = _Entry("supervisor.lock")
     """Lock file of the supervisor, which touches it once a second."""
     stop = _Entry("stop")
@@ -57,7 +56,6 @@ class RunDir:
         return self.path / f"report-{sink}.json"
 
     def rank_events(self, rank: int) -> Path:
-        """Return the event file of a rank."""
         return self.events / f"{rank}.ndjson"
 
     def node_events(self, node: int) -> Path:
@@ -65,7 +63,6 @@ class RunDir:
         return self.events / f"node-{node}.ndjson"
 
     def rank_log(self, rank: int) -> Path:
-        """Return the log of a rank, both streams."""
         return self.logs / f"{rank}.log"
 
     def rank_collectives(self, rank: int) -> Path:
@@ -73,7 +70,6 @@ class RunDir:
         return self.logs / f"collectives_{rank}"
 
     def node_log(self, node: int) -> Path:
-        """Return the log of a node agent."""
         return self.logs / f"node-{node}.log"
 
     def node_result(self, node: int) -> Path:

@@ -46,7 +46,7 @@ class EventWriter:
         self._lost = 0
         self._reason = ""
         """Why the last event was dropped."""
-        self._write_error = ""
+        self.write_error = ""
         """Error of the last write; empty when it succeeded."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -60,7 +60,7 @@ class EventWriter:
         """None for files outside of a run directory, for shared ones, and after a failed write of its files."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = OwnedDescriptor(_open_to_append(path))
+            self._file = _open_to_append(path)
             size = path.stat().st_size
             if _is_torn(path):
                 self._pending.append(b"\n")
@@ -72,7 +72,6 @@ class EventWriter:
 
     @property
     def enabled(self) -> bool:
-        """Whether events are recorded."""
         return self._thread is not None
 
     @property
@@ -80,11 +79,6 @@ class EventWriter:
         """Number of events dropped and not yet recorded as lost; after ``close`` also those still in the queue."""
         with self._lock:
             return self._lost + (0 if self.enabled else len(self._pending))
-
-    @property
-    def write_error(self) -> str:
-        """Error of the last write; empty when it succeeded."""
-        return self._write_error
 
     def write(self, event: Event) -> None:
         """Queue one event; never blocks on the disk."""
@@ -94,7 +88,7 @@ class EventWriter:
         with self._lock:
             if len(self._pending) >= self.capacity:
                 self._lost += 1
-                self._reason = self._write_error or "the disk is too slow"
+                self._reason = self.write_error or "the disk is too slow"
             else:
                 self._mark_gap()
                 self._queue(event, line)
@@ -165,7 +159,6 @@ class EventWriter:
         self._file.close()
 
     def _drain(self, path: Path) -> None:
-        """Write until the queue is empty or a write fails."""
         while True:
             with self._lock:
                 if not self._pending:
@@ -200,22 +193,21 @@ class EventWriter:
             self._downsampler = None
 
     def _append(self, path: Path, data: bytes) -> int:
-        """Append bytes to the event file; return the number of bytes written."""
         written = 0
         try:
             if not self._file.is_unchanged:
-                self._file = OwnedDescriptor(_open_to_append(path))
+                self._file = _open_to_append(path)
             while written < len(data):
                 written += os.write(self._file.fd, data[written:])
         except OSError as error:
-            self._write_error = error.strerror or "the disk refused the write"
+            self.write_error = error.strerror or "the disk refused the write"
         else:
-            self._write_error = ""
+            self.write_error = ""
         return written
 
 
-def _open_to_append(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def _open_to_append(path: Path) -> OwnedDescriptor:
+    return OwnedDescriptor(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
 
 
 def until_next(now: float, interval_s: float) -> float:
