@@ -111,16 +111,11 @@ class CheckpointWriter:
     ) -> None:
         """Create the folder, lock it against other trainings and delete the temporary files of interrupted saves.
 
-        Args:
-            folder: folder of the files ``step_<step>.pt`` and ``best.pt``.
-            keep_last: number of newest files to keep, besides the best one.
-            keep_last_epochs: number of newest epoch ends to keep too, as ``epoch_<epoch>.pt``; -1 for all.
-            run_id: id of the run that the files belong to; empty if there is none.
-            continues: whether the run continues from a checkpoint of this folder, which may hold those of other runs.
-            on_saved: called in the writing thread when a checkpoint is on disk.
-            on_failed: called in the writing thread with the step and one line: why its checkpoint could not be written,
-                or that the folder had been deleted with the earlier ones; default: the line goes to stderr.
-            host_tensors: creates the copies of the tensors of one save.
+        The newest ``keep_last`` files are kept besides the best one, and ``keep_last_epochs`` newest epoch ends, -1 for
+        all. With ``continues`` the folder, from a checkpoint of which the run continues, may hold those of other runs.
+        ``on_saved`` and ``on_failed`` are called in the writing thread; the latter with the step and one line, why its
+        checkpoint could not be written, or that the folder had been deleted with the earlier ones; by default the line
+        goes to stderr.
 
         Raises:
             CheckpointError: the folder cannot be created or written to.
@@ -183,11 +178,7 @@ class CheckpointWriter:
     def save(self, state: Mapping[str, Any], *, step: int, best: bool = False, epoch: int | None = None) -> None:
         """Begin to copy the state and queue it for writing; the caller may queue work that changes it after the call.
 
-        Args:
-            state: tensors, numbers, strings, and lists, tuples and dicts of them.
-            step: optimizer steps done; names the file.
-            best: whether this is the best checkpoint so far, which is linked as ``best.pt``.
-            epoch: epoch that ends at this step; None within an epoch.
+        ``best`` links it as ``best.pt``; ``epoch`` is the one that ends at this step, None within an epoch.
 
         Raises:
             CheckpointError: the state has a value of another type.

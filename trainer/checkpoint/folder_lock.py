@@ -42,10 +42,6 @@ class FolderLock:
     other machines too; NFS needs the file open for writing. Forked processes share the lock: a data loader worker that
     outlives its rank keeps it until it dies.
 
-    Args:
-        folder: folder to lock; it exists and is writable.
-        run_id: id of this run; empty if there is none.
-
     Raises:
         RequestError: another training holds the lock, or something else is in its place; one line that names it.
         OSError: the lock file cannot be made.

@@ -20,10 +20,7 @@ class HostTensors:
 
     The training continues meanwhile; the thread that reads the copies calls ``wait``.
 
-    Args:
-        on_gpu: returns whether a tensor is on a GPU.
-        empty_like: allocates pinned memory of a tensor's shape.
-        event: creates a marker in the queue of the current GPU, as ``torch.cuda.Event`` does.
+    ``empty_like`` allocates pinned memory, and ``event`` makes a marker in the queue of the current GPU.
     """
 
     def __init__(

@@ -73,20 +73,11 @@ class EpochBatches:
     ) -> None:
         """Start at epoch 1.
 
-        Args:
-            dataset: samples by index, equal on all ranks.
-            collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; with ``limit`` only their number, the world size, counts.
-            rank: this rank.
-            seed: epoch e is shuffled with seed + e on all ranks.
-            shuffle: False reads in the order of the dataset.
-            num_workers: worker processes of this rank; 0 reads in the rank itself.
-            lengths: length of each sample, to put samples of similar length into a batch; its tokens with ``limit``.
-            limit: make batches by tokens.
-            curriculum: number of first epochs that are not shuffled: shortest samples first if there are lengths.
-            fix_batches: every rank has the same batches in every epoch, in another order.
-            pin_memory: put batches into page-locked memory.
-            drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
+        Epoch e is shuffled with ``seed`` + e on all ranks, but for the first ``curriculum`` epochs, in which the
+        shortest samples come first if there are ``lengths``; otherwise these put samples of similar length into a
+        batch. With a ``limit`` batches are made by tokens, and of ``batch_sizes`` (samples per micro-step of each rank)
+        only the number counts. ``fix_batches``: every rank has the same batches in every epoch, in another order.
+        ``drop_last`` leaves out the samples at an epoch's end that do not fill the batch of every rank.
 
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.

@@ -113,12 +113,7 @@ class BatchLoader:
     ) -> None:
         """Prepare to read; the first ``read`` starts the workers.
 
-        Args:
-            dataset: samples by index.
-            collate: turns a list of samples into a batch.
-            num_workers: worker processes; 0 reads in this one.
-            pin_memory: put batches into page-locked memory.
-            persistent_workers: keep the workers from one ``read`` to the next; otherwise they end with each.
+        Without ``persistent_workers`` the workers end with each ``read``.
         """
         self._persistent = persistent_workers
         self._fetch = _Fetch(dataset, collate)

@@ -44,17 +44,9 @@ class StreamBatches:
     ) -> None:
         """Start at epoch 1.
 
-        Args:
-            dataset: the stream.
-            collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; one per rank.
-            rank: this rank.
-            seed: seed of the random numbers that the stream draws in each epoch, equal on all ranks.
-            exchange: gathers data of all ranks; every rank calls it equally often.
-            warn: called with a warning if the length of an epoch differs from that of the dataset.
-            num_workers: worker processes of this rank; each reads the whole stream.
-            pin_memory: put batches into page-locked memory.
-            drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
+        The stream draws random numbers from ``seed`` in each epoch, equal on all ranks. Every rank calls ``exchange``
+        equally often. ``warn`` is called if the length of an epoch differs from that of the dataset. Each worker
+        process reads the whole stream. For the others see ``EpochBatches``.
         """
         self.length = length_of(dataset)
         """Samples of an epoch; None if unknown."""

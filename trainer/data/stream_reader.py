@@ -44,12 +44,12 @@ class _Reading:
     collate: Collate
     shares: Shares
     rank: int
-    epoch: int
-    skip: int
-    """Samples at the start to skip."""
     may_be_short: bool
     """Whether the stream may have fewer samples than ``skip``: another rank's shard is longer."""
-    seed: int
+    epoch: int = 1
+    skip: int = 0
+    """Samples at the start to skip."""
+    seed: int = 0
     worker: int = 0
     workers: int = 1
     """Worker processes of the rank; worker i yields blocks i, i + workers, ..."""
@@ -150,14 +150,7 @@ class StreamReader:
             dataset = shard(self.shards, rank)
             shares = Shares((batch_sizes[rank],), 0, drop_last)
         self._reading = _Reading(
-            dataset=dataset,
-            collate=collate,
-            shares=shares,
-            rank=rank,
-            epoch=1,
-            skip=0,
-            seed=0,
-            may_be_short=self.shards > 0,
+            dataset=dataset, collate=collate, shares=shares, rank=rank, may_be_short=self.shards > 0
         )
         self._num_workers = num_workers
         self._pin = pinned if pin_memory else None

@@ -76,13 +76,8 @@ def infer_init_method(args: Any, force_distributed: bool = False, *, device_coun
 
     An init method that is set already is kept. On one machine it is a free port of this machine.
 
-    Args:
-        args: fairseq's or HetSeq's arguments, or ``Distributed``.
-        force_distributed: set an init method in a world of one rank too.
-        device_count: GPUs of this machine; default: those that torch sees.
-
-    Returns:
-        The init method; None for a single process.
+    ``args`` are fairseq's or HetSeq's, or ``Distributed``; ``force_distributed`` sets one in a world of one rank too.
+    Returns None for a single process. ``device_count`` is by default the GPUs that torch sees.
 
     Raises:
         RequestError: the request contradicts itself, the environment or the machine.
@@ -133,10 +128,9 @@ def device_uuid(device: torch.device) -> str:
 def distributed_init(args: Any = None, **group: Any) -> int:
     """Join the process group and return this process's rank; do nothing in a world of one rank.
 
-    Args:
-        args: fairseq's or HetSeq's arguments, or ``Distributed``, of which ``distributed_rank`` is this process's rank;
-            it is set to the rank in the group. A process that is in a group already stays in it, with a warning.
-        group: without ``args``, the arguments of ``join_group``.
+    ``args`` are fairseq's or HetSeq's, or ``Distributed``, of which ``distributed_rank`` is this process's rank; it is
+    set to the rank in the group. A process that is in a group already stays in it, with a warning. Without ``args``,
+    ``group`` are the arguments of ``join_group``.
 
     Raises:
         RequestError: the request cannot be met, see ``join_group``.
@@ -182,20 +176,10 @@ def join_group(
 ) -> None:
     """Join the process group; do nothing in a world of one rank.
 
-    Args:
-        init_method: ``tcp://HOST:PORT``, ``file:///PATH`` or ``env://``.
-        world_size: number of ranks.
-        rank: rank of this process.
-        backend: ``gloo``, ``nccl``, or ``auto`` for nccl on a GPU and gloo on a CPU.
-        device: device of this rank.
-        timeout_s: time-out of a collective, in seconds.
-        join_timeout_s: time-out for the other ranks to join, in seconds.
-        on_waiting: called about once a second with the joined ranks, the missing ranks and the milliseconds waited.
-        on_lost: called on a thread with a description when another machine is gone or has failed while this rank may
-            wait in NCCL; it must report that and end the process.
-        identity: run id; ranks of another run are refused.
-        request: values by name that must be equal on all ranks, such as ``--lr``; ranks that differ are refused.
-        share_devices: allow two ranks on one GPU.
+    About once a second ``on_waiting`` is called with the joined ranks, the missing ranks and the milliseconds waited.
+    ``on_lost`` is called on a thread with a description when another machine is gone or has failed while this rank may
+    wait in NCCL; it must report that and end the process. Ranks of another ``identity`` (the run id) are refused, and
+    those with other values of the ``request``, such as ``--lr``. ``share_devices`` allows two ranks on one GPU.
 
     Raises:
         RequestError: the request cannot be met: port in use, stale file, a rank or a GPU claimed twice, ranks that
@@ -251,9 +235,8 @@ def shutdown(*, abort: bool = False) -> None:
     Gloo's threads may still be releasing the last collective's Python state: destroying the group under them hangs or
     aborts about one process in ten, so a short pause comes first. Rank 0, which serves the store, leaves last.
 
-    Args:
-        abort: a peer may be dead or stuck. Return without waiting and without destroying the group, which would wait
-            for pending collectives. The process must end next, by ``os._exit``.
+    With ``abort``, as a peer may be dead or stuck, return without waiting and without destroying the group, which would
+    wait for pending collectives. The process must end next, by ``os._exit``.
     """
     global _group
     group, _group = _group, None

@@ -84,10 +84,7 @@ def barrier(group: Group = None) -> None:
 def all_reduce(tensor: Tensor, group: Group | Op = None, op: Op = "sum") -> Tensor:
     """Reduce the tensor over all ranks of the group, in place, and return it.
 
-    Args:
-        tensor: the tensor.
-        group: the ranks; default: all. An operation in its place is ``op``, for all ranks.
-        op: the operation.
+    An operation in the place of ``group`` is ``op``, for all ranks.
     """
     if isinstance(group, str):
         op = group
@@ -190,11 +187,9 @@ def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.de
 def all_gather_list(data: Any, group: Group = None, max_size: int | None = None) -> list[Any]:
     """Return the data of every rank of the group, in rank order; the ranks exchange the sizes first, then the bytes.
 
-    Args:
-        data: None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
-            the CPU. Every rank holds world size times the largest rank's bytes while it gathers.
-        group: the ranks; default: all.
-        max_size: accepted as in fairseq and HetSeq, and not needed: data may have any size.
+    The data is None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
+    the CPU. Every rank holds world size times the largest rank's bytes while it gathers. ``max_size`` is accepted as in
+    fairseq and HetSeq, and not needed: data may have any size.
 
     Raises:
         TypeError: a value has another type.
@@ -239,11 +234,8 @@ def _exchange_sizes(exchange: int, size: int, group: Group) -> list[int]:
 def broadcast_object(data: Any, src_rank: int = 0, group: Group = None, dist_device: torch.device | None = None) -> Any:
     """Return the source's data on every rank of the group. Same types as ``all_gather_list``.
 
-    Args:
-        data: the data; ignored on the other ranks.
-        src_rank: the source, a rank among all.
-        group: the ranks; default: all.
-        dist_device: accepted as in fairseq; the data goes over the device that the backend needs.
+    The source is a rank among all. ``dist_device`` is accepted as in fairseq; the data goes over the device that the
+    backend needs.
     """
     if get_world_size(group) == 1:
         return decode(encode(data))

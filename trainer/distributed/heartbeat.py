@@ -29,12 +29,8 @@ restart of a switch."""
 class Heartbeat:
     """Heartbeat of one machine; ``exchange`` is called every few seconds.
 
-    Args:
-        store: store of the rendezvous.
-        machines: all machines of the group.
-        own: index of this machine.
-        now: monotonic clock, in seconds.
-        timeout_s: time-out for the store requests of one heartbeat.
+    ``own`` is the index of this machine, ``now`` a monotonic clock in seconds, and ``timeout_s`` the time-out for the
+    store requests of one heartbeat.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class DocNNTask(Task):
     def __init__(self, options: DocNNOptions) -> None:
         super().__init__(options)
         self._splits: dict[str, Sentences] = {}
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: Vocabulary
         self._restored: Vocabulary | None = None
         self._note = ""
 
@@ -99,7 +99,6 @@ class DocNNTask(Task):
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the words in the order of their indices, one a line, and the labels in the order of the classes."""
-        assert self._vocabulary is not None, "datasets() comes before state_dict()"
         return {"words": "\n".join(self._vocabulary.words), "labels": list(self._vocabulary.labels)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,7 +135,6 @@ class DocNNTask(Task):
         return self._splits
 
     def model(self) -> nn.Module:
-        assert self._vocabulary is not None, "datasets() comes before model()"
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
 
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:

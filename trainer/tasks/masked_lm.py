@@ -130,26 +130,21 @@ class MaskedLanguageModel(Task):
         # synchronisation with the device.
         self.predictions = max(1, round(options.mask_fraction * (options.sequence_length - 2)))
         self.count_per_sample = self.predictions
-        self._vocabulary: wordpiece.WordPieceVocabulary | None = None
+        self.vocabulary: wordpiece.WordPieceVocabulary
+        """Vocabulary of ``datasets``."""
         self._splits: dict[str, Sequences] = {}
-        self._tokenizer: str | None = None
+        self._tokenizer: str
         self._restored: str | None = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        assert self._tokenizer is not None, "datasets() comes before state_dict()"
         return {"tokenizer": self._tokenizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = str(state["tokenizer"])
 
-    @property
-    def vocabulary(self) -> wordpiece.WordPieceVocabulary:
-        assert self._vocabulary is not None, "datasets() comes first"
-        return self._vocabulary
-
     def datasets(self) -> Mapping[str, SizedDataset]:
         options = self.options
-        self._tokenizer, self._vocabulary, texts = wordpiece.tokenise(
+        self._tokenizer, self.vocabulary, texts = wordpiece.tokenise(
             text_splits(options),
             vocab=options.vocab,
             vocab_size=options.vocab_size,
@@ -192,16 +187,11 @@ class MaskedLanguageModel(Task):
         return classification_loss(model(inputs, predicted).flatten(0, 1), targets)  # of [B * P, V]
 
     def mask(self, tokens: Tensor, indices: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-        """Mask tokens as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.
+        """Mask tokens ``[B, L]`` as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.
 
         In training the choice uses the device's random state, as dropout does: each epoch has new masks, and a
         checkpoint, which holds that state, resumes them exactly, with or without loader processes. In evaluation it
         depends on the sample alone, so the loss is comparable over time and on any number of ranks.
-
-        Args:
-            tokens: ``[B, L]``, int64.
-            indices: ``[B]``, indices of the samples in their split.
-            training: whether to choose at random, else by index.
 
         Returns:
             The masked tokens ``[B, L]`` and the positions to predict ``[B, P]``.

@@ -60,7 +60,7 @@ def read_tsv(name: str, format: Format, *, text_column: str | None = None, label
     if format == "glue" or (format == "auto" and not (text_column or label_column) and "sentence" in _lower(names)):
         text_column, label_column = text_column or "sentence", label_column or "label"
     if format == "no_header":
-        columns = _numbered_columns(path, names, text_column or "0", label_column or "1")
+        columns = _named_columns(path, names, text_column or "0", label_column or "1")._replace(has_header=False)
     elif text_column is not None or label_column is not None:
         columns = _named_columns(path, names, text_column, label_column)
     elif format == "auto" and _has_usual(names, TEXT_NAMES) and _has_usual(names, LABEL_NAMES):
@@ -96,13 +96,6 @@ def _lower(names: list[str]) -> list[str]:
 
 def _has_usual(names: list[str], usual: tuple[str, ...]) -> bool:
     return not set(usual).isdisjoint(_lower(names))
-
-
-def _numbered_columns(path: Path, first: list[str], text: str, label: str) -> Columns:
-    numbers = _column(path, first, "text_column", text), _column(path, first, "label_column", label)
-    if numbers[0] == numbers[1]:
-        raise RequestError(f"{path}, line 1: text_column and label_column are both column {numbers[0]}")
-    return Columns(*numbers, len(first), False)
 
 
 def _named_columns(path: Path, names: list[str], text: str | None, label: str | None) -> Columns:

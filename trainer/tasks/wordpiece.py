@@ -7,6 +7,7 @@ import importlib.util
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -174,23 +175,13 @@ def _lines(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _tokenise(tokenizer: Tokenizer, pieces: Sequence[Piece], path: Path) -> None:
+    lines_per_batch = 2048  # lines per call of the tokenizer, which splits them over its threads
     separator = array("i", [tokenizer.get_vocab()["[SEP]"]])
     with path.open("wb") as file:
         for index, piece in enumerate(pieces):
             if index:
                 separator.tofile(file)
-            for batch in _batches(_lines([piece])):
+            lines = _lines([piece])
+            while batch := list(islice(lines, lines_per_batch)):
                 for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
                     array("i", encoding.ids).tofile(file)
-
-
-def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    lines_per_batch = 2048  # lines per call of the tokenizer, which splits them over its threads
-    for line in lines:
-        batch.append(line)
-        if len(batch) == lines_per_batch:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

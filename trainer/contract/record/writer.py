@@ -31,11 +31,7 @@ class EventWriter:
     def __init__(self, path: Path | None, *, rank: int | None = None, shared: bool = False) -> None:
         """Open the file, end a torn last line, and start the thread.
 
-        Args:
-            path: the event file; None records nothing.
-            rank: rank in ``lost`` events.
-            shared: whether other processes append to the file too; it is not downsampled, since byte offsets would be
-                wrong.
+        To a ``shared`` file other processes append too; it is not downsampled, since byte offsets would be wrong.
 
         Raises:
             OSError: the file cannot be opened.
