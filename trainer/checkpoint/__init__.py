@@ -7,12 +7,7 @@ weights alone, and ``folder_lock`` keeps a folder to one training.
 
 from trainer.checkpoint.checkpoint_writer import CheckpointWriter as CheckpointWriter, Saved as Saved
 from trainer.checkpoint.entries import ENTRIES as ENTRIES, difference as difference, kinds as kinds
-from trainer.checkpoint.file import (
-    BEST as BEST,
-    has_trailer as has_trailer,
-    step_name as step_name,
-    write_file as write_file,
-)
+from trainer.checkpoint.file import has_trailer as has_trailer, step_name as step_name, write_file as write_file
 from trainer.checkpoint.reader import (
     good_ones as good_ones,
     load as load,
@@ -33,3 +28,4 @@ from trainer.checkpoint.weights import (
     weights_of as weights_of,
 )
 from trainer.contract.errors import CheckpointError as CheckpointError
+from trainer.contract.record.checkpoints import BEST as BEST

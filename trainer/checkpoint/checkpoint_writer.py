@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.file import (
-    BEST,
     EPOCH,
     clear_unfinished,
     copy_for,
@@ -27,7 +26,7 @@ from trainer.checkpoint.reader import in_order
 from trainer.checkpoint.state import HostTensors, copy_to_cpu
 from trainer.contract.checkpoint_trailer import MAX_SEQUENCE, owner_of
 from trainer.contract.errors import CheckpointError, RequestError, printable
-from trainer.contract.record.checkpoints import foreign_run
+from trainer.contract.record.checkpoints import BEST, foreign_run
 
 
 @dataclass(frozen=True, kw_only=True)

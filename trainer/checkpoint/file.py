@@ -20,8 +20,6 @@ from trainer.contract.checkpoint_trailer import DIGEST_BYTES, Trailer, head_of, 
 from trainer.contract.errors import CheckpointError
 from trainer.contract.record.run_dir import replacing
 
-BEST = "best.pt"
-"""Name of the best checkpoint so far: a second name of its step's file."""
 EPOCH = "epoch_{}.pt"
 """Name of the checkpoint at the end of an epoch, if those are kept: a second name of its step's file."""
 

@@ -113,17 +113,15 @@ def _key(key: Any, where: str) -> Any:
     raise CheckpointError(f"{where} has the key {key!r}: a checkpoint's keys are strings, numbers or tuples of them")
 
 
-def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+def capture_rng() -> dict[str, Any]:
     """Return the states of the random generators of Python, torch's CPU, this rank's GPU, and numpy if imported."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized() and (  # type: ignore[no-untyped-call]
-        device is None or device.type == "cuda"
-    ):
-        state["cuda"] = torch.cuda.get_rng_state(device if device is not None else "cuda")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = [
@@ -134,13 +132,13 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore captured states of random generators; those of a GPU and numpy are ignored if not in use."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available() and (device is None or device.type == "cuda"):
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device if device is not None else "cuda")
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, position, has_gauss, gauss = state["numpy"]
         numpy.random.set_state((kind, keys.tolist(), position, has_gauss, gauss))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from trainer.contract.schema import option_meta as _meta
+from trainer.contract.schema import Positive, Positives, option_meta as _meta
 from trainer.contract.seed_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 
 
@@ -21,23 +21,22 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     distributed_init_method: Annotated[
         str | None, Meta(description="rendezvous: tcp://HOST:PORT, file:///PATH or env://")
     ] = None
-    distributed_world_size: (
-        Annotated[int, Meta(ge=1, description="ranks on all nodes together; default: the devices of this node")] | None
-    ) = None
-    distributed_gpus: (
-        Annotated[int, Meta(ge=1, description="ranks on this node; default: its devices, at most the world size")]
-        | None
-    ) = None
+    distributed_world_size: Annotated[
+        Positive | None, Meta(description="ranks on all nodes together; default: the devices of this node")
+    ] = None
+    distributed_gpus: Annotated[
+        Positive | None, Meta(description="ranks on this node; default: its devices, at most the world size")
+    ] = None
     distributed_rank: Annotated[
         int, Meta(ge=0, description="first rank of this node; with --distributed-no-spawn the rank itself")
     ] = 0
     distributed_backend: Annotated[
         Literal["auto", "nccl", "gloo"], Meta(description="auto is nccl on GPUs and gloo on CPUs")
     ] = "auto"
-    distributed_port: (
-        Annotated[int, Meta(ge=1, le=65535, description="port on the first node when the init method is inferred")]
-        | None
-    ) = None
+    distributed_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)] | None,
+        Meta(description="port on the first node when the init method is inferred"),
+    ] = None
     distributed_timeout: Annotated[
         float, Meta(gt=0, description="seconds that a collective may take before it fails; hangs are found earlier")
     ] = 600.0
@@ -50,17 +49,13 @@ class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, description="seconds for ranks to respond when asked to stop and save; then they are killed"),
     ] = 10.0
     distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
-    device_id: (
-        Annotated[
-            int,
-            Meta(
-                ge=0,
-                description="the GPU of a rank that is not spawned; default: its local rank",
-                extra={"aliases": ["--local_rank", "--local-rank"]},
-            ),
-        ]
-        | None
-    ) = None
+    device_id: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="the GPU of a rank that is not spawned; default: its local rank",
+            extra={"aliases": ["--local_rank", "--local-rank"]},
+        ),
+    ] = None
     cpu: Annotated[bool, Meta(description="train on CPUs with gloo even where GPUs are present")] = False
     share_devices: Annotated[bool, Meta(description="allow two ranks on one GPU")] = False
     start_method: Annotated[
@@ -107,19 +102,15 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         str, Meta(description="lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")
     ] = ""
 
-    batch_size: (
-        Annotated[
-            tuple[Annotated[int, Meta(ge=1)], ...],
-            _meta(
-                "Data",
-                "samples per rank and micro-step; a list gives one value per rank; default: 32, and with "
-                "max_tokens as many as fit",
-                min_length=1,
-                aliases=["--max-sentences"],
-            ),
-        ]
-        | None
-    ) = None
+    batch_size: Annotated[
+        Positives | None,
+        _meta(
+            "Data",
+            "samples per rank and micro-step; a list gives one value per rank; default: 32, and with "
+            "max_tokens as many as fit",
+            aliases=["--max-sentences"],
+        ),
+    ] = None
     max_tokens: Annotated[
         int,
         _meta(
@@ -133,18 +124,14 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         _meta("Data", "max_tokens: round the samples of a batch down to a multiple of this, if it has that many", ge=1),
     ] = 1
-    valid_batch_size: (
-        Annotated[
-            int,
-            _meta(
-                "Data",
-                "samples per rank in validation; default: as in training",
-                ge=1,
-                aliases=["--max-sentences-valid", "--batch-size-valid"],
-            ),
-        ]
-        | None
-    ) = None
+    valid_batch_size: Annotated[
+        Positive | None,
+        _meta(
+            "Data",
+            "samples per rank in validation; default: as in training",
+            aliases=["--max-sentences-valid", "--batch-size-valid"],
+        ),
+    ] = None
     num_workers: Annotated[int, _meta("Data", "data loading processes per rank", ge=0, per_rank=True)] = 0
     shuffle: Annotated[bool, _meta("Data", "shuffle the training data every epoch, alike on all ranks")] = True
     curriculum: Annotated[
@@ -209,8 +196,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 1e-6
     clip_norm: Annotated[float, _meta("Optimizer", "clip the gradient to this global norm; 0: no", ge=0)] = 0.0
     update_freq: Annotated[
-        tuple[Annotated[int, Meta(ge=1)], ...],
-        _meta("Optimizer", "micro-steps per optimizer step; a list gives one value per epoch", min_length=1),
+        Positives, _meta("Optimizer", "micro-steps per optimizer step; a list gives one value per epoch")
     ] = (1,)
 
     lr_scheduler: Annotated[

@@ -6,11 +6,11 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import unquote
 
 Scheme = Literal["tcp", "file", "env"]
-SCHEMES: tuple[Scheme, ...] = ("tcp", "file", "env")
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 LAST_PORT = 65_535
 
 TCP_URL = r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?"

@@ -22,6 +22,9 @@ S = TypeVar("S")
 MAX_INT_BITS = 63
 """Bits of the largest integer that torch and the record can hold."""
 
+Positive = Annotated[int, Meta(ge=1)]
+Positives = Annotated[tuple[Positive, ...], Meta(min_length=1)]
+
 NONE = "none"
 """Text that means None, for an optional option whose default is not None."""
 
@@ -116,7 +119,8 @@ def _meta(hint: Any) -> Meta:
     """Return the ``Meta`` of a hint, also inside a union such as ``Annotated[int, Meta(...)] | None``."""
     for member in (hint, *get_args(hint)):
         if get_origin(member) is Annotated:
-            return next((note for note in get_args(member)[1:] if isinstance(note, Meta)), Meta())
+            notes = [note for note in get_args(member)[1:] if isinstance(note, Meta)]
+            return next((note for note in notes if note.description or note.extra), Meta())
     return Meta()
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
 
 from trainer.contract.errors import RequestError, quoted
-from trainer.contract.schema import option_meta as _meta
+from trainer.contract.schema import Positives, option_meta as _meta
 from trainer.contract.task_files import idx_file, require_file, text_files
 
 Dropout = Annotated[float, _meta("Model", "dropout probability", ge=0, lt=1)]
@@ -113,9 +112,7 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     label_column: Annotated[str | None, _meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] = None
     embedding_dim: Annotated[int, _meta("Model", "width of a word's embedding", ge=1)] = 100
     kernel_num: Annotated[int, _meta("Model", "convolution filters per kernel size", ge=1)] = 100
-    kernel_sizes: Annotated[
-        tuple[Annotated[int, Meta(ge=1)], ...], _meta("Model", "widths of the filters, in words", min_length=1)
-    ] = (3, 4)
+    kernel_sizes: Annotated[Positives, _meta("Model", "widths of the filters, in words")] = (3, 4)
     dropout: Dropout = 0.4
 
     def __post_init__(self) -> None:

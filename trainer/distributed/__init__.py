@@ -71,13 +71,13 @@ _group: _GroupState | None = None
 # ------------------------------------------------------------------------------------------------------- join, leave
 
 
-def infer_init_method(args: Any, force_distributed: bool = False, *, device_count: int | None = None) -> str | None:
+def infer_init_method(args: Any, force_distributed: bool = False) -> str | None:
     """Set ``args.distributed_*`` by the environment and the devices, as fairseq does; return the init method.
 
     An init method that is set already is kept. On one machine it is a free port of this machine.
 
     ``args`` are fairseq's or HetSeq's, or ``Distributed``; ``force_distributed`` sets one in a world of one rank too.
-    Returns None for a single process. ``device_count`` is by default the GPUs that torch sees.
+    Returns None for a single process.
 
     Raises:
         RequestError: the request contradicts itself, the environment or the machine.
@@ -89,7 +89,7 @@ def infer_init_method(args: Any, force_distributed: bool = False, *, device_coun
     settings = seed_arguments.settings_of(args)
     if not isinstance(args, Distributed) and settings.distributed_init_method is not None:
         return str(settings.distributed_init_method)
-    count = torch.cuda.device_count() if device_count is None else device_count
+    count = torch.cuda.device_count()
     options = seed_arguments.options_of(args, os.environ, count)
     decision = decide(options, os.environ, count)
     if decision.exchange is not None:

@@ -29,25 +29,17 @@ restart of a switch."""
 class Heartbeat:
     """Heartbeat of one machine; ``exchange`` is called every few seconds.
 
-    ``own`` is the index of this machine, ``now`` a monotonic clock in seconds, and ``timeout_s`` the time-out for the
-    store requests of one heartbeat.
+    ``own`` is the index of this machine, ``now`` a monotonic clock in seconds.
     """
 
     def __init__(
-        self,
-        store: Store,
-        machines: Sequence[RankMachine],
-        own: int,
-        *,
-        now: Callable[[], float] = time.monotonic,
-        timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        self, store: Store, machines: Sequence[RankMachine], own: int, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._keys = PrefixStore(PREFIX, store)
         self._reports = PrefixStore(PEER_FAILURE_PREFIX, store)
         self._machines = machines
         self._own = own
         self._now = now
-        self._timeout_s = timeout_s
         self._count = 0
         self._seen = {index: (b"", now()) for index in range(len(machines)) if index != own}
         """Last count of each other machine, and the time of its last change."""
@@ -56,7 +48,7 @@ class Heartbeat:
         """Exchange counts; return a description of the lost machine or failed rank, empty while there is none."""
         self._count += 1
         failed: list[str] = []
-        answered = run_with_timeout(self._timeout_s, lambda: failed.extend(self._exchange()))
+        answered = run_with_timeout(HEARTBEAT_TIMEOUT_S, lambda: failed.extend(self._exchange()))
         if failed:
             return failed[0]
         now = self._now()
@@ -70,7 +62,7 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Write that this machine has left in order, so that the others do not count its silence as a loss."""
-        run_with_timeout(self._timeout_s, lambda: self._keys.set(str(self._own), LEFT))
+        run_with_timeout(HEARTBEAT_TIMEOUT_S, lambda: self._keys.set(str(self._own), LEFT))
 
     def _exchange(self) -> list[str]:
         """Write this machine's count and read those of the others; return the failures that ranks have reported."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -199,7 +198,6 @@ def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, m
 
 def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
     """Wait for a key that another machine, ``setter``, sets; return its value."""
-    pause_s = 0.001
     while not keys.check([key]):
         if key != "probe_result" and keys.check(["probe_result"]):
             raise TrainingError(keys.get("probe_result").decode())
@@ -207,8 +205,7 @@ def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
             raise JoinTimeoutError(
                 f"no report from {setter} for {wait.timeout_s:g} s while connections between machines were checked"
             )
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.1)
+        wait.pause(lambda: ([], []))
     return keys.get(key).decode()
 
 

@@ -53,16 +53,16 @@ def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], lis
     return train, valid
 
 
-def _line_end(path: Path, position: int, *, within: int = 4096) -> int:
-    """Return the position after the next line end; ``position`` itself if none is within so many bytes."""
+def _line_end(path: Path, position: int) -> int:
+    """Return the position after the next line end; ``position`` itself if none is near."""
     with refuse_unreadable(path), path.open("rb") as file:
         file.seek(position)
-        line_end = file.read(within).find(b"\n")
+        line_end = file.read(4096).find(b"\n")
     return position + line_end + 1 if line_end >= 0 else position
 
 
-def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[bytes]:
-    """Yield the pieces in blocks of at most ``block`` bytes, with a line feed between two files.
+def read_pieces(pieces: Sequence[Piece]) -> Iterator[bytes]:
+    """Yield the pieces in blocks of at most 4 MiB, with a line feed between two files.
 
     Raises:
         RequestError: a file that cannot be read or became shorter.
@@ -74,7 +74,7 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
             file.seek(piece.start)
             remaining = piece.end - piece.start
             while remaining:
-                chunk = file.read(min(remaining, block))
+                chunk = file.read(min(remaining, 1 << 22))
                 if not chunk:
                     raise RequestError(f"{piece.path} became shorter while it was read")
                 remaining -= len(chunk)

@@ -15,6 +15,7 @@ from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 
 BEST = "best.pt"
+"""Name of the best checkpoint so far: a second name of its step's file."""
 LOCK = ".lock"
 """Name of the file that a training locks. It is never deleted: two processes could then lock two inodes of one name."""
 NAMES = ("step_*.pt", "epoch_*.pt", BEST, "best.of-*.pt")

@@ -97,10 +97,10 @@ def read_tail(path: Path | str, max_bytes: int) -> bytes:
     return read_part(path, size_of(path) - max_bytes, max_bytes)
 
 
-def read_json(path: Path | str, decoder: msgspec.json.Decoder[T], max_bytes: int = MAX_FILE_BYTES) -> T:
+def read_json(path: Path | str, decoder: msgspec.json.Decoder[T]) -> T:
     """Decode a small JSON file."""
     try:
-        return decoder.decode(read_whole(path, max_bytes))
+        return decoder.decode(read_whole(path))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except DECODE_ERRORS as error:
