@@ -19,8 +19,7 @@ from trainer.contract.errors import RequestError
 from trainer.data.dataset import SizedDataset
 from trainer.data.epoch_order import OrderPlan, sizes_in_order
 from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
-from trainer.data.shares import MicroSteps, Shares
-from trainer.data.token_batches import TokenLimit, token_micro_steps
+from trainer.data.shares import MicroSteps, Shares, TokenLimit, token_micro_steps
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import mix_seed
-from trainer.data.token_batches import TokenLimit
+from trainer.data.shares import TokenLimit
 
 POOL_BATCHES = 1000
 """Batches per pool; samples are sorted by length within a pool, as in PyText's pooling batcher."""

@@ -11,9 +11,8 @@ from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
-from trainer.data.shares import rank_batch_sizes
+from trainer.data.shares import TokenLimit, rank_batch_sizes
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
-from trainer.data.token_batches import TokenLimit
 from trainer.engine import reports
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
