@@ -6,19 +6,23 @@ Relative paths start at the working directory; ``~`` is the home folder. No name
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from trainer.contract.errors import RequestError, quoted
-from trainer.contract.schema import Positives, option_meta as _meta
+from trainer.contract.schema import Positives, option_meta
 from trainer.contract.task_files import idx_file, require_file, text_files
 
-Dropout = Annotated[float, _meta("Model", "dropout probability", ge=0, lt=1)]
+_data, _model, _sample = (partial(option_meta, group) for group in ("Data", "Model", "Sample"))
+
+Dropout = Annotated[float, _model("dropout probability", ge=0, lt=1)]
 
 COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
 """End of the help of ``text_column`` and ``label_column``."""
+TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
 
 class BuiltInOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -43,23 +47,18 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     data: Annotated[
         str,
-        _meta(
-            "Data",
+        _data(
             "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
             "source of Python's own standard library; read as bytes, no encoding is assumed",
             per_rank=True,
         ),
     ]
     valid_data: Annotated[
-        str | None, _meta("Data", "text to validate on, named like data; default: the end of data", per_rank=True)
+        str | None, _data("text to validate on, named like data; default: the end of data", per_rank=True)
     ] = None
-    pattern: Annotated[tuple[str, ...], _meta("Data", "which files of a folder are read, at any depth")] = (
-        "*.txt",
-        "*.md",
-        "*.py",
-    )
+    pattern: Annotated[tuple[str, ...], _data("which files of a folder are read, at any depth")] = TEXT_PATTERN
     valid_fraction: Annotated[
-        float, _meta("Data", "share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
+        float, _data("share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
     ] = 0.05
 
     @property
@@ -76,14 +75,14 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``lm``, a byte-level Transformer decoder."""
 
-    context: Annotated[int, _meta("Model", "bytes of context for a prediction", ge=1)] = 128
-    dim: Annotated[int, _meta("Model", "width of the model", ge=1)] = 128
-    layers: Annotated[int, _meta("Model", "Transformer blocks", ge=1)] = 4
-    heads: Annotated[int, _meta("Model", "attention heads; divides dim", ge=1)] = 4
+    context: Annotated[int, _model("bytes of context for a prediction", ge=1)] = 128
+    dim: Annotated[int, _model("width of the model", ge=1)] = 128
+    layers: Annotated[int, _model("Transformer blocks", ge=1)] = 4
+    heads: Annotated[int, _model("attention heads; divides dim", ge=1)] = 4
     dropout: Dropout = 0.0
-    prompt: Annotated[str, _meta("Sample", "first text of the sample at the end")] = "\n"
-    sample_bytes: Annotated[int, _meta("Sample", "length of the sample at the end, bytes; 0: none", ge=0)] = 240
-    temperature: Annotated[float, _meta("Sample", "sampling temperature; below 1: less random", gt=0)] = 0.7
+    prompt: Annotated[str, _sample("first text of the sample at the end")] = "\n"
+    sample_bytes: Annotated[int, _sample("length of the sample at the end, bytes; 0: none", ge=0)] = 240
+    temperature: Annotated[float, _sample("sampling temperature; below 1: less random", gt=0)] = 0.7
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:
@@ -95,24 +94,21 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
 class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``docnn``, PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
-    train_path: Annotated[str, _meta("Data", "TSV file to train on; it gives the words and the labels", per_rank=True)]
-    eval_path: Annotated[str | None, _meta("Data", "TSV file to validate on; default: none", per_rank=True)] = None
-    test_path: Annotated[str | None, _meta("Data", "TSV file to test on at the end; default: none", per_rank=True)] = (
-        None
-    )
+    train_path: Annotated[str, _data("TSV file to train on; it gives the words and the labels", per_rank=True)]
+    eval_path: Annotated[str | None, _data("TSV file to validate on; default: none", per_rank=True)] = None
+    test_path: Annotated[str | None, _data("TSV file to test on at the end; default: none", per_rank=True)] = None
     format: Annotated[
         Literal["auto", "text_label", "label_text", "glue", "no_header"],
-        _meta(
-            "Data",
+        _data(
             "columns of the TSV files: glue has a header with sentence and label; no_header: line 1 is a row, and the "
-            "columns have numbers, 0 and 1 by default; auto: detect",
+            "columns have numbers, 0 and 1 by default; auto: detect"
         ),
     ] = "auto"
-    text_column: Annotated[str | None, _meta("Data", f"column of the sentences: {COLUMN}", or_kind="int")] = None
-    label_column: Annotated[str | None, _meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] = None
-    embedding_dim: Annotated[int, _meta("Model", "width of a word's embedding", ge=1)] = 100
-    kernel_num: Annotated[int, _meta("Model", "convolution filters per kernel size", ge=1)] = 100
-    kernel_sizes: Annotated[Positives, _meta("Model", "widths of the filters, in words")] = (3, 4)
+    text_column: Annotated[str | None, _data(f"column of the sentences: {COLUMN}", or_kind="int")] = None
+    label_column: Annotated[str | None, _data(f"column of the labels: {COLUMN}", or_kind="int")] = None
+    embedding_dim: Annotated[int, _model("width of a word's embedding", ge=1)] = 100
+    kernel_num: Annotated[int, _model("convolution filters per kernel size", ge=1)] = 100
+    kernel_sizes: Annotated[Positives, _model("widths of the filters, in words")] = (3, 4)
     dropout: Dropout = 0.4
 
     def __post_init__(self) -> None:
@@ -145,9 +141,9 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 class MnistOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``mnist``, HetSeq's digit recognition."""
 
-    data: Annotated[str, _meta("Data", "folder of MNIST's four IDX files, compressed (.gz) or not", per_rank=True)]
+    data: Annotated[str, _data("folder of MNIST's four IDX files, compressed (.gz) or not", per_rank=True)]
     valid_subset: Annotated[
-        Literal["test", "none"], _meta("Data", "validate on the test images, as HetSeq does, or not at all")
+        Literal["test", "none"], _data("validate on the test images, as HetSeq does, or not at all")
     ] = "test"
 
     @property
@@ -165,20 +161,18 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
 
     vocab: Annotated[
         str | None,
-        _meta(
-            "Data", "WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data", per_rank=True
-        ),
+        _data("WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data", per_rank=True),
     ] = None
-    vocab_size: Annotated[int, _meta("Data", "size of the vocabulary that is trained", ge=64)] = 8192
-    lowercase: Annotated[
-        bool, _meta("Data", "lower-case the text and drop accents; a tokenizer.json has its own setting")
-    ] = True
+    vocab_size: Annotated[int, _data("size of the vocabulary that is trained", ge=64)] = 8192
+    lowercase: Annotated[bool, _data("lower-case the text and drop accents; a tokenizer.json has its own setting")] = (
+        True
+    )
     preset: Annotated[
         Literal["tiny", "base"],
-        _meta("Model", "tiny: 2 layers of 128 with 2 heads; base: BERT-base, 12 layers of 768 with 12 heads"),
+        _model("tiny: 2 layers of 128 with 2 heads; base: BERT-base, 12 layers of 768 with 12 heads"),
     ] = "tiny"
-    sequence_length: Annotated[int, _meta("Model", "tokens of a sample, with [CLS] and [SEP]", ge=8, le=512)] = 128
-    mask_fraction: Annotated[float, _meta("Model", "share of the tokens that is predicted", gt=0, lt=1)] = 0.15
+    sequence_length: Annotated[int, _model("tokens of a sample, with [CLS] and [SEP]", ge=8, le=512)] = 128
+    mask_fraction: Annotated[float, _model("share of the tokens that is predicted", gt=0, lt=1)] = 0.15
     dropout: Dropout = 0.1
 
     def check_data(self) -> None:

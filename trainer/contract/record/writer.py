@@ -86,7 +86,7 @@ class EventWriter:
                 self._lost += 1
                 self._reason = self.write_error or "the disk is too slow"
             else:
-                self._mark_gap()
+                self._record_gap()
                 self._queue(event, line)
 
     def _queue(self, event: Event, line: bytes) -> None:
@@ -132,7 +132,7 @@ class EventWriter:
         self._thread.join(timeout_s)
         self._thread = None
 
-    def _mark_gap(self) -> None:
+    def _record_gap(self) -> None:
         """Queue a ``lost`` event where events were dropped; the caller holds the lock."""
         if self._lost:
             lost = Lost(time=time.time(), rank=self._rank, events=self._lost, message=self._reason)
@@ -147,7 +147,7 @@ class EventWriter:
             self._drain(path)
             if urgent:
                 self._urgent = False
-            self._write_digest(closing)
+            self._write_downsampled(closing)
             if closing:
                 break
             self._wake.wait(until_next(time.time(), self.interval_s))
@@ -158,7 +158,7 @@ class EventWriter:
         while True:
             with self._lock:
                 if not self._pending:
-                    self._mark_gap()
+                    self._record_gap()
                 lines = self._pending[: self.lines_per_write]
             if not lines:
                 return
@@ -174,7 +174,7 @@ class EventWriter:
             if done < len(lines):
                 return
 
-    def _write_digest(self, closing: bool) -> None:
+    def _write_downsampled(self, closing: bool) -> None:
         """Write the downsampled record of lines that are on disk; stop it for good after an error."""
         with self._lock:
             if self._downsampler is None or self._pending:
