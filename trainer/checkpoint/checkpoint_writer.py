@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._run_id = run_id
         self._keep_last = keep_last
         self._keep_last_epochs = keep_last_epochs
-        self._on_saved = on_saved
+        self._on_saved = on_saved or (lambda _saved: None)
         self._host_tensors = host_tensors
         self._on_failed = on_failed or (lambda _step, line: _print(line))
         try:
@@ -254,8 +254,7 @@ class CheckpointWriter:
             link(path, self.folder / EPOCH.format(job.epoch))
         self._prune(path)
         write_ms = (time.perf_counter() - began) * 1000
-        if self._on_saved is not None:
-            self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
+        self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
 
     def _require_own(self) -> None:
         """Require that the folder holds no checkpoint of another run."""
@@ -283,9 +282,8 @@ class CheckpointWriter:
         except (OSError, CheckpointError) as error:
             self._on_failed(step, f"the earlier best checkpoint, {path}, was not copied to this folder: {_why(error)}")
             return
-        if self._on_saved is not None:
-            write_ms = (time.perf_counter() - began) * 1000
-            self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
+        write_ms = (time.perf_counter() - began) * 1000
+        self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
 
     def _require_folder(self, step: int) -> None:
         """Create the folder again if it was deleted, unless its run directory was deleted too."""
@@ -298,13 +296,12 @@ class CheckpointWriter:
 
     def _prune(self, written: Path) -> None:
         """Delete this run's checkpoints but the newest and the one just written; torn and foreign files stay."""
-        found = [path for path in in_order(self.folder, lambda _: None) if owner_of(path) == self._run_id]
-        epochs = [path for path in found if path.match(EPOCH.format("*"))] if self._keep_last_epochs > 0 else []
-        for path in [path for path in found if path.match("step_*")][self._keep_last :]:
+        own = [path for path in in_order(self.folder, lambda _: None) if owner_of(path) == self._run_id]
+        steps = [path for path in own if path.match("step_*")][self._keep_last :]
+        epochs = [path for path in own if path.match(EPOCH.format("*"))][self._keep_last_epochs :]
+        for path in (*steps, *(epochs if self._keep_last_epochs > 0 else ())):
             if path != written:
                 path.unlink(missing_ok=True)
-        for path in epochs[self._keep_last_epochs :]:
-            path.unlink(missing_ok=True)
 
 
 def _why(error: Exception) -> str:

@@ -46,14 +46,14 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-def difference(found: Mapping[str, str], expected: Mapping[Any, Any], *, of: str) -> str:
+def difference(actual: Mapping[str, str], expected: Mapping[Any, Any], *, of: str) -> str:
     """Describe the first entry whose type differs from the expected one; empty if all are equal."""
     for path, kind in expected.items():
-        if path not in found:
+        if path not in actual:
             return f"entry {path} is missing, but is {kind} {of}"
-        if found[path] != kind:
-            return f"entry {path} is {found[path]}, but {kind} {of}"
-    for path, kind in found.items():
+        if actual[path] != kind:
+            return f"entry {path} is {actual[path]}, but {kind} {of}"
+    for path, kind in actual.items():
         if path not in expected:
             return f"entry {path} is {kind}, but does not exist {of}"
     return ""

@@ -105,28 +105,28 @@ def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict
             raise RequestError(f"{flag} {path}: it is a checkpoint of {found_run}, not of {run}")
         return path, state, []
     passed_over: list[str] = []
-    found = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
-    if found is not None:
-        return *found, passed_over
+    newest = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
+    if newest is not None:
+        return *newest, passed_over
     if not passed_over:
         raise RequestError(f"{flag} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}")
-    newest, *others = (line.removeprefix("skipped: ") for line in passed_over)
+    first, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""
-    raise RequestError(f"{flag} {path}: the folder holds no intact checkpoint: {newest}{more}")
+    raise RequestError(f"{flag} {path}: the folder holds no intact checkpoint: {first}{more}")
 
 
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     """Return the folder's checkpoints, newest first; of the names of one file ``step_*`` comes first."""
-    found = []
+    checkpoints = []
     for path in (folder / name for name in sorted(checkpoints_in(folder), reverse=True)):
         try:
             if not path.is_file():  # opening a pipe without a writer would block
                 on_skipped(f"skipped: {path}: is not a file")
                 continue
-            found.append((files.sequence_of(path), path.name, path))
+            checkpoints.append((files.sequence_of(path), path.name, path))
         except OSError as error:
             on_skipped(f"skipped: {path}: cannot be read ({error.strerror})")
         except CheckpointError as error:
             on_skipped(f"skipped: {error}")
     # Not sorted by step: a run resumed from an earlier step writes lower steps than those that it has abandoned.
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [path for *_, path in sorted(checkpoints, reverse=True)]

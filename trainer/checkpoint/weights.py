@@ -40,14 +40,14 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        found: Any = _load_safetensors(path)
+        content: Any = _load_safetensors(path)
     else:
-        found = load(path) if has_trailer(path) else load_plain(path)
+        content = load(path) if has_trailer(path) else load_plain(path)
     for entry in _WITHIN:
-        if isinstance(found, Mapping) and isinstance(found.get(entry), Mapping):
-            found = found[entry]
+        if isinstance(content, Mapping) and isinstance(content.get(entry), Mapping):
+            content = content[entry]
             break
-    weights = {str(name): value for name, value in found.items()} if isinstance(found, Mapping) else {}
+    weights = {str(name): value for name, value in content.items()} if isinstance(content, Mapping) else {}
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path}: holds no dict of named tensors, at the top level or under {', '.join(_WITHIN)}")
     for prefix in _PREFIXES:

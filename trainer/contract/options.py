@@ -15,6 +15,7 @@ from msgspec import Meta
 from trainer.contract.schema import Positive, Positives, option_meta
 from trainer.contract.seed_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 
+_launch = partial(option_meta, "")
 _data, _duration, _optimizer = (partial(option_meta, group) for group in ("Data", "Duration", "Optimizer"))
 _schedule, _validation, _numerics = (partial(option_meta, group) for group in ("Schedule", "Validation", "Numerics"))
 _sync, _checkpoints = (partial(option_meta, group) for group in ("Synchronisation", "Checkpoints"))
@@ -23,89 +24,76 @@ _sync, _checkpoints = (partial(option_meta, group) for group in ("Synchronisatio
 class Distributed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ranks to start on this node and their rendezvous: flags with the names and meaning of fairseq's and HetSeq's."""
 
-    distributed_init_method: Annotated[
-        str | None, Meta(description="rendezvous: tcp://HOST:PORT, file:///PATH or env://")
-    ] = None
+    distributed_init_method: Annotated[str | None, _launch("rendezvous: tcp://HOST:PORT, file:///PATH or env://")] = (
+        None
+    )
     distributed_world_size: Annotated[
-        Positive | None, Meta(description="ranks on all nodes together; default: the devices of this node")
+        Positive | None, _launch("ranks on all nodes together; default: the devices of this node")
     ] = None
     distributed_gpus: Annotated[
-        Positive | None, Meta(description="ranks on this node; default: its devices, at most the world size")
+        Positive | None, _launch("ranks on this node; default: its devices, at most the world size")
     ] = None
     distributed_rank: Annotated[
-        int, Meta(ge=0, description="first rank of this node; with --distributed-no-spawn the rank itself")
+        int, _launch("first rank of this node; with --distributed-no-spawn the rank itself", ge=0)
     ] = 0
     distributed_backend: Annotated[
-        Literal["auto", "nccl", "gloo"], Meta(description="auto is nccl on GPUs and gloo on CPUs")
+        Literal["auto", "nccl", "gloo"], _launch("auto is nccl on GPUs and gloo on CPUs")
     ] = "auto"
     distributed_port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)] | None,
-        Meta(description="port on the first node when the init method is inferred"),
+        Annotated[int, Meta(ge=1, le=65535)] | None, _launch("port on the first node when the init method is inferred")
     ] = None
     distributed_timeout: Annotated[
-        float, Meta(gt=0, description="seconds that a collective may take before it fails; hangs are found earlier")
+        float, _launch("seconds that a collective may take before it fails; hangs are found earlier", gt=0)
     ] = 600.0
-    join_timeout: Annotated[
-        float, Meta(gt=0, description="seconds to wait until all ranks have joined the process group")
-    ] = 300.0
+    join_timeout: Annotated[float, _launch("seconds to wait until all ranks have joined the process group", gt=0)] = (
+        300.0
+    )
     stop_grace: Annotated[
         float,
         # At least three of their steps, see ``outcome.answer_s``.
-        Meta(ge=0, description="seconds for ranks to respond when asked to stop and save; then they are killed"),
+        _launch("seconds for ranks to respond when asked to stop and save; then they are killed", ge=0),
     ] = 10.0
-    distributed_no_spawn: Annotated[bool, Meta(description="this process is the rank; start no others")] = False
+    distributed_no_spawn: Annotated[bool, _launch("this process is the rank; start no others")] = False
     device_id: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="the GPU of a rank that is not spawned; default: its local rank",
-            extra={"aliases": ["--local_rank", "--local-rank"]},
+        _launch(
+            "the GPU of a rank that is not spawned; default: its local rank", aliases=["--local_rank", "--local-rank"]
         ),
     ] = None
-    cpu: Annotated[bool, Meta(description="train on CPUs with gloo even where GPUs are present")] = False
-    share_devices: Annotated[bool, Meta(description="allow two ranks on one GPU")] = False
+    cpu: Annotated[bool, _launch("train on CPUs with gloo even where GPUs are present")] = False
+    share_devices: Annotated[bool, _launch("allow two ranks on one GPU")] = False
     start_method: Annotated[
         Literal["forkserver", "spawn"],
-        Meta(description="forkserver: ranks fork from a server that has torch loaded; spawn: torch.multiprocessing"),
+        _launch("forkserver: ranks fork from a server that has torch loaded; spawn: torch.multiprocessing"),
         # forkserver is the default because it imports torch once per node, before any rank exists, with no thread,
         # tensor or CUDA context to inherit: ranks start in half the time of spawn, which imports it in each of them.
     ] = "forkserver"
-    run_dir: Annotated[str | None, Meta(description="folder for events, logs and checkpoints; default: no record")] = (
-        None
-    )
-    node: Annotated[int, Meta(ge=0, description="index of this node in the plan, for the record")] = 0
+    run_dir: Annotated[str | None, _launch("folder for events, logs and checkpoints; default: no record")] = None
+    node: Annotated[int, _launch("index of this node in the plan, for the record", ge=0)] = 0
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Training script that ranks run instead of a task."""
 
-    script: Annotated[
-        str, Meta(min_length=1, description="a Python script to run instead of a task; its arguments follow --")
-    ]
-    module: Annotated[bool, Meta(description="script is the name of a module, which runs as with python -m")] = False
-    local_rank_flag: (
-        Annotated[
-            str,
-            Meta(
-                min_length=1,
-                pattern=r"^-{1,2}\w[\w-]*$(?!\n)",
-                description="flag with which the script gets its local rank, such as --local-rank of "
-                "torch.distributed.launch; default: by LOCAL_RANK alone",
-            ),
-        ]
-        | None
-    ) = None
-    args: Annotated[tuple[str, ...], Meta(description="the script's arguments")] = ()
+    script: Annotated[str, _launch("a Python script to run instead of a task; its arguments follow --", min_length=1)]
+    module: Annotated[bool, _launch("script is the name of a module, which runs as with python -m")] = False
+    local_rank_flag: Annotated[
+        Annotated[str, Meta(min_length=1, pattern=r"^-{1,2}\w[\w-]*$(?!\n)")] | None,
+        _launch(
+            "flag with which the script gets its local rank, such as --local-rank of torch.distributed.launch; "
+            "default: by LOCAL_RANK alone"
+        ),
+    ] = None
+    args: Annotated[tuple[str, ...], _launch("the script's arguments")] = ()
     instrument: Annotated[
-        bool, Meta(description="measure the script's steps, phases and gradient synchronisation; needs a record")
+        bool, _launch("measure the script's steps, phases and gradient synchronisation; needs a record")
     ] = True
 
 
 class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a training: all keys of a recipe's ``[train]`` table."""
 
-    task: Annotated[
-        str, Meta(description="lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")
-    ] = ""
+    task: Annotated[str, _launch("lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")] = ""
 
     batch_size: Annotated[
         Positives | None,

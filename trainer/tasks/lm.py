@@ -150,16 +150,16 @@ class LanguageModel(Task):
         self._splits = {split: Windows(text, options.context) for split, text in texts.items()}
         return self._splits
 
-    def _refuse(self, split: str, found: int) -> None:
+    def _refuse(self, split: str, size: int) -> None:
         options = self.options
         needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
         if split == "valid" and options.valid_data is None:
             raise RequestError(
-                f"{options.data}: its held-out end has {found} bytes, but {needed}; "
+                f"{options.data}: its held-out end has {size} bytes, but {needed}; "
                 f"raise valid_fraction (0: no validation) or lower context"
             )
         where = options.data if split == "train" else options.valid_data
-        raise RequestError(f"{where}: {found} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
+        raise RequestError(f"{where}: {size} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
 
     def sizes(self, split: str) -> Sequence[int]:
         return [self.options.context] * len(self._splits[split])

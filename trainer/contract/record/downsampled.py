@@ -179,12 +179,12 @@ class Downsampler:
     def take(self) -> dict[Path, bytes]:
         """Return the bytes to append to each file since the last call."""
         lines, self._lines = self._lines, {}
-        found = {}
+        appended = {}
         for path, parts in lines.items():
             torn = path not in self._begun and path.exists()  # an earlier process may have left a part of a line
             self._begun.add(path)
-            found[path] = b"\n" * torn + b"".join(parts)
-        return found
+            appended[path] = b"\n" * torn + b"".join(parts)
+        return appended
 
     @staticmethod
     def append(parts: dict[Path, bytes]) -> None:
