@@ -151,12 +151,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def sequence_of(path: Path) -> int:
-    """Return a checkpoint's sequence number in its folder; a later save has a higher one.
-
-    Raises:
-        CheckpointError: the file is torn or not a checkpoint of this package.
-        OSError: the file cannot be read.
-    """
+    """Return a checkpoint's sequence number in its folder; a later save has a higher one."""
     with path.open("rb") as file:
         return read_trailer(path, file).sequence
 
@@ -167,11 +162,7 @@ def has_trailer(path: Path) -> bool:
 
 
 def check(path: Path, file: BinaryIO) -> Trailer:
-    """Read all of a checkpoint and verify its checksum; return its trailer.
-
-    Raises:
-        CheckpointError: the file is torn, altered or not a checkpoint of this package.
-    """
+    """Read all of a checkpoint and verify its checksum; return its trailer."""
     trailer = read_trailer(path, file)
     checksum = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for chunk in _chunks(file, trailer.payload):

@@ -27,11 +27,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
 
 def load_plain(path: Path | str, *, checked: bool = False) -> Any:
-    """Return the content of a file of ``torch.save``, its tensors on the CPU.
-
-    Raises:
-        CheckpointError: the file is missing, torn, altered or not a file of ``torch.save``.
-    """
+    """Return the content of a file of ``torch.save``, its tensors on the CPU."""
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # opening a pipe without a writer would block
@@ -49,11 +45,7 @@ def load_plain(path: Path | str, *, checked: bool = False) -> Any:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint with memory-mapped tensors and an unverified checksum, to read its plain values.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the state of a checkpoint, to read its plain values; tensors are memory-mapped, nothing is verified."""
     try:
         files.sequence_of(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

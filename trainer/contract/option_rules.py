@@ -59,11 +59,7 @@ def require_end(options: Training, task_options: Any = None, *, where: Named = f
 
 
 def require_batch_sizes(batch_size: Sequence[int] | None, world_size: int, *, where: Named = flag_of) -> None:
-    """Require one batch size for all ranks, or one per rank.
-
-    Raises:
-        RequestError: another number of values.
-    """
+    """Require one batch size for all ranks, or one per rank."""
     count = len(batch_size or ())
     if count not in (0, 1, world_size):
         ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"

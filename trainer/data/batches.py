@@ -39,9 +39,7 @@ class Update:
     micro_steps: int
     """Number of micro-steps, the same on all ranks; below the update frequency only at the end of an epoch."""
     global_samples: int
-    """Samples of all ranks in all micro-steps."""
     consumed: int
-    """Position in the epoch after this update."""
     batches: Iterator[MicroBatch]
     data_rank: int = 0
     """The lowest rank with samples in the most micro-steps; with samples by index it is rank 0, which has the first."""
@@ -156,11 +154,6 @@ class EpochBatches:
         self._plan = OrderPlan.from_state(state) if consumed else self._own_plan
 
     def require_fit(self, state: Mapping[str, int]) -> None:
-        """Require that a saved position is valid for this data.
-
-        Raises:
-            RequestError: the state belongs to other data.
-        """
         epoch, consumed = state["epoch"], state["consumed"]
         if consumed and state.get("stream"):
             raise RequestError(
@@ -215,7 +208,6 @@ class EpochBatches:
         return -(-len(self._micro_steps(0).starts) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
-        """Return the number of updates in the rest of the epoch."""
         consumed = self.position.consumed
         return 0 if consumed == self.samples else -(-len(self._micro_steps(consumed).starts) // update_freq)
 
@@ -263,11 +255,6 @@ class EvalBatches:
         limit: TokenLimit | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Prepare to read; see ``EpochBatches`` for the arguments.
-
-        Raises:
-            RequestError: the split is empty, or has not one length per sample.
-        """
         self.samples = len(dataset)
         """Samples of the split, over all ranks."""
         if not self.samples:
@@ -288,7 +275,6 @@ class EvalBatches:
         )
 
     def __len__(self) -> int:
-        """Return the number of micro-steps, the same on all ranks."""
         return len(self._steps.starts)
 
     def __iter__(self) -> Iterator[MicroBatch]:

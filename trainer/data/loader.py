@@ -75,10 +75,8 @@ class _Fetch:
         self._getitems: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
 
     def __call__(self, indices: list[int]) -> Any:
-        if self._getitems is not None:
-            return self._collate(self._getitems(indices))
-        dataset = self._dataset
-        return self._collate([dataset[index] for index in indices])
+        getitems = self._getitems
+        return self._collate([self._dataset[i] for i in indices] if getitems is None else getitems(indices))
 
     def __getitem__(self, request: _Request) -> Any:
         """Read a batch in a worker; seeding each batch makes it independent of the worker and of resuming."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -19,7 +18,7 @@ from trainer.data.dataset import StreamDataset
 from trainer.data.loader import CarriedError, Collate, mix_seed, pinned, read_ahead, worker_loader
 from trainer.data.seeds import RandomNumbers
 from trainer.data.shares import Shares
-from trainer.distributed.encoding import encode
+from trainer.distributed.encoding import encode, to_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +103,7 @@ class _Reading:
                 content = encode(self.collate([sample]))
         except Exception:  # noqa: BLE001 - user code; an error that matters comes again in training
             return ""
-        buffer = bytearray(content.numel())
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
-        return hashlib.blake2b(buffer, digest_size=16).hexdigest()
+        return hashlib.blake2b(to_bytes(content), digest_size=16).hexdigest()
 
 
 class _InWorker(IterableDataset[Any]):

@@ -61,7 +61,9 @@ class HostCopies:
 @cache
 def host_copies(device: torch.device) -> HostCopies | None:
     """Return the pool of copies for a GPU; None for a CPU, which needs no copies."""
-    return HostCopies(torch.cuda.Event, _pinned) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return HostCopies(torch.cuda.Event, lambda elements, dtype: torch.empty(elements, dtype=dtype, pin_memory=True))
 
 
 def begin_copy(value: Tensor, copies: HostCopies | None) -> HostCopy:
@@ -74,7 +76,3 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     tensor = torch.tensor(numbers, dtype=torch.int64)
     # A copy from memory that is not pinned would wait for the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _pinned(elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(elements, dtype=dtype, pin_memory=True)

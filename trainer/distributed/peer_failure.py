@@ -69,7 +69,7 @@ def describe_lost_peers(
         dict(reports),
         rank=rank,
         store_answered=store_answered or 0 in reports,
-        interface_down=_interface_down(interface),
+        interface_down="" if interface in (None, "", "lo") or is_interface_up(interface) else interface,
     )
 
 
@@ -140,10 +140,3 @@ def _close_connections(store_port: int | None) -> None:
             ports = (connection.getpeername()[1], connection.getsockname()[1])
             if store_port not in ports and all(low <= port <= high for port in ports):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _interface_down(interface: str | None) -> str:
-    """Return the interface if it is down, else an empty string."""
-    if not interface or interface == "lo":
-        return ""
-    return "" if is_interface_up(interface) else interface

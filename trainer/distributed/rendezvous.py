@@ -138,7 +138,9 @@ def _join(
             # The others may have refused each other before rank 0, which serves the store, registers.
             _await_refusal_read(keys, rdzv, mine)
         raise RequestError(_closed_message(rdzv, mine, result))
-    refusal, owns_rank = _register(keys, rdzv, mine, request)
+    first, holder = (_claim(keys, key, mine) for key in ("first", f"rank/{mine.rank}"))
+    owns_rank = holder == mine
+    refusal = _refusal(keys, rdzv, mine, first, holder, request)
     if refusal:
         # The other ranks, and with them the store, may have ended because of another refusal.
         with contextlib.suppress(RuntimeError):
@@ -167,42 +169,45 @@ def _join(
     raise RequestError(refusal or result.refusal)
 
 
-def _register(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapping[str, str]) -> tuple[str, bool]:
-    """Register rank, request and GPU; return the refusal, and whether this process owns the rank.
+def _refusal(
+    keys: Store,
+    rdzv: RendezvousStore,
+    mine: Registration,
+    first: Registration,
+    holder: Registration,
+    request: Mapping[str, str],
+) -> str:
+    """Register request and GPU of this process, whose rank ``holder`` has; return why it is refused, empty if not.
 
     Each key is set by one compare-and-set, so of two processes exactly one sees the other's registration.
     """
-    first = _claim(keys, "first", mine)
-    holder = _claim(keys, f"rank/{mine.rank}", mine)
-    owner = holder == mine
-    if not owner:
+    if holder != mine:
         return _stale_file_message(rdzv, holder, mine) or (
             f"rank {mine.rank} is claimed twice: by {holder.process} and by {mine.process}"
             + (f", or {rdzv.file} is left from an earlier run" if rdzv.file else "")
-        ), owner
+        )
     if first.world_size != mine.world_size:
         return _stale_file_message(rdzv, first, mine) or (
             f"ranks disagree on the world size: {first.world_size} on rank {first.rank} ({first.process}), "
             f"{mine.world_size} on rank {mine.rank} ({mine.process})"
-        ), owner
+        )
     if first.identity != mine.identity:
         return _stale_file_message(rdzv, first, mine) or (
             f"ranks of two runs use the same rendezvous, {rdzv.url}: "
             f"{first.identity!r} is rank {first.rank} ({first.process}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
-        ), owner
+        )
     own = RankRequest(rank=mine.rank, process=mine.process, values=dict(request))
     text = keys.compare_set("request", "", msgspec.json.encode(own).decode())
     if refusal := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
-        return refusal, owner
-    if mine.device:
-        user = _claim(keys, f"device/{mine.device}", mine)
-        if user != mine:
-            return (
-                f"ranks {user.rank} and {mine.rank} ({user.process}, {mine.process}) use one GPU, {mine.device}; "
-                "give every rank its own, or allow it with --share-devices"
-            ), owner
-    return "", owner
+        return refusal
+    user = _claim(keys, f"device/{mine.device}", mine) if mine.device else mine
+    if user == mine:
+        return ""
+    return (
+        f"ranks {user.rank} and {mine.rank} ({user.process}, {mine.process}) use one GPU, {mine.device}; "
+        "give every rank its own, or allow it with --share-devices"
+    )
 
 
 def _claim(keys: Store, key: str, mine: Registration) -> Registration:

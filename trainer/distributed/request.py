@@ -14,9 +14,6 @@ import msgspec
 from trainer.contract.errors import RequestError
 from trainer.distributed.collectives import all_gather_list
 
-ABSENT = "none"
-"""Shown for a value that a rank does not have."""
-
 
 class RankRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Options and other values with which one rank was started."""
@@ -59,7 +56,7 @@ def require_same(values: Mapping[str, str]) -> None:
 
 
 def _shown(request: RankRequest, name: str) -> str:
-    value = request.values.get(name, ABSENT)
+    value = request.values.get(name, "none")
     # Maximum characters of a value in a refusal: enough for a path, too few for a list of a thousand batch sizes.
     longest = 120
     return value if len(value) <= longest else f"{value[: longest - 1]}…"

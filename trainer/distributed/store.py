@@ -49,7 +49,6 @@ class RendezvousStore:
     store: Store
     url: str
     file: Path | None = None
-    """File of the store, which rank 0 removes."""
     host: str | None = None
     """Host of the store; the network interface is chosen on the route to it."""
     port: int | None = None

@@ -145,21 +145,18 @@ class LanguageModel(Task):
         options = self.options
         texts = byte_tensors(text_splits(options))
         for split, text in texts.items():
-            if len(text) <= options.context:
-                self._refuse(split, len(text))
+            if len(text) > options.context:
+                continue
+            needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
+            if split == "valid" and options.valid_data is None:
+                raise RequestError(
+                    f"{options.data}: its held-out end has {len(text)} bytes, but {needed}; "
+                    "raise valid_fraction (0: no validation) or lower context"
+                )
+            where, use = (options.data, "learn") if split == "train" else (options.valid_data, "validate on")
+            raise RequestError(f"{where}: {len(text)} bytes to {use}, but {needed}")
         self._splits = {split: Windows(text, options.context) for split, text in texts.items()}
         return self._splits
-
-    def _refuse(self, split: str, size: int) -> None:
-        options = self.options
-        needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
-        if split == "valid" and options.valid_data is None:
-            raise RequestError(
-                f"{options.data}: its held-out end has {size} bytes, but {needed}; "
-                f"raise valid_fraction (0: no validation) or lower context"
-            )
-        where = options.data if split == "train" else options.valid_data
-        raise RequestError(f"{where}: {size} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
 
     def sizes(self, split: str) -> Sequence[int]:
         return [self.options.context] * len(self._splits[split])

@@ -102,11 +102,7 @@ class MnistTask(Task):
 
 
 def read_images(folder: Path, split: str) -> Images:
-    """Read the images and digits of ``train`` or ``t10k``.
-
-    Raises:
-        RequestError: a file is missing, damaged, or does not fit the other.
-    """
+    """Read the images and digits of ``train`` or ``t10k``."""
     image_path = idx_file(folder, f"{split}-images-idx3-ubyte")
     digit_path = idx_file(folder, f"{split}-labels-idx1-ubyte")
     images, digits = read_idx(image_path), read_idx(digit_path)
@@ -122,11 +118,7 @@ def read_images(folder: Path, split: str) -> Images:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of bytes, compressed or not: 0, 0, type, dimensions, then each size as big-endian 32 bits.
-
-    Raises:
-        RequestError: unreadable, damaged, or not IDX.
-    """
+    """Read an IDX file of bytes, compressed or not: 0, 0, type, dimensions, then each size as big-endian 32 bits."""
     with refuse_unreadable(path):
         content = path.read_bytes()
     if path.suffix == ".gz":

@@ -63,11 +63,7 @@ def _from_module(module_name: str) -> ModuleType:
 
 
 def _add_working_folder(module_name: str) -> None:
-    """Make the modules of the working folder importable, behind all others.
-
-    Raises:
-        RequestError: the named module is in the working folder, and another one of the same name comes before it.
-    """
+    """Make the modules of the working folder importable, behind all others."""
     folder, name = str(Path.cwd()), module_name.partition(".")[0]
     append_user_folders(folder)
     own, first = origin_in([folder], name), origin_in(sys.path, name)

@@ -62,11 +62,7 @@ def _line_end(path: Path, position: int) -> int:
 
 
 def read_pieces(pieces: Sequence[Piece]) -> Iterator[bytes]:
-    """Yield the pieces in blocks of at most 4 MiB, with a line feed between two files.
-
-    Raises:
-        RequestError: a file that cannot be read or became shorter.
-    """
+    """Yield the pieces in blocks of at most 4 MiB, with a line feed between two files."""
     for index, piece in enumerate(pieces):
         if index and piece.path != pieces[index - 1].path:
             yield b"\n"

@@ -114,11 +114,7 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
 
 
 def load(path: Path, lowercase: bool) -> Tokenizer:
-    """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line.
-
-    Raises:
-        RequestError: the file is neither, or lacks a special token.
-    """
+    """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -130,11 +126,7 @@ def load(path: Path, lowercase: bool) -> Tokenizer:
 
 
 def from_json(text: str, source: str) -> Tokenizer:
-    """Return the tokenizer that the package ``tokenizers`` wrote as JSON.
-
-    Raises:
-        RequestError: it is none, or lacks a special token.
-    """
+    """Return the tokenizer that the package ``tokenizers`` wrote as JSON."""
     from tokenizers import Tokenizer
 
     try:
