@@ -1,12 +1,11 @@
 """Checkpoints: a training's state, written atomically with a checksum, and read back.
 
-Interface of the package: ``state`` copies tensors and random numbers, ``entries`` lists the entries of a state,
-``file`` is the format of one file, ``writer`` and ``reader`` write and choose the files of a folder, ``weights`` reads
-weights alone, and ``folder_lock`` keeps a folder to one training.
+Interface of the package: ``state`` copies tensors and random numbers and lists entries, ``file`` is the format of one
+file, ``writer`` and ``reader`` write and choose the files of a folder, ``weights`` reads weights alone, and
+``folder_lock`` keeps a folder to one training.
 """
 
 from trainer.checkpoint.checkpoint_writer import CheckpointWriter as CheckpointWriter, Saved as Saved
-from trainer.checkpoint.entries import ENTRIES as ENTRIES, difference as difference, kinds as kinds
 from trainer.checkpoint.file import has_trailer as has_trailer, step_name as step_name, write_file as write_file
 from trainer.checkpoint.reader import (
     good_ones as good_ones,
@@ -16,9 +15,12 @@ from trainer.checkpoint.reader import (
     run_of as run_of,
 )
 from trainer.checkpoint.state import (
+    ENTRIES as ENTRIES,
     HostTensors as HostTensors,
     capture_rng as capture_rng,
     copy_to_cpu as copy_to_cpu,
+    difference as difference,
+    kinds as kinds,
     restore_rng as restore_rng,
 )
 from trainer.checkpoint.weights import (

@@ -35,9 +35,9 @@ from trainer.distributed.collectives import (
     get_world_size as get_world_size,
     is_master as is_master,
     max_async as max_async,
+    require_same as require_same,
     sum_async as sum_async,
 )
-from trainer.distributed.request import require_same as require_same
 from trainer.distributed.store import (
     JoinTimeoutError as JoinTimeoutError,
     OnWaiting,

@@ -16,7 +16,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.distributed.request import RankRequest, disagreement
+from trainer.distributed.collectives import RankRequest, disagreement
 from trainer.distributed.store import (
     KEY_PREFIX,
     JoinTimeoutError,

@@ -7,14 +7,13 @@ bounds, checked on reading: a larger number in a damaged line could exhaust a re
 from __future__ import annotations
 
 from math import nan
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
-STATES = get_args(RankStateName)
-"""The states of a rank, in the order in which a healthy run passes through them."""
+"""State of a rank; a healthy run passes through them in this order."""
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
 
 MAX_RANKS = 1 << 16
