@@ -130,6 +130,6 @@ def test_a_listing_reads_an_ended_run_again_only_after_it_has_changed(tmp_path: 
 def test_a_list_says_how_many_older_runs_are_not_read_yet(runs: Path) -> None:
     first = next(RunListing(runs).read(now=NOON))
     listing = RunList(id="runs")
-    listing.entries = listing.listed = first.entries
+    listing.lines = listing.listed = first.entries
     listing.unread = first.unread
     assert "reading 1,000 older" in "".join(text for text, _ in listing.head(120)[0])

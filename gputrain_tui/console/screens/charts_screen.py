@@ -34,12 +34,6 @@ WINDOW_STEPS = (None, 1000, 100)
 """Steps that the charts show; None: the whole run."""
 SMOOTHING_STEPS = (0, 10, 100, 1000)
 """Steps over which curves are smoothed; 0: not at all."""
-CHARTS: dict[BandMetric, tuple[str, str]] = {
-    "loss": ("loss", "no step yet"),
-    "sync_exposed_ms": ("sync wait ms", "no gradient synchronisation was measured yet"),
-    "step_ms": ("step ms", "no step was measured yet"),
-}
-"""Title and text before the first measurement of each metric's chart."""
 
 
 class ChartScreen(ConsoleScreen):
@@ -110,8 +104,7 @@ class ChartScreen(ConsoleScreen):
 
     def band_chart(self, metric: BandMetric, *, id: str) -> BandChart:
         """Return the chart of a metric."""
-        title, empty = CHARTS[metric]
-        return BandChart(self.live, metric, title, view=self.view, empty=empty, spiky=metric != "loss", id=id)
+        return BandChart(self.live, metric, view=self.view, id=id)
 
     def _highlight_rank(self, rank: int | None) -> None:
         """Highlight a rank in every panel, or none."""

@@ -33,8 +33,7 @@ from gputrain_tui.console.host_choice import (
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, title_row
-from gputrain_tui.console.widgets.gpu_table import GpuTable, ProcessList
-from gputrain_tui.console.widgets.machine import MachinePanel
+from gputrain_tui.console.widgets.gpu_table import GpuTable, MachinePanel, ProcessList
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
@@ -256,7 +255,7 @@ class ClusterScreen(Page):
         spaced = self.size.height >= 30
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
-        room = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
+        room = self.size.height - 3 - lines - max(len(table.lines) + 2, 5) - spaced
         want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
         node_lines = min(want_nodes, max(room - min(want_processes, room // 2), 3))
@@ -270,8 +269,8 @@ class ClusterScreen(Page):
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
         # If everything fits, the panels below stand directly under the last GPU.
-        fits = table.count() and room >= node_lines
-        table.styles.height = table.count() + 2 + spaced if fits else "1fr"
+        fits = table.lines and room >= node_lines
+        table.styles.height = len(table.lines) + 2 + spaced if fits else "1fr"
         machine.redraw()
         processes.redraw()
 

@@ -26,7 +26,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
 
-class Differences(Listing):
+class Differences(Listing[RecipeDifference]):
     """List of the keys in which the recipes differ."""
 
     def __init__(self, runs: int, *, id: str | None = None) -> None:
@@ -34,10 +34,6 @@ class Differences(Listing):
         self._count = runs
         self.found: list[RecipeDifference] | None = None
         self.problem = ""
-
-    def count(self) -> int:
-        """Return the number of keys."""
-        return len(self.found or ())
 
     def _widths(self, width: int) -> tuple[int, int]:
         keys = max((len(difference.key) for difference in self.found or ()), default=10)
@@ -59,13 +55,11 @@ class Differences(Listing):
             row += [(f"{index + 1}".ljust(cells), f"curve-{index}"), ("  ", "base")]
         return [title, fit_row(row, width)]
 
-    def row(self, index: int, width: int) -> Row:
+    def row(self, line: RecipeDifference, width: int) -> Row:
         """Return a key with its value in each recipe."""
-        assert self.found is not None
-        difference = self.found[index]
         keys, cells = self._widths(width)
-        row: Row = [(" ", "base"), (difference.key[: keys - 1].ljust(keys), "dim")]
-        for value in difference.values:
+        row: Row = [(" ", "base"), (line.key[: keys - 1].ljust(keys), "dim")]
+        for value in line.values:
             text = printable(value) or EMPTY
             text = text if len(text) <= cells else text[: cells - 1] + "…"
             row += [(text.ljust(cells), "bright"), ("  ", "base")]
@@ -111,6 +105,7 @@ class CompareScreen(Page):
             table.found = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
         except RequestError as error:
             table.found, table.problem = [], str(error)
+        table.lines = table.found
         table.styles.height = min(max(len(table.found), 1) + 3, max(self.size.height // 3, 5))
         table.redraw()
 

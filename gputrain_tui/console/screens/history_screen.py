@@ -123,9 +123,9 @@ class HistoryScreen(Page):
 
     def _show_runs(self, found: ListedRuns) -> None:
         listing = self.query_one(RunList)
-        if found.unread and len(found.entries) < len(listing.listed):
+        if found.unread and len(found.entries) < len(listing.listed or ()):
             return  # all were listed before
-        if found.entries != listing.listed or found.unread != listing.unread or listing.entries is None:
+        if found.entries != listing.listed or found.unread != listing.unread:
             listing.show(found.entries, unread=found.unread)
             self._show_card()
 

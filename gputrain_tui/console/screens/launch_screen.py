@@ -19,9 +19,8 @@ from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage, set_aside_text
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
-from gputrain_tui.console.widgets.form import Form
+from gputrain_tui.console.widgets.form import Form, RecipeList
 from gputrain_tui.console.widgets.plan_view import PlanView
-from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.plan.shell import shell_commands
 from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.files import complete_path, recipe_files
@@ -307,7 +306,7 @@ class LaunchScreen(RecipePage):
             self._path = path
         draft.mark_saved(text, name=self._display_name(path))
         self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
-        self.query_one(RecipeList).point_at(path)
+        self.query_one(RecipeList).go_to(path)
         self.console.report(f"saved {draft.name}")
         self._changed()
 

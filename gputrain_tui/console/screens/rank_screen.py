@@ -101,7 +101,7 @@ class RankScreen(ChartScreen):
             yield self.band_chart("loss", id="loss")
             yield self.band_chart("sync_exposed_ms", id="sync")
             yield self.band_chart("step_ms", id="step")
-            yield StackView(live, id="stack")
+            yield StackView(id="stack")
             yield LogView(live.run.dir, rank=self.rank, live=live, id="log")
         yield KeyBar(self.PLACE, over=lambda: live.over)
 

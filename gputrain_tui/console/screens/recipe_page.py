@@ -16,11 +16,10 @@ from gputrain_tui import paths
 from gputrain_tui.console.host_choice import nodes_on_gpus
 from gputrain_tui.console.screens.page import Page
 from gputrain_tui.console.validate_recipe import HOSTS_MAX_AGE_S, ValidatedRecipe, remarks_by_field, validate_recipe
-from gputrain_tui.console.widgets.form import FieldDetail, Form
+from gputrain_tui.console.widgets.form import FieldDetail, Form, RecipeList
 from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.plan_view import PlanView
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
-from gputrain_tui.console.widgets.recipe_list import RecipeList
 from gputrain_tui.hosts.host_names import THIS_MACHINE, address_of, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.preflight import errors
@@ -168,7 +167,7 @@ class RecipePage(Page):
         form = self.form
         form.search = ""
         form.cursor = 0
-        self.query_one(RecipeList).point_at(path)
+        self.query_one(RecipeList).go_to(path)
         self._changed()
         form.go(0)
         if focus:
@@ -226,7 +225,7 @@ class RecipePage(Page):
         remarks = [f"/{form.search}"] if form.search else []
         if changes:
             remarks.append(f"{changes} change{'s' * (changes != 1)} not saved")
-        form.remarks = [[(remark, "accent")] for remark in remarks]
+        form.rights = [[(remark, "accent")] for remark in remarks]
         form.show(self._fields, self._remarks)
         self._show_detail()
         listing = self.query_one(RecipeList)
@@ -325,13 +324,13 @@ class RecipePage(Page):
 
     @on(RecipeList.Chosen, "#recipes")
     def _recipe_chosen(self, event: RecipeList.Chosen) -> None:
-        file = self.query_one(RecipeList).file
+        file = self.query_one(RecipeList).current
         if file is not None:
             self.open_recipe(file.path)
 
     @on(RecipeList.Moved, "#recipes")
     def _recipe_pointed(self, event: RecipeList.Moved) -> None:
-        file = self.query_one(RecipeList).file
+        file = self.query_one(RecipeList).current
         if file is not None and file.path != self._path and self.query_one(RecipeList).has_focus:
             self.open_recipe(file.path, focus=False)
 

@@ -25,7 +25,7 @@ from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.rank_columns import whole_width
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.rendezvous_panel import RendezvousView
-from gputrain_tui.console.widgets.root_cause import RootCauseCard, failure_text, root_cause_height
+from gputrain_tui.console.widgets.root_cause import RootCauseCard, draw_root_cause, failure_text
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
 from gputrain_tui.state.finding_text import by_urgency
@@ -153,7 +153,7 @@ class RunScreen(ChartScreen):
             rendezvous=rendezvous,
             hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
             table_cells=self._table_cells() if size.width >= WIDE_CELLS else 0,
-            root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
+            root_cause_lines=len(draw_root_cause(root_cause, size.width, most)) if root_cause is not None else 0,
         )
 
     def _table_cells(self) -> int:
