@@ -26,9 +26,8 @@ from trainer.contract.errors import (
     quoted,
     require_utf8,
 )
-from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.options import Distributed, Script, Training, TrainingSpec
 from trainer.contract.schema import Option, check, describe, read_flags
-from trainer.contract.training_spec import TrainingSpec
 
 S = TypeVar("S")
 

@@ -19,7 +19,7 @@ from waiting import LIMIT_S
 
 from trainer.agent.rank_failure import error_line
 from trainer.contract.errors import RequestError
-from trainer.data.worker_start import start_method
+from trainer.data.loader import start_method
 
 # ---------------------------------------------------------------------------------------------------------- workers
 

@@ -14,11 +14,10 @@ from typing import Literal
 
 import msgspec
 
-from trainer.contract.options import Distributed
+from trainer.contract.options import Distributed, TrainingSpec
 from trainer.contract.outcome import RankReport
-from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record import Failure, RankState, RankStateName, RunDir
-from trainer.contract.training_spec import TrainingSpec
+from trainer.contract.record.regular_file import OwnedDescriptor
 
 ReportSink = Callable[[RankReport], None]
 """Receiver of a rank's reports."""

@@ -21,10 +21,9 @@ from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, print_message
 from trainer.contract.home_folder import expand_home
-from trainer.contract.options import Distributed, Script
+from trainer.contract.options import Distributed, Script, TrainingSpec
 from trainer.contract.outcome import NodeOutcome, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
-from trainer.contract.training_spec import TrainingSpec
 from trainer.environments import slurm_step
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus

@@ -18,9 +18,8 @@ from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
 from trainer.data.seeds import seed_all
-from trainer.data.shares import DEFAULT_BATCH_SIZE, rank_batch_sizes
+from trainer.data.shares import DEFAULT_BATCH_SIZE, TokenLimit, rank_batch_sizes
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
-from trainer.data.token_batches import TokenLimit
 from trainer.engine import reports, task_state
 from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.ddp_model import checkpoint_activations, require_trainable

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.contract import record
 from trainer.contract.options import Training
-from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
+from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.engine.evaluation import Evaluation
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry import desync
@@ -164,7 +164,7 @@ class Progress:
         self._unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
         self._every = every
         self._last = 0.0
-        self._pending: tuple[str, str, HostCopy | CpuNumbers] | None = None
+        self._pending: tuple[str, str, HostCopy] | None = None
         """Text before the loss and after it, and the loss on its way to the host."""
 
     def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:

@@ -20,13 +20,12 @@ from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
-from trainer.contract.options import Training
+from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
 from trainer.contract.seed_flags import remove_seed_flags
-from trainer.contract.training_spec import TrainingSpec
 from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics

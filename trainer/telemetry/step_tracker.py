@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter, Finding
-from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
+from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
@@ -77,7 +77,7 @@ class StepTracker:
         self._first_step = first_step
         self._version = -1
         """Version counter of the model's first parameter at the end of the last step."""
-        self._checksums: tuple[int, float, HostCopy | CpuNumbers] | None = None
+        self._checksums: tuple[int, float, HostCopy] | None = None
         """Step and time of a checksum, and the checksum on its way to the host."""
         self.evaluated = False
         """Whether the time up to the next mark is an evaluation."""
