@@ -6,7 +6,6 @@ import os
 import sys
 
 ROOT = __file__.removesuffix("/gputrain_tui/__main__.py")
-"""Folder of these packages."""
 STOPPED = 130
 """``trainer.contract.errors.ExitCode.STOPPED``, for a Ctrl-C during imports."""
 

@@ -13,23 +13,16 @@ class FlagParser(argparse.ArgumentParser):
     """Parser of the flags and positional words after a command's name."""
 
     def __init__(self, *, command: str = "", description: str = "") -> None:
-        """Make a parser without flags.
-
-        Args:
-            command: name of the command; empty for ``gputrain`` alone, without ``--help``.
-            description: first sentence of the help.
-        """
+        """Make a parser without flags; ``command``: its name, empty for ``gputrain`` alone, without ``--help``."""
         self._program = f"gputrain {command}".rstrip()
         self._where = f"{command}: " if command else ""
         super().__init__(prog=self._program, description=description, allow_abbrev=False, add_help=bool(command))
 
     @property
     def actions(self) -> Sequence[argparse.Action]:
-        """Declared flags and positional words."""
         return self._actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's message as a ``RequestError``."""
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
 
     def print_help(self, file: Any = None) -> None:

@@ -12,78 +12,44 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
-from gputrain_tui import VERSION
+from gputrain_tui import VERSION, commands
 from gputrain_tui.output import discard, print_message, printable_streams
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted, require_utf8
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
+    from types import ModuleType
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("gputrain_tui.commands.run", "train a recipe to the end, in the foreground or detached"),
-    "eval": ("gputrain_tui.commands.eval", "evaluate a checkpoint without training, exact over all ranks"),
-    "export": (
-        "gputrain_tui.commands.export",
-        "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
-    ),
-    "plan": ("gputrain_tui.commands.plan", "show the command of every node; start nothing"),
-    "check": (
-        "gputrain_tui.commands.check",
-        "check whether a recipe can start, with a fix for each problem; start nothing",
-    ),
-    "gpus": ("gputrain_tui.commands.gpus", "show the GPUs, cores and memory of this machine, or of others over ssh"),
-    "push": (
-        "gputrain_tui.commands.push",
-        "copy code and environment to the hosts of a recipe that do not share this disk",
-    ),
-    "runs": ("gputrain_tui.commands.runs", "list past and running runs, newest first"),
-    "note": ("gputrain_tui.commands.note", "write a note or tags to a run, or print them"),
-    "attach": ("gputrain_tui.commands.attach", "open the console on a run, running or ended"),
-    "logs": ("gputrain_tui.commands.logs", "print the output of a run's ranks"),
-    "stacks": ("gputrain_tui.commands.stacks", "print the Python stacks of a run's ranks, equal ones together"),
-    "stop": ("gputrain_tui.commands.stop", "stop a run everywhere and report any process left"),
-    "init": (
-        "gputrain_tui.commands.init",
-        "write a recipe from questions, the command of another launcher, or an example",
-    ),
-    "recipe-schema": ("gputrain_tui.commands.recipe_schema", "print the JSON Schema of a recipe, for editors"),
-    "completion": (
-        "gputrain_tui.commands.completion",
-        "print the script that completes commands, flags and runs in bash, zsh or fish",
-    ),
-    "help": (
-        "gputrain_tui.commands.help",
-        "show a topic of the reference, such as recipe or findings",
-    ),
+COMMANDS = {
+    "run": "train a recipe to the end, in the foreground or detached",
+    "eval": "evaluate a checkpoint without training, exact over all ranks",
+    "export": "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
+    "plan": "show the command of every node; start nothing",
+    "check": "check whether a recipe can start, with a fix for each problem; start nothing",
+    "gpus": "show the GPUs, cores and memory of this machine, or of others over ssh",
+    "push": "copy code and environment to the hosts of a recipe that do not share this disk",
+    "runs": "list past and running runs, newest first",
+    "note": "write a note or tags to a run, or print them",
+    "attach": "open the console on a run, running or ended",
+    "logs": "print the output of a run's ranks",
+    "stacks": "print the Python stacks of a run's ranks, equal ones together",
+    "stop": "stop a run everywhere and report any process left",
+    "init": "write a recipe from questions, the command of another launcher, or an example",
+    "recipe-schema": "print the JSON Schema of a recipe, for editors",
+    "completion": "print the script that completes commands, flags and runs in bash, zsh or fish",
+    "help": "show a topic of the reference, such as recipe or findings",
 }
-"""Module and one-line help of each command, by name."""
+"""One-line help of each command, by name."""
 
-COMPLETE = "__complete"
-"""Undocumented command that the scripts of ``gputrain completion`` call."""
-
-CONSOLE = "gputrain_tui.console.entry"
-"""Module of the console, whose ``main(words) -> int`` runs for ``gputrain`` without a command."""
+COMPLETION = "_ARGCOMPLETE"
+"""Variable with which the scripts of ``gputrain completion`` call."""
 
 SIGPIPE_STATUS = 141
 """Exit status of a program killed by SIGPIPE: 128 + 13."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""Errors of writing a file or standard output."""
-
-
-class Command(Protocol):
-    """Interface of a command's module."""
-
-    NAME: str
-    HELP: str
-
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare the command's flags."""
-
-    def run(self, args: Namespace) -> int:
-        """Run the command; return the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,16 +104,12 @@ def _open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-    if sys.stdin is None:
-        sys.stdin = Path(os.devnull).open()  # noqa: SIM115 - for the whole life of the process
-    if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
-    if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for the whole life of the process
 
 
 def _has_working_directory() -> bool:
-    """Whether the working directory exists; it may have been deleted."""
     try:
         os.getcwd()  # noqa: PTH109 - only the error matters
     except FileNotFoundError:
@@ -156,8 +118,10 @@ def _has_working_directory() -> bool:
 
 
 def _dispatch(argv: list[str]) -> int:
+    if COMPLETION in os.environ:
+        commands.load("completion").complete(COMMANDS)
     if not argv or argv[0].partition("=")[0] in ("--fps", "--hostfile"):
-        return _run_console(argv)
+        return int(importlib.import_module("gputrain_tui.console.entry").main(argv))
     name, *rest = argv
     if name in ("-h", "--help"):
         print(help_text())
@@ -165,25 +129,17 @@ def _dispatch(argv: list[str]) -> int:
     if name == "--version":
         print(f"gputrain {VERSION}")
         return ExitCode.FINISHED
-    if name == COMPLETE:
-        for word, text in importlib.import_module(COMMANDS["completion"][0]).complete(rest, COMMANDS):
-            print(f"{word}\t{text}")
-        return ExitCode.FINISHED
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
         known = [*COMMANDS, "--help", "--version"]
         raise RequestError(f"{quoted(name)} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
-    command = cast(Command, importlib.import_module(COMMANDS[name][0]))
-    return command.run(parse(command, name, rest))
-
-
-def _run_console(argv: list[str]) -> int:
-    return int(importlib.import_module(CONSOLE).main(argv))
+    command = commands.load(name)
+    return int(command.run(parse(command, name, rest)))
 
 
 def help_text() -> str:
     """Return the output of ``gputrain --help``."""
-    lines = [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<13} {text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "Plan, launch, watch and diagnose distributed PyTorch training.",
@@ -200,18 +156,11 @@ def help_text() -> str:
     )
 
 
-def parse(command: Command, name: str, argv: Sequence[str]) -> Namespace:
-    """Parse a command's flags.
-
-    Raises:
-        RequestError: a flag that the command does not have, a missing or a surplus word.
-    """
+def parse(command: ModuleType, name: str, argv: Sequence[str]) -> Namespace:
+    """Parse the flags of a command's module; a wrong one raises ``RequestError``."""
     from gputrain_tui.arguments import FlagParser
 
-    parser = FlagParser(command=name, description=_sentence(command.HELP))
+    text = COMMANDS[name]
+    parser = FlagParser(command=name, description=f"{text[:1].upper()}{text[1:]}.")
     command.add_arguments(parser)
     return parser.parse_argv(argv)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

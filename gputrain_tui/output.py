@@ -24,7 +24,6 @@ class PrintableStream:
         """Underlying stream, for coloured text whose parts are already printable."""
 
     def write(self, text: str) -> int:
-        """Write the text, printable."""
         return self.unfiltered.write(printable_lines(text))
 
     def __getattr__(self, name: str) -> Any:

@@ -18,16 +18,16 @@ def home(environ: Mapping[str, str] = os.environ) -> Path:
     """
     chosen = environ.get("GPUTRAIN_HOME")
     if chosen:
-        found = expand_home(chosen).absolute()
+        folder = expand_home(chosen).absolute()
     else:
         import platformdirs  # not needed, and not imported, with GPUTRAIN_HOME
 
-        found = platformdirs.user_state_path("gputrain", appauthor=False)
+        folder = platformdirs.user_state_path("gputrain", appauthor=False)
     try:
-        require_utf8([str(found)])
+        require_utf8([str(folder)])
     except RequestError as error:
         raise RequestError(f"the folder of the runs, GPUTRAIN_HOME: {error}") from None
-    return found
+    return folder
 
 
 def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:

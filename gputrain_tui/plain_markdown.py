@@ -14,6 +14,7 @@ BOLD = re.compile(r"\*\*([^*]+)\*\*")
 ITEM = re.compile(r"([-*]|\d+\.) ")
 UNDERLINES = {"#": "=", "##": "-", "###": ""}
 FENCE = "```"
+FENCE_LINE = re.compile(rf"^{FENCE}.*\n?", re.MULTILINE)
 
 
 def render(markdown: str, width: int) -> str:
@@ -77,36 +78,15 @@ def table_text(lines: Sequence[str], width: int) -> str:
 
 def _blocks(markdown: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the blocks of a text with their kinds: heading, code (without fences), table, list, text."""
-    lines = iter(markdown.splitlines())
-    loose: list[str] = []
-    for line in lines:
-        if line.startswith(FENCE):
-            yield from _loose_blocks(loose)
-            loose = []
-            code = []
-            for inner in lines:
-                if inner.startswith(FENCE):
-                    break
-                code.append(inner)
-            yield "code", code
-        else:
-            loose.append(line)
-    yield from _loose_blocks(loose)
-
-
-def _loose_blocks(lines: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    for full, group in groupby(lines, lambda line: bool(line.strip())):
-        if not full:
+    for number, part in enumerate(FENCE_LINE.split(markdown)):
+        if number % 2:
+            yield "code", part.splitlines()
             continue
-        block = list(group)
-        if block[0].startswith("#"):
-            yield "heading", block
-        elif block[0].startswith("|"):
-            yield "table", block
-        elif ITEM.match(block[0]):
-            yield "list", block
-        else:
-            yield "text", block
+        for full, group in groupby(part.splitlines(), lambda line: bool(line.strip())):
+            if full:
+                block = list(group)
+                kind = "list" if ITEM.match(block[0]) else {"#": "heading", "|": "table"}.get(block[0][0], "text")
+                yield kind, block
 
 
 def _cells(line: str) -> list[str]:

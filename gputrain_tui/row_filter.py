@@ -32,19 +32,13 @@ class FilterColumn(Generic[Row]):
     """Column by which rows are filtered."""
 
     key: str
-    """Name of the column in the filter."""
     is_number: bool
     value: Callable[[Row], Value]
     """Returns the row's value; None without one, which matches no comparison."""
 
 
 class RowFilter(Generic[Row]):
-    """Filter of rows; without words all rows match.
-
-    Args:
-        text: the filter line.
-        columns: columns by their names in the filter.
-        anywhere: returns whether a row matches a word without a column.
+    """Filter of rows; without words all rows match; ``anywhere``: whether a row matches a word without a column.
 
     Raises:
         RequestError: a word is not valid; the message names the allowed forms.
@@ -59,7 +53,6 @@ class RowFilter(Generic[Row]):
         self._tests: Sequence[Callable[[Row], bool]] = [self._test(word) for word in self.text.split()]
 
     def keeps(self, row: Row) -> bool:
-        """Whether a row matches all words."""
         return all(test(row) for test in self._tests)
 
     def _test(self, word: str) -> Callable[[Row], bool]:

@@ -7,23 +7,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.contract.errors import printable
-
-__all__ = [
-    "TableColumn",
-    "cut",
-    "duration",
-    "evaluation",
-    "number",
-    "of_weights",
-    "printable",
-    "size",
-    "table",
-    "width",
-]
-
-MAX_PLAIN_NUMBER = 1e15
-"""Limit above which a number is written with an exponent, as 16 digits fit no column."""
+from trainer.contract.errors import printable as printable  # for the users of this module
 
 
 @dataclass(frozen=True)
@@ -118,17 +102,11 @@ def number(value: float | None, digits: int = 0) -> str:
     """Return a number with ``digits`` decimals, a huge one with an exponent; empty for None."""
     if value is None:
         return ""
-    return f"{value:.{digits}f}" if abs(value) < MAX_PLAIN_NUMBER else f"{value:.2e}"
+    return f"{value:.{digits}f}" if abs(value) < 1e15 else f"{value:.2e}"
 
 
 def evaluation(where: str, loss: float, metrics: Mapping[str, float]) -> str:
-    """Return the result of an evaluation: ``(weights of step 340)  loss 0.0613  accuracy 0.9800``.
-
-    Args:
-        where: position in the training, such as ``of_weights``.
-        loss: mean loss in nats.
-        metrics: values by name.
-    """
+    """Return the result of an evaluation: ``(weights of step 340)  loss 0.0613  accuracy 0.9800``."""
     return f"{where}  loss {loss:.4f}" + "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
 
 
@@ -138,4 +116,3 @@ def of_weights(step: int) -> str:
 
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-"""Escape sequences of terminals: colours, cursor moves, window titles."""

@@ -26,9 +26,8 @@ from trainer.contract.errors import (
     quoted,
     require_utf8,
 )
-from trainer.contract.options import Distributed, Script, Training
+from trainer.contract.options import Distributed, Script, Training, TrainingSpec
 from trainer.contract.schema import Option, check, describe, read_flags
-from trainer.contract.training_spec import TrainingSpec
 
 S = TypeVar("S")
 
@@ -40,7 +39,8 @@ def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os
     """Run the command line and return the exit code; a wrong request is one line on standard error."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        own, script_argv = _split_at_dashes(arguments)
+        dashes = arguments.index("--") if "--" in arguments else None
+        own, script_argv = arguments[:dashes], None if dashes is None else arguments[dashes + 1 :]
         require_utf8(arguments)
         if "--describe-task" in own:
             return _describe_task(own)
@@ -62,14 +62,6 @@ def _refuse(error: Exception, code: ExitCode) -> ExitCode:
     return code
 
 
-def _split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Split the words at ``--`` into the trainer's and the script's; the latter are None without ``--``."""
-    if "--" not in arguments:
-        return arguments, None
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
-
-
 def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     try:
         Path.cwd()
@@ -81,7 +73,7 @@ def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ:
 
     # Imported after the flags are checked, so that help and refusals come at once.
     from trainer.host import resource_limits
-    from trainer.host.proc_environ import RUN
+    from trainer.host.visible_devices import visible_devices
 
     training = None if isinstance(ranks_run, Script) else ranks_run.training
     resource_limits.require(
@@ -90,26 +82,10 @@ def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ:
     )
     if training is not None and training.num_workers:
         resource_limits.require_shared_memory()
-    # Ranks of a run that the console or a command started fork from the server; those typed by hand need not.
-    forked = bool(environ.get(RUN)) and options.start_method == "forkserver"
-    if training is None or options.run_dir is None or not forked:
-        return _launch(options, ranks_run, environ)
-
-    from trainer.agent.scratch import loading_torch
-    from trainer.contract.home_folder import expand_home
-    from trainer.contract.record import RunDir
-
-    with loading_torch(RunDir(expand_home(options.run_dir).absolute()), options.node):
-        return _launch(options, ranks_run, environ)
-
-
-def _launch(options: Distributed, ranks_run: TrainingSpec | Script, environ: Mapping[str, str]) -> int:
-    """Decide which ranks start here, and run them; return the exit code."""
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
     from trainer.contract.option_rules import require_batch_sizes
     from trainer.environments.dispatch import decide
-    from trainer.host.visible_devices import visible_devices
 
     devices = [] if options.cpu else visible_devices(environ)
     decision = decide(options, environ, len(devices))
@@ -142,11 +118,7 @@ def _max_local_ranks(options: Distributed, environ: Mapping[str, str]) -> int:
 
 
 def _script(arguments: Sequence[str], script_argv: Sequence[str] | None) -> Script | None:
-    """Read ``--script`` and its arguments; None without it. A script excludes the task and all training options.
-
-    Args:
-        arguments: the trainer's words, without the distributed options.
-        script_argv: words after ``--``; None without ``--``.
+    """Read ``--script`` and its arguments after ``--``; None without it. It excludes the task and all training options.
 
     Raises:
         RequestError: the script does not exist, or a flag has no effect.
@@ -184,6 +156,7 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
         RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.
     """
     from trainer.contract.builtin_tasks import check_data, options_schema
+    from trainer.contract.option_rules import require_consistent, require_end
     from trainer.contract.seed_flags import remove_seed_flags
 
     training, remaining = _read(Training, arguments)
@@ -191,27 +164,23 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
     if schema is None:
         if remaining and not remaining[0].startswith("--"):
             raise RequestError(f"unexpected argument {quoted(remaining[0])}")
-        _require_rules(training, None)
-        return TrainingSpec(training=training, task_flags=tuple(remaining))
-    values, unknown = read_flags(remaining, describe(schema))
-    unknown, notes = remove_seed_flags(unknown)
-    if unknown:
-        raise _unknown(unknown[0], training.task, describe(schema))
-    task_options = check(schema, values, where=_flag_names(describe(schema)))
-    _require_rules(training, task_options)
-    check_data(task_options)
-    return TrainingSpec(training=training, task_options=task_options, notes=tuple(notes))
-
-
-def _require_rules(training: Training, task_options: Any) -> None:
-    from trainer.contract.option_rules import require_consistent, require_end
-
-    require_consistent(training, task_options)
-    require_end(training, task_options)
+        spec = TrainingSpec(training=training, task_flags=tuple(remaining))
+    else:
+        known = describe(schema)
+        values, unknown = read_flags(remaining, known)
+        unknown, notes = remove_seed_flags(unknown)
+        if unknown:
+            raise _unknown(unknown[0], training.task, known)
+        task_options = check(schema, values, where=_flag_names(known))
+        spec = TrainingSpec(training=training, task_options=task_options, notes=tuple(notes))
+    require_consistent(training, spec.task_options)
+    require_end(training, spec.task_options)
+    check_data(spec.task_options)
+    return spec
 
 
 def _read(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Read the flags of a schema; return its object and the remaining words."""
+    """Read the flags of a schema; return its object and the remaining arguments."""
     known = describe(schema)
     values, remaining = read_flags(arguments, known)
     return check(schema, values, where=_flag_names(known)), remaining

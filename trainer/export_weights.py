@@ -11,15 +11,11 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from trainer.contract.errors import ExitCode, RequestError, print_message
 from trainer.contract.output_file import require_place
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NOT_INSTALLED = "safetensors is not installed: pip install 'safetensors>=0.8'"
 
@@ -85,14 +81,9 @@ def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
     from trainer.checkpoint.safetensors_file import write_safetensors
 
     source, state, passed_over = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
-    entries = weights_of(state, source=str(source))
-    weights: dict[str, Tensor] = {}
-    left_out: list[str] = []
-    for name, value in entries.items():
-        if isinstance(value, Tensor) and value.layout is strided:
-            weights[str(name)] = value
-        else:
-            left_out.append(str(name))
+    entries = {str(name): value for name, value in weights_of(state, source=str(source)).items()}
+    dense = ((name, value) for name, value in entries.items() if isinstance(value, Tensor))
+    weights = {name: value for name, value in dense if value.layout is strided}
     if not weights:
         raise RequestError(f"{source}: holds no weights")
     step = state.get("updates")
@@ -106,7 +97,7 @@ def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
         step=step if isinstance(step, int) else 0,
         tensors=len(weights),
         bytes=write_safetensors(output, weights, metadata=metadata),
-        left_out=left_out,
+        left_out=[name for name in entries if name not in weights],
         without_task_state=why_not,
         passed_over=passed_over,
     )

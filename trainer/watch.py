@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.agent import end_signal
-from trainer.agent.exception_failure import failure_of
+from trainer.agent.rank_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry import instrument
@@ -65,6 +65,7 @@ def watch(
         steps_before = instrument.hand_over()
         first_step = first_step or steps_before
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(environ.get("RANK", "0"))
+    local_rank = environ.get("LOCAL_RANK", "")
     writer = EventWriter(None)
     if run_dir:
         try:
@@ -72,15 +73,23 @@ def watch(
             end_signal.write_before_end(writer.write_now)
         except OSError as error:
             print(f"gputrain: not recording, {RUN_DIR}={run_dir}: {error.strerror}", file=sys.stderr)
-    return Watched(
-        model,
-        optimizer,
-        writer=writer,
+    parameter = next(model.parameters(), None)
+    tracker = StepTracker(
+        writer,
         rank=rank,
-        local_rank=int(environ["LOCAL_RANK"]) if environ.get("LOCAL_RANK", "").isdigit() else None,
+        device=parameter.device if parameter is not None else torch.device("cpu"),
+        model=model,
         detail_every=detail_every,
         checksum_every=checksum_every,
         first_step=first_step,
+    )
+    return Watched(
+        model,
+        optimizer,
+        tracker,
+        writer,
+        rank=rank,
+        local_rank=int(local_rank) if local_rank.isdigit() else None,
         launched=environ.get(RANK_PID) == str(os.getpid()),
     )
 
@@ -92,31 +101,19 @@ class Watched:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        *,
+        tracker: StepTracker,
         writer: EventWriter,
+        *,
         rank: int,
         local_rank: int | None,
-        detail_every: int,
-        checksum_every: int,
-        first_step: int,
-        launched: bool = False,
+        launched: bool,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._tracker = tracker
         self._writer = writer
         self._rank = rank
         self._local_rank = local_rank
-        parameter = next(model.parameters(), None)
-        self._device = parameter.device if parameter is not None else torch.device("cpu")
-        self._tracker = StepTracker(
-            writer,
-            rank=rank,
-            device=self._device,
-            model=model,
-            detail_every=detail_every,
-            checksum_every=checksum_every,
-            first_step=first_step,
-        )
         self._handles: list[Any] = []
         self._records_states = not launched
         """Whether to record the rank's states and its failure; if launched by a node agent, the agent does."""
@@ -208,7 +205,7 @@ class Watched:
                 state=state,
                 local_rank=self._local_rank,
                 host=socket.gethostname(),
-                device=str(self._device),
+                device=str(self._tracker.device),
                 pid=os.getpid(),
                 threads=torch.get_num_threads(),
                 message=message,

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from gputrain_tui.commands.rank_flags import RUN_HELP
+from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.console import entry
-
-NAME = "attach"
-HELP = "open the console on a run, running or ended"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        default="last",
-        help=f"{RUN_HELP}; default: last",
-    )
+    parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{RUN_HELP}; default: last")
     entry.add_fps(parser)
 
 
@@ -27,5 +18,5 @@ def run(args: Namespace) -> int:
     """Show the run until the console is closed."""
     from gputrain_tui.history.run_folders import find
 
-    found = find(args.run)  # before the slow import of the console, so that a wrong id is refused fast
-    return entry.show(found, fps=args.fps)
+    run_to_show = find(args.run)  # before the slow import of the console, so that a wrong id is refused fast
+    return entry.show(run_to_show, fps=args.fps)

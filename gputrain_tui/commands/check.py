@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.lifecycle.prepared import prepare
 from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.preflight import CheckResult, NotReadyError, summary
@@ -17,21 +17,8 @@ from gputrain_tui.recipe.build import load
 from gputrain_tui.tables import printable, width
 from trainer.contract.errors import ExitCode
 
-NAME = "check"
-HELP = "check whether a recipe can start, with a fix for each problem; start nothing"
-
-MARKS = {"ok": "✓", "note": "·", "warning": "!", "error": "✗"}
-COLOURS = {"ok": "32", "note": "2", "warning": "33", "error": "1;31"}
-"""SGR parameters of the marks."""
-
-
-class Report(msgspec.Struct, kw_only=True):
-    """Output of ``--json``."""
-
-    recipe: str
-    ready: bool
-    """Whether ``gputrain run`` would start it."""
-    results: tuple[CheckResult, ...]
+SIGNS = {"ok": ("✓", "32"), "note": ("·", "2"), "warning": ("!", "33"), "error": ("✗", "1;31")}
+"""Sign and colour (SGR parameters) of a result, by its status."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,13 +29,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the results of all checks; return exit code 3 if one is an error."""
-    recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides)
     try:
         results, ready = prepare(recipe).results, True
     except NotReadyError as refused:
         results, ready = refused.results, False
     if args.json:
-        print_json(msgspec.json.encode(Report(recipe=recipe.name, ready=ready, results=results)).decode())
+        print_json(msgspec.json.encode({"recipe": recipe.name, "ready": ready, "results": results}).decode())
     else:
         for note in recipe.notes:
             print_message(note)
@@ -61,8 +48,8 @@ def report(results: Sequence[CheckResult], name: str, *, colour: bool = False) -
     wide = max(width(result.check) for result in results)
     lines = [f"{printable(name)}: {summary(results)}"]
     for result in results:
-        mark = MARKS[result.status]
-        shown = f"\x1b[{COLOURS[result.status]}m{mark}\x1b[0m" if colour else mark
+        sign, sgr = SIGNS[result.status]
+        shown = f"\x1b[{sgr}m{sign}\x1b[0m" if colour else sign
         space = " " * (wide - width(result.check))
         host = f"{result.host}: " if result.host else ""
         lines.append(f"{shown} {result.check}{space}  {printable(host + result.what)}")

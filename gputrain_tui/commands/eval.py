@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 
 from gputrain_tui.commands import run as run_command
-from gputrain_tui.commands.checkpoint_flags import add_checkpoint
-from gputrain_tui.commands.recipe_flags import add_settings
+from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
 from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, recipe_of
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import print_message
 from trainer.contract.errors import RequestError
-
-NAME = "eval"
-HELP = "evaluate a checkpoint without training, exact over all ranks"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,19 +26,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Evaluate the checkpoint; return the run's exit code.
-
-    Raises:
-        RequestError: there is no such run or checkpoint, or no recipe of its training is known.
-    """
+    """Evaluate the checkpoint; return the run's exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = args.recipe
-    if source is None and chosen.run is None:
-        raise RequestError(
-            f"{args.named} is not in a run directory: name the recipe of its training with --recipe FILE"
-        )
     if source is None:
-        assert chosen.run is not None
+        if chosen.run is None:
+            name = "name the recipe of its training with --recipe FILE"
+            raise RequestError(f"{args.named} is not in a run directory: {name}")
         source = recipe_of(chosen.run)
     recipe = evaluation_recipe(
         source,
@@ -51,7 +40,6 @@ def run(args: Namespace) -> int:
         checkpoint=chosen.path,
         run=chosen.run_id,
         split=args.split,
-        stdin=sys.stdin,
     )
     print_message(f"evaluating {chosen.description}, {chosen.path}")
     return run_command.run_recipe(recipe, json=args.json, detach=args.detach)

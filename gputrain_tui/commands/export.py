@@ -14,9 +14,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from gputrain_tui.commands.checkpoint_flags import add_checkpoint
-from gputrain_tui.commands.rank_flags import add_ranks, chosen_ranks
-from gputrain_tui.headless.export_progress import ExportProgress
+from gputrain_tui.commands.shared_flags import add_checkpoint, add_ranks, chosen_ranks
+from gputrain_tui.headless.progress import ExportProgress
 from gputrain_tui.history.export.extent import shortcomings, summary
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import write_csv, write_jsonl
@@ -28,8 +27,6 @@ from gputrain_tui.tables import printable, size
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError
 from trainer.contract.output_file import OutputError, output_file, output_folder, require_folder_place, require_place
 
-NAME = "export"
-HELP = "write a run for other programs: csv, TensorBoard, timeline, archive, weights"
 STDOUT = "-"
 
 
@@ -38,7 +35,6 @@ class ExportFormat:
     """Format of ``--to``."""
 
     suffix: str
-    """Suffix of the default file name."""
     write: Callable[[Namespace, Path | None], int]
     """Function of the flags and ``--output``, which writes the file and returns the command's exit code."""
     takes: tuple[str, ...] = ()
@@ -49,7 +45,6 @@ class Written(msgspec.Struct, kw_only=True):
     """Output of ``python -m trainer.export_weights``."""
 
     checkpoint: str
-    """Exported checkpoint."""
     step: int
     tensors: int
     bytes: int
@@ -148,7 +143,7 @@ def _run(args: Namespace) -> Run:
 def _record(args: Namespace, *, readings: int = 1) -> tuple[RecordedSteps, ExportProgress]:
     """Return the steps of the chosen ranks, and a progress bar for reading them ``readings`` times."""
     run = _run(args)
-    ranks = chosen_ranks(args, run, command=NAME) or range(run.status.world_size)
+    ranks = chosen_ranks(args, run, command="export") or range(run.status.world_size)
     progress = ExportProgress(f"{run.id} to {args.to}")
     record = RecordedSteps(run, ranks, advance=progress.advance)
     progress.total_bytes = readings * record.total_bytes
@@ -197,7 +192,6 @@ FORMATS = {
     "archive": ExportFormat(suffix=".tar.gz", write=_archive, takes=("logs",)),
     "safetensors": ExportFormat(suffix=".safetensors", write=_safetensors, takes=("checkpoint",)),
 }
-"""Formats by their names for ``--to``."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

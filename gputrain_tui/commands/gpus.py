@@ -17,8 +17,13 @@ from trainer.contract.errors import ExitCode
 if TYPE_CHECKING:
     from gputrain_tui.hosts.survey import HostReport
 
-NAME = "gpus"
-HELP = "show the GPUs, cores and memory of this machine, or of others over ssh"
+HOST_TITLES = ("host", "GPUs", "free", "threads", "load", "memory available", "")
+GPU_TITLES = ("GPU", "name", "memory", "util %", "°C", "W", "MHz", "state", "PCI", "UUID")
+PROCESS_TITLES = ("GPU", "PID", "user", "memory", "kind", "process")
+NUMBERS = (
+    *("GPUs", "free", "threads", "load", "memory available"),
+    *("GPU", "PID", "memory", "util %", "°C", "W", "MHz"),
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -42,89 +47,84 @@ def run(args: Namespace) -> int:
     """
     if args.hosts is None and args.hostfile is None:
         inventory = take_inventory()
-        _print(to_json(inventory) if args.json else report(inventory), json=args.json)
+        if args.json:
+            print_json(to_json(inventory))
+        else:
+            print(report(inventory))
         return ExitCode.FINISHED
     from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile
     from gputrain_tui.hosts.survey import query_hosts
 
     hosts = parse_host_list(args.hosts) if args.hosts is not None else read_hostfile(Path(args.hostfile))
     reports = query_hosts([entry.host for entry in hosts])
-    _print(hosts_json(reports) if args.json else hosts_report(reports), json=args.json)
-    silent = [found.host for found in reports if found.inventory is None]
+    if args.json:
+        print_json(_hosts_json(reports))
+    else:
+        print(_hosts_report(reports))
+    silent = [host.host for host in reports if host.inventory is None]
     if silent:
         print_message(f"{len(silent)} of {len(reports)} hosts could not be queried")
     return ExitCode.FAILED if silent else ExitCode.FINISHED
 
 
-def _print(text: str, *, json: bool) -> None:
-    if json:
-        print_json(text)
-    else:
-        print(text)
-
-
-def hosts_json(reports: Sequence[HostReport]) -> str:
-    """Return the reports of hosts as one line of JSON."""
+def _hosts_json(reports: Sequence[HostReport]) -> str:
     hosts = [
         {
-            "host": found.host,
-            "inventory": None if found.inventory is None else asdict(found.inventory),
-            "problem": found.problem,
+            "host": host.host,
+            "inventory": None if host.inventory is None else asdict(host.inventory),
+            "problem": host.problem,
         }
-        for found in reports
+        for host in reports
     ]
     return json.dumps({"hosts": hosts}, separators=(",", ":"), ensure_ascii=False)
 
 
-def hosts_report(reports: Sequence[HostReport]) -> str:
-    """Return the reports of hosts as text: a table of all, then the ``report`` of each."""
-    columns = (
-        TableColumn("host"),
-        TableColumn("GPUs", right=True),
-        TableColumn("free", right=True),
-        TableColumn("threads", right=True),
-        TableColumn("load", right=True),
-        TableColumn("memory available", right=True),
-        TableColumn("", right=False),
-    )
-    parts = [table(columns, [_host_row(found) for found in reports])]
-    for found in reports:
-        if found.inventory is not None:
-            parts.append(f"{printable(found.host)}\n{'─' * len(found.host)}\n{report(found.inventory)}")
+def _hosts_report(reports: Sequence[HostReport]) -> str:
+    parts = [_table(HOST_TITLES, [_host_row(host) for host in reports])]
+    for host in reports:
+        if host.inventory is not None:
+            parts.append(f"{printable(host.host)}\n{'─' * len(host.host)}\n{report(host.inventory)}")
     return "\n\n".join(parts)
 
 
-def _host_row(found: HostReport) -> list[str]:
-    inventory = found.inventory
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table([TableColumn(title, right=title in NUMBERS) for title in titles], rows)
+
+
+def _host_row(host: HostReport) -> list[str]:
+    inventory = host.inventory
     if inventory is None:
-        return [found.host, "", "", "", "", "", found.problem]
+        return [host.host, *[""] * (len(HOST_TITLES) - 2), host.problem]
     memory = inventory.memory
     return [
-        found.host,
+        host.host,
         str(len(inventory.gpus)),
         str(sum(map(is_free, inventory.gpus))),
         str(inventory.cpus.usable),
         f"{inventory.load[0]:.2f}" if inventory.load is not None else "",
-        _used_of_limit(size(memory.available_bytes), size(memory.total_bytes))
-        if memory.total_bytes is not None
-        else "",
+        _used_of_limit(size(memory.available_bytes), size(memory.total_bytes)),
         ", ".join(dict.fromkeys(gpu.name for gpu in inventory.gpus)),
     ]
 
 
 def report(inventory: Inventory) -> str:
     """Return an inventory as text: the machine, its GPUs and their processes."""
-    parts = [machine_report(inventory)]
+    parts = [_machine(inventory)]
     if inventory.gpus:
-        parts.append(gpu_table(inventory.gpus))
+        parts.append(_table(GPU_TITLES, [_gpu_row(gpu) for gpu in inventory.gpus]))
     if any(gpu.processes for gpu in inventory.gpus):
-        parts.append(process_table(inventory.gpus))
+        rows = [
+            [str(gpu.index), str(each.pid), each.user or "", size(each.memory_bytes), each.kind, each.name or ""]
+            for gpu in inventory.gpus
+            for each in gpu.processes or ()
+        ]
+        parts.append(_table(PROCESS_TITLES, rows))
     if inventory.note:
         parts.append(printable(inventory.note))
     return "\n\n".join(parts)
 
 
-def machine_report(inventory: Inventory) -> str:
+def _machine(inventory: Inventory) -> str:
     """Return host, cores, memory, load and addresses, one line each."""
     cpus, memory = inventory.cpus, inventory.memory
     cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
@@ -137,34 +137,14 @@ def machine_report(inventory: Inventory) -> str:
         lines.append(("load", "  ".join(f"{value:.2f}" for value in inventory.load)))
     if inventory.uptime_s is not None:
         lines.append(("up", duration(inventory.uptime_s)))
-    lines += [
-        ("net", f"{network.name}  {', '.join(network.addresses)}")
-        for network in inventory.networks
-        if network.addresses
-    ]
+    networks = [network for network in inventory.networks if network.addresses]
+    lines += [("net", f"{network.name}  {', '.join(network.addresses)}") for network in networks]
     if inventory.driver:
         lines.append(("driver", f"{inventory.driver}  CUDA up to {inventory.cuda or '?'}"))
     return "\n".join(f"{name:<7} {printable(text)}" for name, text in lines)
 
 
-def gpu_table(gpus: tuple[Gpu, ...]) -> str:
-    """Return a table with a row per GPU."""
-    columns = (
-        TableColumn("GPU", right=True),
-        TableColumn("name"),
-        TableColumn("memory", right=True),
-        TableColumn("util %", right=True),
-        TableColumn("°C", right=True),
-        TableColumn("W", right=True),
-        TableColumn("MHz", right=True),
-        TableColumn("state"),
-        TableColumn("PCI"),
-        TableColumn("UUID"),
-    )
-    return table(columns, [_row(gpu) for gpu in gpus])
-
-
-def _row(gpu: Gpu) -> list[str]:
+def _gpu_row(gpu: Gpu) -> list[str]:
     state = why_busy(gpu) or "free"
     if gpu.throttle_reasons:
         state += f"; clocks: {', '.join(gpu.throttle_reasons)}"
@@ -184,28 +164,3 @@ def _row(gpu: Gpu) -> list[str]:
 
 def _used_of_limit(value: str, limit: str) -> str:
     return f"{value or '?'} / {limit}" if limit else value
-
-
-def process_table(gpus: tuple[Gpu, ...]) -> str:
-    """Return a table with a row per process on a GPU."""
-    columns = (
-        TableColumn("GPU", right=True),
-        TableColumn("PID", right=True),
-        TableColumn("user"),
-        TableColumn("memory", right=True),
-        TableColumn("kind"),
-        TableColumn("process"),
-    )
-    rows = [
-        [
-            str(gpu.index),
-            str(process.pid),
-            process.user or "",
-            size(process.memory_bytes),
-            process.kind,
-            process.name or "",
-        ]
-        for gpu in gpus
-        for process in gpu.processes or ()
-    ]
-    return table(columns, rows)

@@ -15,9 +15,6 @@ from gputrain_tui.output import print_json
 from gputrain_tui.plain_markdown import render
 from trainer.contract.errors import ExitCode
 
-NAME = "help"
-HELP = "show a topic of the reference, such as recipe or findings"
-
 PAGER = "less"
 
 
@@ -32,11 +29,12 @@ def run(args: Namespace) -> int:
     topics = [read_topic(name) for name in ORDER] if args.topic is None else [read_topic(args.topic)]
     width = 100  # columns of the text in a pipe, and at most on a terminal: longer lines are harder to read
     if args.json:
-        print_json(json.dumps(_json(topics, text=args.topic is not None), ensure_ascii=False))
+        listed = {"topics": [{"topic": topic.name, "title": topic.title} for topic in topics]}
+        one = {"topic": topics[0].name, "title": topics[0].title, "markdown": topics[0].markdown}
+        print_json(json.dumps(listed if args.topic is None else one, ensure_ascii=False))
     elif args.topic is None:
-        print(
-            "\n".join(["usage: gputrain help TOPIC", "", *(f"  {topic.name:<11} {_short(topic)}" for topic in topics)])
-        )
+        lines = [f"  {topic.name:<11} {_short(topic)}" for topic in topics]
+        print("\n".join(["usage: gputrain help TOPIC", "", *lines]))
         print("\n`gputrain --help` lists the commands, `gputrain COMMAND --help` the options of one.")
     else:
         columns = min(shutil.get_terminal_size().columns, width) if sys.stdout.isatty() else width
@@ -48,13 +46,6 @@ def _short(topic: Topic) -> str:
     """Return the title without the topic's name."""
     name, _, text = topic.title.partition(": ")
     return text if name.replace(" ", "-").lower() == topic.name and text else topic.title
-
-
-def _json(topics: list[Topic], *, text: bool) -> dict[str, object]:
-    if text:
-        (topic,) = topics
-        return {"topic": topic.name, "title": topic.title, "markdown": topic.markdown}
-    return {"topics": [{"topic": topic.name, "title": topic.title} for topic in topics]}
 
 
 def _show(text: str) -> None:

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,34 +14,32 @@ from typing import Any, TypeVar
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import print_message
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.examples import SCRIPT, example_names, example_text, folder
-from gputrain_tui.recipe.launch_command import split_command
-from gputrain_tui.recipe.new_recipe import NewRecipe, file_name, from_argv, read_text_file
-from gputrain_tui.recipe.script_group import makes_group, without_group
+from gputrain_tui.recipe.launch_command import makes_group, split_command, without_group
+from gputrain_tui.recipe.new_recipe import (
+    SCRIPT,
+    NewRecipe,
+    example_names,
+    example_text,
+    examples_folder,
+    file_name,
+    from_argv,
+    read_text_file,
+)
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_quoted
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode, RequestError, nearest, quoted
 from trainer.contract.schema import describe
 
-NAME = "init"
-HELP = "write a recipe from questions, the command of another launcher, or an example"
-
 T = TypeVar("T")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument(
-        "argv",
-        metavar="COMMAND",
-        nargs="*",
-        help="after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
-        "standard input, or asked for",
-    )
-    parser.add_argument(
-        "--example", metavar="|".join(example_names()), help="copy a recipe that comes with gputrain, with its comments"
-    )
+    text = "after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
+    parser.add_argument("argv", metavar="COMMAND", nargs="*", help=f"{text}standard input, or asked for")
+    text = "copy a recipe that comes with gputrain, with its comments"
+    parser.add_argument("--example", metavar="|".join(example_names()), help=text)
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the script's name with .toml; - prints it")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
@@ -60,24 +58,16 @@ def run(args: Namespace) -> int:
     output = args.output or file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
     build(text, name=output)
-    if output == "-":
-        print(text, end="")
-    else:
-        _write(Path(output), text, force=args.force)
-        print(output)
+    if output != "-":
+        return _write({Path(output): text}, force=args.force, notes=new.notes)
+    print(text, end="")
     for note in new.notes:
         print_message(note)
-    if output != "-":
-        _name_next_commands(output)
     return ExitCode.FINISHED
 
 
 def _write_example(args: Namespace) -> int:
-    """Write an example, and beside it the script that it runs.
-
-    Raises:
-        RequestError: there is no such example, or a command is given too.
-    """
+    """Write an example, and beside it the script that it runs."""
     if args.argv:
         raise RequestError("init: --example and a command exclude each other; keep one of them")
     output = args.output or f"{args.example}.toml"
@@ -88,44 +78,31 @@ def _write_example(args: Namespace) -> int:
         return ExitCode.FINISHED
     files = {Path(output): text}
     if build(text, name=output).script is not None:
-        files[script] = (folder() / SCRIPT).read_text(encoding="utf-8")
+        files[script] = (examples_folder() / SCRIPT).read_text(encoding="utf-8")
+    return _write(files, force=args.force)
+
+
+def _write(files: Mapping[Path, str], *, force: bool, notes: Sequence[str] = ()) -> int:
+    """Write all files or, if one exists, none; print their names, notes and the next commands."""
     for path in files:
-        if path.exists() and not args.force:
-            raise _already_exists(path)  # before any is written
-    for path, content in files.items():
-        _write(path, content, force=args.force)
+        if path.exists() and not force:
+            raise RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o")
+    for path, text in files.items():
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
         print(path)
-    _name_next_commands(output)
+    for note in notes:
+        print_message(note)
+    name = shell_quoted(str(next(iter(files))))
+    print_message(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
     return ExitCode.FINISHED
 
 
-def _name_next_commands(output: str) -> None:
-    name = shell_quoted(output)
-    print_message(f"`gputrain check {name}` checks it, `gputrain run {name}` runs it")
-
-
-def _write(path: Path, text: str, *, force: bool) -> None:
-    """Write the recipe.
-
-    Raises:
-        RequestError: the file exists and ``force`` is not set.
-    """
-    try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise _already_exists(path) from None
-
-
-def _already_exists(path: Path) -> RequestError:
-    return RequestError(f"init: {path} already exists: replace it with --force, or name another file with -o")
-
-
-# --- questions --------------------------------------------------------------------------------------------------------
-
-
 def _from_answers() -> NewRecipe:
-    pasted = _ask("Paste a torchrun, accelerate or deepspeed command, or press Enter to answer questions", _command)
+    pasted = _ask(
+        "Paste a torchrun, accelerate or deepspeed command, or press Enter to answer questions",
+        lambda text: from_argv(split_command(text)) if text else None,
+    )
     if pasted is not None:
         return pasted
     named = _ask(f"What to train? A script such as train.py, or a task: {', '.join(BUILT_IN)}", _script_or_task)
@@ -148,11 +125,7 @@ def _from_answers() -> NewRecipe:
 
 
 def _ask(question: str, parse: Callable[[str], T]) -> T:
-    """Print a question and parse the answer; repeat until it is valid.
-
-    Raises:
-        RequestError: standard input is at its end.
-    """
+    """Print a question and parse the answer; repeat until it is valid."""
     while True:
         print(f"{question}: ", end="", file=sys.stderr, flush=True)
         lines = [sys.stdin.readline()]
@@ -165,10 +138,6 @@ def _ask(question: str, parse: Callable[[str], T]) -> T:
             return parse("".join(lines).strip())
         except ValueError as error:  # also a RequestError
             print_message(str(error))
-
-
-def _command(text: str) -> NewRecipe | None:
-    return from_argv(split_command(text)) if text else None
 
 
 def _script_or_task(text: str) -> str:

@@ -7,27 +7,21 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from gputrain_tui.commands.rank_flags import RUN_HELP, add_ranks, chosen_ranks
+from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.follow import AppendedFile, Follower, by_rank
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import is_over
+from gputrain_tui.output import print_message
 from gputrain_tui.tables import ESCAPES, printable
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.record.regular_file import open_regular
 
-NAME = "logs"
-HELP = "print the output of a run's ranks"
-
 CHUNK_BYTES = 1 << 20
 """Bytes that are read and printed at a time, to bound memory."""
-
 MAX_LINE_BYTES = 16 << 20
 """Maximum length of a line in memory; a longer one is printed in pieces."""
-
 PREFIX_COLOURS = (36, 33, 32, 35, 34, 31)
 """SGR colours of rank prefixes, from the terminal's palette."""
 
@@ -44,23 +38,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the logs."""
-    found = find(args.run)
-    ranks = chosen_ranks(args, found, command=NAME)
+    chosen = find(args.run)
+    ranks = chosen_ranks(args, chosen, command="logs")
     only = {str(rank) for rank in ranks} or None
     out = sys.stdout.buffer
     on_terminal = out.isatty()
-    show = partial(
-        _show,
-        out=out,
-        several=len(ranks) > 1 or (not ranks and found.status.world_size > 1),
-        on_terminal=on_terminal,
-        colour=on_terminal and not os.environ.get("NO_COLOR"),
-    )
-    printed = (follow_logs if args.follow else print_logs)(found, only, show)
+    several = len(ranks) > 1 or (not ranks and chosen.status.world_size > 1)
+    colour = on_terminal and not os.environ.get("NO_COLOR")
+
+    def show(name: str, lines: bytes) -> None:
+        label = line_prefix(name, colour=colour) if several or not name.isdecimal() else b""
+        out.write(b"".join(format_line(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
+        out.flush()
+
+    printed = (follow_logs if args.follow else print_logs)(chosen, only, show)
     if not printed:
         whose = "rank " + " or ".join(map(str, ranks)) if ranks else "any rank"
-        known = "" if found.status.archived is None else ", or its archive was made without --logs"
-        print(f"nothing was printed by {whose} of {found.id}{known}", file=sys.stderr)
+        known = "" if chosen.status.archived is None else ", or its archive was made without --logs"
+        print(f"nothing was printed by {whose} of {chosen.id}{known}", file=sys.stderr)
     return ExitCode.FINISHED
 
 
@@ -80,8 +75,7 @@ def print_logs(run: Run, only: set[str] | None, show: Print) -> bool:
         try:
             os.close(open_regular(run.dir.logs / name))
         except OSError as error:
-            problem = f"{run.dir.logs / name} cannot be read: {error.strerror}"
-            print(f"gputrain: {printable(problem)}", file=sys.stderr)
+            print_message(f"{run.dir.logs / name} cannot be read: {error.strerror}")
             continue
         file = AppendedFile(run.dir.logs / name, max_line_bytes=MAX_LINE_BYTES)
         left = file.unread()
@@ -125,12 +119,6 @@ def follow_logs(
             sleep(interval_s)
     finally:
         follower.close()
-
-
-def _show(name: str, lines: bytes, *, out: BinaryIO, several: bool, on_terminal: bool, colour: bool) -> None:
-    label = line_prefix(name, colour=colour) if several or not name.isdecimal() else b""
-    out.write(b"".join(format_line(line, label, on_terminal) for line in lines.removesuffix(b"\n").split(b"\n")))
-    out.flush()
 
 
 def line_prefix(name: str, *, colour: bool) -> bytes:

@@ -11,9 +11,6 @@ from gputrain_tui.history.run_folders import ARCHIVES, find
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
 
-NAME = "note"
-HELP = "write a note or tags to a run, or print them"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
@@ -24,21 +21,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Change the note and tags by the flags, and print them.
-
-    Raises:
-        RequestError: there is no such run, a tag is not valid, or the run cannot be written, as in an archive.
-    """
-    found = find(args.run)
-    before = read_notes(found.dir)
+    """Change the note and tags by the flags, and print them."""
+    chosen = find(args.run)
+    before = read_notes(chosen.dir)
     note = before.note if args.text is None else checked_note(args.text)
     tags = checked_tags([tag for tag in [*before.tags, *args.tag] if tag not in args.untag])
     after = msgspec.structs.replace(before, note=note, tags=tags)
     if after != before:
         if args.run.endswith(ARCHIVES):
-            raise RequestError(
-                f"{args.run} is an archive, which is read-only: add notes to the run before exporting it"
-            )
-        write_notes(found, after)
-    print(printable(" ".join([found.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
+            advice = "add notes to the run before exporting it"
+            raise RequestError(f"{args.run} is an archive, which is read-only: {advice}")
+        write_notes(chosen, after)
+    print(printable(" ".join([chosen.id, *(f"[{tag}]" for tag in after.tags), after.note]).strip()))
     return ExitCode.FINISHED

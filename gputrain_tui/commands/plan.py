@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -10,14 +9,13 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.prepared import endless_reason, plan_with_inventories
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
-from gputrain_tui.plan.planner import Plan, with_run_dir
-from gputrain_tui.plan.shell import devices_text, rank_range, shell_commands
+from gputrain_tui.plan.planner import Plan, devices_text, rank_range, shell_commands, with_run_dir
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.build import load
@@ -25,9 +23,6 @@ from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.tables import TableColumn, printable, table
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir
-
-NAME = "plan"
-HELP = "show the command of every node; start nothing"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -46,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the plan."""
-    recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
     plan = planned.plan
     problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
@@ -73,18 +68,14 @@ def run(args: Namespace) -> int:
 def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
     """Return the problems of rendezvous and stop condition; ``gputrain check`` does the other checks."""
     rendezvous, port = rendezvous_facts(plan, local)
-    found = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
-    return [problem for problem in (endless_reason(recipe), *(result.line for result in found)) if problem]
+    results = errors(run_checks(recipe, plan, PreflightFacts(rendezvous=rendezvous, port=port), local=local))
+    return [problem for problem in (endless_reason(recipe), *(result.line for result in results)) if problem]
 
 
 def report(plan: Plan, name: str) -> str:
     """Return the plan as text: the run, a table of its nodes, each node's command."""
-    columns = (
-        TableColumn("node", right=True),
-        TableColumn("host"),
-        TableColumn("ranks", right=True),
-        TableColumn("devices"),
-    )
+    titles = ("node", "host", "ranks", "devices")
+    columns = [TableColumn(title, right=title in ("node", "ranks")) for title in titles]
     rows = [[str(node.node), node.host, rank_range(node.ranks), devices_text(node.devices)] for node in plan.nodes]
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.output import print_message
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode, RequestError
-
-NAME = "push"
-HELP = "copy code and environment to the hosts of a recipe that do not share this disk"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,11 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the plan of each host, and carry it out unless ``--dry-run`` is given.
-
-    Raises:
-        RequestError: neither a recipe nor hosts are named, or both.
-    """
+    """Print the plan of each host, and carry it out unless ``--dry-run`` is given."""
     from gputrain_tui.hosts.host_names import is_local
     from gputrain_tui.hosts.hostfile import parse_host_list, read_hostfile
     from gputrain_tui.hosts.local_facts import local_facts
@@ -46,7 +38,7 @@ def run(args: Namespace) -> int:
         to = [push_to_hosts.Destination(host=host, workdir=str(Path.cwd())) for host in hosts]
         data: set[Path] = set()
     else:
-        recipe = load(args.recipe, overrides=args.overrides, stdin=sys.stdin)
+        recipe = load(args.recipe, overrides=args.overrides)
         local = local_facts(node.host for node in recipe.cluster.nodes)
         to, data = push_to_hosts.destinations(recipe, lambda host: is_local(host, local)), push_to_hosts.data_of(recipe)
     if not to:

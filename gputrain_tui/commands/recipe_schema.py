@@ -8,9 +8,6 @@ from argparse import ArgumentParser, Namespace
 from gputrain_tui.recipe.json_schema import recipe_schema
 from trainer.contract.errors import ExitCode
 
-NAME = "recipe-schema"
-HELP = "print the JSON Schema of a recipe, for editors"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare ``TASK``."""

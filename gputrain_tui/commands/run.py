@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from gputrain_tui.commands.recipe_flags import add_recipe
+from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared, prepare
@@ -18,9 +18,6 @@ from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import ExitCode
 from trainer.host.stop_request import StopRequest
-
-NAME = "run"
-HELP = "train a recipe to the end, in the foreground or detached"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,18 +38,12 @@ def add_output(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Run the recipe; return the run's exit code."""
-    recipe = load(args.recipe, overrides=args.overrides, resume=args.resume, stdin=sys.stdin)
+    recipe = load(args.recipe, overrides=args.overrides, resume=args.resume)
     return run_recipe(recipe, json=args.json, detach=args.detach)
 
 
 def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
-    """Check, start and show a run; return its exit code.
-
-    Args:
-        recipe: the recipe.
-        json: whether to print every event and nothing else.
-        detach: whether to print the run id and return.
-    """
+    """Check, start and show a run; return its exit code."""
     try:
         prepared = prepare(recipe)
         for note in (*recipe.notes, *(result.line for result in warnings(prepared.results))):

@@ -21,28 +21,13 @@ from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode
 
-NAME = "runs"
-HELP = "list past and running runs, newest first"
-
-
-COLUMNS = (
-    TableColumn("run"),
-    TableColumn("state"),
-    TableColumn("recipe"),
-    TableColumn("ranks", right=True),
-    TableColumn("step", right=True),
-    TableColumn("loss", right=True),
-    TableColumn("valid", right=True),
-    TableColumn("lr", right=True),
-    TableColumn("tokens", right=True),
-    TableColumn("started"),
-    TableColumn("took", right=True),
-    TableColumn("tags"),
-    TableColumn("cause"),
-    TableColumn("note"),
+TITLES = (
+    *("run", "state", "recipe", "ranks", "step", "loss", "valid", "lr", "tokens", "started", "took", "tags", "cause"),
+    "note",
 )
-CAUSE = next(index for index, column in enumerate(COLUMNS) if column.title == "cause")
-OPTIONAL = frozenset({"valid", "lr", "tokens", "tags", "cause", "note"})
+NUMBERS = ("ranks", "step", "loss", "valid", "lr", "tokens", "took")
+CAUSE = TITLES.index("cause")
+OPTIONAL = ("valid", "lr", "tokens", "tags", "cause", "note")
 """Titles of columns that are omitted if no run has a value."""
 OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
@@ -72,11 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the runs.
-
-    Raises:
-        RequestError: the filter is not valid, or there is no such column.
-    """
+    """Print the runs."""
     wanted = run_filter(args.filter)
     sorted_runs([], args.sort or NEWEST_FIRST)
     counted = 0
@@ -104,16 +85,15 @@ def _entries() -> Iterator[Entry]:
     """Yield the summaries of all runs, newest first, each read when it is asked for; unreadable ones last."""
     unreadable: list[Entry] = []
     now = time.time()
-    for found in newest_runs():
-        if isinstance(found, UnreadableRun):
-            unreadable.append(summarize_unreadable(found))
+    for listed in newest_runs():
+        if isinstance(listed, UnreadableRun):
+            unreadable.append(summarize_unreadable(listed))
             continue
-        yield summarize(found if found.state in ENDED else launchers.refresh(found), now=now)
+        yield summarize(listed if listed.state in ENDED else launchers.refresh(listed), now=now)
     yield from unreadable
 
 
 def _print_json(entries: Iterable[Entry]) -> None:
-    """Print one array, each run as soon as it is read."""
     count = 0
     for count, entry in enumerate(entries, start=1):
         print_json(json.dumps(without_nan(entry), ensure_ascii=False), before="[" if count == 1 else ", ", end="")
@@ -136,11 +116,8 @@ def _print_pages(entries: Iterator[Entry]) -> bool:
 def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None = None) -> str:
     """Return the runs as a table with local times; a dim line for each unreadable one.
 
-    Args:
-        entries: summaries of the runs.
-        colour: whether to dim the unreadable ones.
-        cells: width of the terminal, to which the table is fitted; None without a terminal. Lines of unreadable runs
-            are never cut, as their problems are shown nowhere else.
+    ``cells`` is the width of the terminal, to which the table is fitted. Lines of unreadable runs are never cut, as
+    their problems are shown nowhere else.
     """
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     rows = [
@@ -163,12 +140,11 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
         for entry in entries
         if entry["state"] != UNREADABLE
     ]
-    kept = [
-        index for index, column in enumerate(COLUMNS) if column.title not in OPTIONAL or any(row[index] for row in rows)
-    ]
+    kept = [index for index, title in enumerate(TITLES) if title not in OPTIONAL or any(row[index] for row in rows)]
     kept, limits = _fitted(kept, rows, cells) if cells is not None else (kept, _limits_in_pipe(kept, rows))
     rows = [[cut(text, limits.get(index, width(text))) for index, text in enumerate(row)] for row in rows]
-    lines = table([COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows]).splitlines()
+    columns = [TableColumn(TITLES[index], right=TITLES[index] in NUMBERS) for index in kept]
+    lines = table(columns, [[row[index] for index in kept] for row in rows]).splitlines()
     wide = max((width(row[0]) for row in rows), default=0)
     for entry in entries:
         if entry["state"] == UNREADABLE:
@@ -179,7 +155,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(width(text) for text in (column.title, *(row[i] for row in rows))) for i, column in enumerate(COLUMNS)]
+    return [max(map(width, (title, *(row[index] for row in rows)))) for index, title in enumerate(TITLES)]
 
 
 def _limits_in_pipe(kept: Sequence[int], rows: Sequence[Sequence[str]]) -> dict[int, int]:
@@ -188,7 +164,7 @@ def _limits_in_pipe(kept: Sequence[int], rows: Sequence[Sequence[str]]) -> dict[
     widths[CAUSE] = min(widths[CAUSE], MAX_CAUSE_CELLS)
     excess = sum(widths[index] + 2 for index in kept) - 2 - PIPE_CELLS
     for title, least in SHORTENED.items():
-        index = next(index for index, column in enumerate(COLUMNS) if column.title == title)
+        index = TITLES.index(title)
         if index in kept:
             taken = max(0, min(excess, widths[index] - least))
             widths[index] -= taken
@@ -201,8 +177,8 @@ def _fitted(kept: Sequence[int], rows: Sequence[Sequence[str]], cells: int) -> t
     widths = _widths(rows)
     shown = list(kept)
     for title in (None, *OMITTED):
-        shown = [index for index in shown if COLUMNS[index].title != title]
-        room = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
-        if room >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
+        shown = [index for index in shown if TITLES[index] != title]
+        cause_cells = cells - sum(widths[index] + 2 for index in shown if index != CAUSE)
+        if cause_cells >= (min(MIN_CAUSE_CELLS, widths[CAUSE]) if CAUSE in shown else -2):
             break
-    return shown, {CAUSE: room}
+    return shown, {CAUSE: cause_cells}

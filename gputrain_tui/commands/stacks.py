@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gputrain_tui.commands.rank_flags import RUN_HELP, add_ranks, chosen_ranks
+from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.stack_request import collect_stacks, recorded_stacks
@@ -15,9 +15,6 @@ from gputrain_tui.output import print_json, print_message
 from gputrain_tui.state.rank_stacks import StackGroup, frame_text, group_stacks
 from gputrain_tui.tables import ranks_text
 from trainer.contract.errors import ExitCode
-
-NAME = "stacks"
-HELP = "print the Python stacks of a run's ranks, equal ones together"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -36,7 +33,7 @@ def run(args: Namespace) -> int:
         RecordError: the record of an ended run cannot be read.
     """
     found = find(args.run)
-    ranks = chosen_ranks(args, found, command=NAME) or list(range(found.status.world_size))
+    ranks = chosen_ranks(args, found, command="stacks") or list(range(found.status.world_size))
     ended = found.state in ENDED
     answers = recorded_stacks(found, ranks) if ended else collect_stacks(found, ranks)
     groups = group_stacks(answers)

@@ -8,9 +8,6 @@ from gputrain_tui.lifecycle.stop_run import stop_by_name
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode
 
-NAME = "stop"
-HELP = "stop a run everywhere and report any process left"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
@@ -18,11 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Stop the run and wait until it has ended; return exit code 1 if processes are left.
-
-    Raises:
-        RequestError: there is no such run, it belongs to another machine, or it does not end.
-    """
+    """Stop the run and wait until it has ended; return exit code 1 if processes are left."""
     report, left = stop_by_name(args.run)
     print(printable(report))
     return ExitCode.FAILED if left else ExitCode.FINISHED

@@ -26,13 +26,11 @@ class Action:
     keys: tuple[str, ...]
     """Textual's names of the keys; the first one is shown in the footer."""
     label: str
-    """One or two words for the footer."""
     description: str
     """Effect of the action, for palette and help."""
     group: str
-    """Heading in the help."""
-    places: tuple[str, ...] = (EVERYWHERE,)
-    """Screens that have the action, or panels that have it while focused (``log``, ``text``); ``app``: all screens."""
+    places: tuple[str, ...]
+    """Screens that have the action, or panels that have it while focused (``log``; ``text``: findings and stack)."""
     footer: int = 0
     """Rank in the footer, 1 first; if the footer is narrow, the last ones are left out. 0: not in the footer."""
     footers: tuple[str, ...] = ()
@@ -49,12 +47,10 @@ class Action:
 
     @property
     def key_text(self) -> str:
-        """The first key as shown to users."""
         return key_text(self.keys[0])
 
     @property
     def key_texts(self) -> str:
-        """All keys as shown to users."""
         return " ".join(map(key_text, self.keys))
 
 
@@ -65,77 +61,63 @@ def key_text(key: str) -> str:
     return key.upper() if re.fullmatch(r"f\d+", key) else format_key(key)
 
 
-RUN = ("run",)
-RANK = ("rank",)
-BOTH = ("run", "rank")
-CLUSTER = ("cluster",)
-LAUNCH = ("launch",)
-HISTORY = ("history",)
-WELCOME = ("welcome",)
-COMPARE = ("compare",)
-LOG = ("log",)
-"""A focused log."""
-TEXT = ("text",)
-"""Focused findings or a focused stack."""
-
-
 def _group(
     group: str,
-    places: tuple[str, ...],
+    places: str,
     *rows: tuple[str, str, str, int, str],
     folds: int = 0,
-    footers: tuple[str, ...] = (),
+    footers: str = "",
     offered: Literal["always", "while it runs", "after the end"] = "always",
 ) -> Iterator[Action]:
     """Yield the actions of a group; a row has name, keys, label, rank in the footer and description."""
     for name, keys, label, footer, description in rows:
         yield Action(
-            name=name, keys=tuple(keys.split()), label=label, description=description, group=group, places=places,
-            footer=footer, footers=footers, folds=folds, offered=offered,
+            name=name, keys=tuple(keys.split()), label=label, description=description, group=group,
+            places=tuple(places.split()), footer=footer, footers=tuple(footers.split()), folds=folds, offered=offered,
         )  # fmt: skip
 
 
 NEW_RECIPE = "Write a recipe for a script, a task or a torchrun command"
 
 ACTIONS: tuple[Action, ...] = (
-    *_group("Screens", (EVERYWHERE,),
+    *_group("Screens", EVERYWHERE,
         ("go('cluster')", "1", "Cluster", 20, "Show the machines and their GPUs"),
         ("go('launch')", "2", "Launch", 20, "Choose a recipe, see its plan, launch it"),
         ("go('run')", "3", "Run", 20, "Watch the run that was opened last"),
-        ("go('history')", "4", "History", 20, "List all runs, open and compare them"), folds=1, footers=BOTH),
-    *_group("Screens", (EVERYWHERE,),
+        ("go('history')", "4", "History", 20, "List all runs, open and compare them"), folds=1, footers="run rank"),
+    *_group("Screens", EVERYWHERE,
         ("help", "question_mark f1", "Help", 90, "Show every key of this screen, and the help about it"),
         ("command_palette", "ctrl+p colon", "Palette", 95, "Find any action by its name"),
         ("next_theme", "T", "Theme", 0, "Switch between dark, light and the terminal's own colours"),
         ("help_quit", "ctrl+c", "Copy", 0, "Copy the selected text; without a selection, show which key quits"),
         ("quit", "q", "Quit", 99, "Leave the console; runs continue")),
-    *_group("Start", WELCOME,
+    *_group("Start", "welcome",
         ("app.demo", "d", "Run the demo", 1, "Train a small model on this machine, about half a minute"),
         ("app.new_recipe", "n", "New recipe", 2, NEW_RECIPE)),
-    *_group("Ranks", RUN,
+    *_group("Ranks", "run",
         ("open_rank", "enter", "Rank", 1, "Open the selected rank"),
         ("sort", "s", "Sort", 22, "Sort the ranks by the next column"),
         ("reverse", "R", "Reverse", 0, "Reverse the order of the ranks"),
         ("filter", "slash", "Filter", 21, "Show only the ranks that match, such as host:node3 or step<100")),
-    *_group("Panels", BOTH,
+    *_group("Panels", "run rank",
         ("show('loss')", "l", "Loss", 10, "Show the loss of all ranks; press again to zoom"),
         ("show('sync')", "g", "Sync", 11, "Show the wait for gradient synchronisation; press again to zoom"), folds=2),
-    *_group("Panels", RUN,
+    *_group("Panels", "run",
         ("show('bars')", "b", "Bars", 12, "Show the phases of a step, rank by rank; press again to zoom"),
         ("show('late')", "h", "Late", 13, "Show which ranks were late, over time; press again to zoom"),
         ("show('findings')", "f", "Findings", 14, "Show the findings; enter shows evidence and advice"), folds=2),
-    *_group("Panels", BOTH,
+    *_group("Panels", "run rank",
         ("show('log')", "o", "Log", 15, "Show the output of the ranks; press again to zoom"), folds=2),
-    *_group("Panels", RANK, ("show('step')", "t", "Step", 12, "Show the rank's step times"), folds=2),
-    *_group("Panels", RUN,
+    *_group("Panels", "rank", ("show('step')", "t", "Step", 12, "Show the rank's step times"), folds=2),
+    *_group("Panels", "run",
         ("show('ranks')", "t", "Table", 0, "Show the table of ranks; press again to zoom"),
         ("show('hardware')", "H", "Hardware", 0, "Show use, memory, temperature and power of hosts and GPUs over time"),
         ("next_panel", "p", "Panel", 0, "Show the next panel"),
         ("zoom", "z", "Zoom", 23, "Zoom one panel to the whole screen, and back")),
-    *_group("Panels", BOTH,
+    *_group("Panels", "run rank",
         ("back", "escape", "Back", 2, "Go back one level: cursor, range, zoom, filter, selection, screen"),
-        footers=RANK),
-    *_group("Charts", BOTH,
+        footers="rank"),
+    *_group("Charts", "run rank",
         ("scale", "y", "Log scale", 0, "Switch the charts between linear and logarithmic scale"),
         ("window", "w", "Window", 0, "Cycle through the whole run, its last 1,000 and its last 100 steps"),
         ("smooth", "m", "Smooth", 0, "Change the smoothing of the curves"),
@@ -147,28 +129,28 @@ ACTIONS: tuple[Action, ...] = (
         ("cursor(10)", "greater_than_sign", "Cursor far right", 0, "Move the cursor right by ten columns"),
         ("range(1)", "plus equals_sign", "Closer", 0, "Show half as many steps; or drag the mouse over a range"),
         ("range(0)", "minus", "Wider", 0, "Show twice as many steps")),
-    *_group("Run", BOTH,
+    *_group("Run", "run rank",
         ("stop_run", "S", "Stop", 20, "Stop this run on every machine; asks first"), offered="while it runs"),
-    *_group("Run", BOTH,
+    *_group("Run", "run rank",
         ("copy", "c", "Copy", 0, "Copy the failure, the finding, the line or the stack under the cursor")),
-    *_group("Run", RUN,
+    *_group("Run", "run",
         ("resume", "r", "Resume", 3, "Continue from the last checkpoint in a new run; asks first"),
         ("relaunch", "e", "Edit and rerun", 4, "Open the run's recipe on the launch screen"),
         ("compare", "C", "Compare", 5, "Compare with the previous run of the same recipe"), offered="after the end"),
-    *_group("Rank", RANK, ("stack", "K", "Stack", 1, "Ask the rank's process for its Python stack")),
-    *_group("Rank", RANK,
+    *_group("Rank", "rank", ("stack", "K", "Stack", 1, "Ask the rank's process for its Python stack")),
+    *_group("Rank", "rank",
         ("next_flagged", "e", "Flagged", 4, "Go to the next rank that failed or that a finding is about"),
         ("next_rank", "right n", "Next", 3, "Go to the next rank"),
         ("previous_rank", "left N", "Previous", 3, "Go to the previous rank"), folds=1),
-    *_group("GPUs", CLUSTER,
+    *_group("GPUs", "cluster",
         ("toggle_gpu", "space", "Choose", 2, "Choose the GPU for the next launch; again to drop it"),
         ("choose_free", "f", "All free", 3, "Choose all free GPUs; again to choose none"),
         ("use_gpus", "enter", "Launch on them", 1, "Put the chosen GPUs into the recipe of the launch screen"),
         ("sample", "ctrl+r", "Refresh", 4, "Sample all machines again now")),
-    *_group("Launch", LAUNCH,
+    *_group("Launch", "launch",
         ("launch", "L f5", "Launch", 1, "Start the run, detached, and watch it"),
         ("app.demo", "d", "Run the demo", 11, "Train a small model on this machine, about half a minute")),
-    *_group("Form", LAUNCH,
+    *_group("Form", "launch",
         ("edit", "enter", "Edit", 2, "Change the field, or open the recipe under the cursor"),
         ("cycle(1)", "space right", "Next value", 5, "Change a switch or a choice to its next value"),
         ("cycle(-1)", "left", "Previous value", 0, "Change a choice to its previous value"),
@@ -177,18 +159,18 @@ ACTIONS: tuple[Action, ...] = (
         ("find", "slash", "Find", 7, "Find a field by its name or help"),
         ("add_node", "a", "Add node", 12, "Add a node to the cluster"),
         ("remove_node", "x", "Remove node", 0, "Remove the node under the cursor")),
-    *_group("Recipe", LAUNCH,
+    *_group("Recipe", "launch",
         ("new_recipe", "n", "New recipe", 4, NEW_RECIPE),
         ("save", "s", "Save", 3, "Save the recipe; its comments stay"),
         ("save_as", "A", "Save as", 4, "Save the recipe under another name")),
-    *_group("Plan", LAUNCH,
+    *_group("Plan", "launch",
         ("copy_commands", "c", "Copy commands", 8, "Copy the command of every node to the clipboard"),
         ("copy", "y", "Copy", 0, "Copy the command of the node under the cursor, or of every node"),
         ("write_commands", "C", "Commands to a file", 0,
          "Write the command of every node into a file beside the recipe")),
-    *_group("Form", LAUNCH,
+    *_group("Form", "launch",
         ("back", "escape", "Back", 0, "Close the input line unchanged; then go back to the recipes")),
-    *_group("Runs", HISTORY,
+    *_group("Runs", "history",
         ("open", "enter", "Open", 2, "Open the run, running or ended"),
         ("mark", "space", "Mark", 3, "Mark the run for a comparison; again to unmark it"),
         ("compare", "c", "Compare", 4, "Compare two to six marked runs: curves and recipe differences"),
@@ -203,13 +185,13 @@ ACTIONS: tuple[Action, ...] = (
         ("stop_marked", "S", "Stop", 8, "Stop the run on every machine; asks first"),
         ("app.demo", "d", "Run the demo", 9, "Train a small model on this machine, about half a minute"),
         ("delete", "delete x", "Delete", 7, "Delete the run's directory; asks first; refused while it is running")),
-    *_group("Comparison", COMPARE,
+    *_group("Comparison", "compare",
         ("axis", "t", "Steps or time", 1, "Draw the curves over optimizer steps, or over time since the start"),
         ("measure", "v", "Measure", 2, "Draw loss, throughput or the wait for gradient synchronisation"),
         ("scale", "y", "Log scale", 2, "Switch the chart between linear and logarithmic scale"),
         ("smooth", "m", "Smooth", 3, "Change the smoothing of the curves"),
         ("back", "escape", "Back", 4, "Back to the runs")),
-    *_group("Log", LOG,
+    *_group("Log", "log",
         ("scroll_lines(-1)", "up k", "Up", 0, "Scroll up, and stop following the end"),
         ("scroll_lines(1)", "down j", "Down", 0, "Scroll down"),
         ("scroll_pages(-1)", "pageup", "Page up", 0, "Scroll up by a page"),
@@ -224,9 +206,8 @@ ACTIONS: tuple[Action, ...] = (
         ("level", "L", "Level", 3, "Show all lines, warnings and errors, or errors only"),
         ("next_flagged", "e", "Flagged", 4, "Go to the next line of a rank that failed or that a finding is about"),
         ("clear_search", "escape", "Clear", 0, "Clear the search")),
-    *_group("Text", LOG + TEXT, ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
+    *_group("Text", "log text", ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
 )  # fmt: skip
-"""Every action of the console; the class of a screen takes its own ones by ``bindings``."""
 
 
 def of_place(place: str) -> list[Action]:
@@ -242,15 +223,7 @@ def available(place: str) -> list[Action]:
 def bindings(place: str) -> list[Binding]:
     """Return Textual's bindings of a place."""
     return [
-        Binding(
-            ",".join(action.keys),
-            action.name,
-            action.label,
-            key_display=action.key_text,
-            show=action.footer > 0,
-            tooltip=action.description,
-            id=f"{place}.{action.name}",
-        )
+        Binding(",".join(action.keys), action.name, action.label, id=f"{place}.{action.name}")
         for action in of_place(place)
     ]
 
@@ -275,7 +248,7 @@ def footer_of_focus(place: str, focused: str, *, over: bool = False) -> list[Act
 
 def groups(place: str) -> dict[str, list[Action]]:
     """Return a screen's actions by heading, in the order of the table."""
-    found: dict[str, list[Action]] = {}
+    by_group: dict[str, list[Action]] = {}
     for action in available(place):
-        found.setdefault(action.group, []).append(action)
-    return found
+        by_group.setdefault(action.group, []).append(action)
+    return by_group

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,49 +22,49 @@ from textual import events
 from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
+from textual.command import CommandPalette
 from textual.driver import Driver
+from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
-from textual.widget import AwaitMount
+from textual.widget import AwaitMount, Widget
 from textual.widgets import Input
 
-from gputrain_tui.console import settings, stderr_guard, tmux_buffer
+from gputrain_tui.console import settings
 from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bindings
-from gputrain_tui.console.end_notice import EndNotice
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
-from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.ramp import LIGHT_THEME
-from gputrain_tui.console.screens.app_protocol import LaunchSession
+from gputrain_tui.console.screens.console_screen import LaunchSession, next_of
 from gputrain_tui.console.screens.start_and_stop import start_demo
+from gputrain_tui.console.terminal import EndNotice, load_tmux_buffer, trim_stderr
 from gputrain_tui.console.textual_internals import paste_driver, write_to_terminal
 from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.screens.app_protocol import AppProtocol
+    from gputrain_tui.console.screens.console_screen import AppProtocol
     from gputrain_tui.hosts.hostfile import HostEntry
 
 FPS = 10
 """Repaints per second without ``--fps``."""
-IDLE_AFTER_S = 2.0
-"""Seconds without an event after which the record is read and the screen repainted every ``IDLE_TICK_S`` only."""
-IDLE_TICK_S = 0.5
-"""Seconds between two reads of an idle run, short enough for clocks that show seconds."""
 TOAST_READ_S = 2.0
 """Least seconds for which a notification is shown before a key removes it."""
-STDERR_TRIM_S = 60.0
-"""Seconds between two checks of the size of the captured standard error."""
-PAGES: dict[str, str] = {
-    "cluster": "gputrain_tui.console.screens.cluster_screen:ClusterScreen",
-    "launch": "gputrain_tui.console.screens.launch_screen:LaunchScreen",
-    "history": "gputrain_tui.console.screens.history_screen:HistoryScreen",
-    "welcome": "gputrain_tui.console.screens.welcome:WelcomeScreen",
-}
-"""Module and class of the screens that need no run, by mode; imported when first shown."""
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
 """Themes that the theme key goes through; the last two use the terminal's own sixteen colours."""
+
+
+def _screen(module: str, name: str) -> Screen[Any]:
+    """Import a screen's class when it is first shown, and return an instance."""
+    return cast(Screen[Any], getattr(importlib.import_module(f"gputrain_tui.console.screens.{module}"), name)())
+
+
+class Palette(CommandPalette):
+    """Command palette that tolerates clicks outside the screen, sent before the terminal became smaller."""
+
+    def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
+        return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))
 
 
 class GputrainApp(OrderedKeys):
@@ -74,6 +73,12 @@ class GputrainApp(OrderedKeys):
     TITLE = "gputrain"
     CSS_PATH = "console.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings(EVERYWHERE)]
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
+        "cluster": partial(_screen, "cluster_screen", "ClusterScreen"),
+        "launch": partial(_screen, "launch_screen", "LaunchScreen"),
+        "history": partial(_screen, "history_screen", "HistoryScreen"),
+        "welcome": partial(_screen, "welcome", "WelcomeScreen"),
+    }
 
     def __init__(
         self,
@@ -88,21 +93,13 @@ class GputrainApp(OrderedKeys):
     ) -> None:
         """Make the console.
 
-        Args:
-            run: the run to open at once.
-            fps: maximum repaints per second.
-            runs: lists the runs, newest first.
-            follow: opens a run's record.
-            clocked: whether a timer calls ``beat``; a test calls it itself.
-            hosts: hosts of the hostfile; with any, the console begins with the cluster screen.
-            hostfile: path of the hostfile; empty: none.
+        ``run`` is opened at once; ``fps``: most repaints per second; ``clocked``: whether a timer calls ``poll``, which
+        a test calls itself; with ``hosts``, of the file ``hostfile``, the console begins with the cluster screen.
         """
         # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.live: LiveRun | None = None
-        """The run that was opened last."""
         self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
-        """State of the next launch, shared by the screens."""
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
@@ -114,15 +111,9 @@ class GputrainApp(OrderedKeys):
         self._catching_up = False
         """Whether a timer will read the next portion of a backlog."""
         self._run_mode = ""
-        """Mode of the followed run."""
         self._opened = 0
-        """Number of runs opened so far, for the names of their modes."""
         self._seen_version: int | None = None
-        """Version of the run at the last beat."""
-        self._idle_beats = 0
-        """Beats since the last change of the run."""
-        self._registered_pages: set[str] = set()
-        """Registered modes of ``PAGES``."""
+        self._idle_polls = 0
         self._end_notice = EndNotice(self._write_to_terminal, os.environ)
         self.supervisors: list[subprocess.Popen[bytes]] = []
         """Supervisors of runs launched from this console; each launch polls them, so that an ended one is no zombie."""
@@ -132,11 +123,10 @@ class GputrainApp(OrderedKeys):
     # Start, clock, end
 
     async def on_mount(self) -> None:
-        """Show the first screen and start the timers."""
         self._catch_signals()
         if self._clocked:
-            self.set_interval(1 / self._fps, self.beat)
-            self.set_interval(STDERR_TRIM_S, stderr_guard.trim)
+            self.set_interval(1 / self._fps, self.poll)
+            self.set_interval(60.0, trim_stderr)
         await self._begin()
 
     async def _begin(self) -> None:
@@ -145,12 +135,8 @@ class GputrainApp(OrderedKeys):
         first = self._first_run or going
         if first is not None:
             await self.open_run(first)
-        elif self.session.hosts:
-            await self.switch_mode(self._page("cluster"))
-        elif not runs:
-            await self.switch_mode(self._page("welcome"))
         else:
-            await self.switch_mode(self._page("history"))
+            await self.switch_mode("cluster" if self.session.hosts else "history" if runs else "welcome")
 
     async def on_event(self, event: events.Event) -> None:
         """Drop keys and clicks after the exit: they are meant for the shell."""
@@ -170,10 +156,10 @@ class GputrainApp(OrderedKeys):
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, partial(self.exit, None, 128 + number))
 
-    def beat(self) -> None:
-        """Read appended events and repaint the screen; less often on an idle run."""
-        self._idle_beats += 1
-        if self._idle_beats > IDLE_AFTER_S * self._fps and self._idle_beats % max(int(self._fps * IDLE_TICK_S), 1):
+    def poll(self) -> None:
+        """Read appended events and repaint the screen; after 2 s without an event only every 0.5 s, as clocks do."""
+        self._idle_polls += 1
+        if self._idle_polls > 2.0 * self._fps and self._idle_polls % max(int(0.5 * self._fps), 1):
             return
         if not self._catching_up:
             self._read_on()
@@ -181,7 +167,7 @@ class GputrainApp(OrderedKeys):
             self._end_notice.check(self.live)
         version = self.live.version if self.live is not None else None
         if version != self._seen_version:
-            self._seen_version, self._idle_beats = version, 0
+            self._seen_version, self._idle_polls = version, 0
         if self._clocked:
             self.call_later(self.tick)  # after a key that was pressed meanwhile
         else:
@@ -192,16 +178,14 @@ class GputrainApp(OrderedKeys):
             write_to_terminal(self, text)
 
     def _turn_notices(self, on: bool) -> None:
-        settings.keep_notifying(on)
+        settings.save("notify", on)
         self.report(f"notices at the end of a run are {'on' if on else 'off'}")
 
     def tick(self) -> None:
         """Repaint the changed panels of the active screen, or of the one behind a dialog or the palette."""
-        tick = getattr(self.screen, "tick", None)
+        tick = getattr(self.screen, "tick", None) or getattr(self.screen_stack[0], "tick", None)
         if tick is not None:
             tick()
-        elif (below := getattr(self.screen_stack[0], "tick", None)) is not None:
-            below()
 
     def _read_on(self) -> None:
         """Read one portion of the record, and schedule the next while there is a backlog."""
@@ -210,7 +194,6 @@ class GputrainApp(OrderedKeys):
             self.set_timer(BACKLOG_PAUSE_S, self._read_on)
 
     def exit(self, result: int | None = None, return_code: int = 0, message: RenderableType | None = None) -> None:
-        """End the console; further keys and clicks are ignored."""
         self._leaving = True
         super().exit(result, return_code, message)
 
@@ -221,29 +204,17 @@ class GputrainApp(OrderedKeys):
 
     # Screens
 
-    def _page(self, name: str) -> str:
-        """Return the mode of a page, registered on first use."""
-        if name not in self._registered_pages:
-            self._registered_pages.add(name)
-            self.add_mode(name, partial(_screen, PAGES[name]))
-        return name
-
     async def action_go(self, name: str) -> None:
-        """Go to one of the four screens."""
         if name != "run":
-            await self.switch_mode(self._page(name))
-            return
-        if self.live is not None:
+            await self.switch_mode(name)
+        elif self.live is not None:
             await self.switch_mode(self._run_mode)
-            return
-        newest = next(iter(self.list_runs()), None)
-        if newest is None:
-            await self.switch_mode(self._page("welcome"))
+        elif runs := self.list_runs():
+            await self.open_run(runs[0])
         else:
-            await self.open_run(newest)
+            await self.switch_mode("welcome")
 
     async def open_run(self, run: Run) -> None:
-        """Open the run screen on a run."""
         if self.live is not None and self.live.id == run.id:
             await self.switch_mode(self._run_mode)
             return
@@ -273,26 +244,21 @@ class GputrainApp(OrderedKeys):
         return super().pop_screen() if len(self.screen_stack) > 1 else AwaitComplete()
 
     async def action_quit(self) -> None:
-        """Leave the console; with unsaved recipes, after a dialog."""
-        unsaved = self.session.unsaved
-        if not unsaved:
+        if names := ", ".join(draft.name for draft in self.session.drafts.values() if draft.changes):
+            lost = f"Unsaved changes of {names} will be lost."
+            self.confirm("Leave without saving?", lost, yes="Leave", act=self.exit)
+        else:
             self.exit()
-            return
-        names = ", ".join(unsaved)
-        self.confirm("Leave without saving?", f"Unsaved changes of {names} will be lost.", yes="Leave", act=self.exit)
 
     def action_help_quit(self) -> None:
-        """Notify which key leaves the console."""
         typing = "esc, then q" if isinstance(self.focused, Input) else "q"
         self.report(f"{typing} leaves the console; runs continue")
 
     def action_command_palette(self) -> None:
-        """Open the palette."""
         if not isinstance(self.screen, Palette):
             self.push_screen(Palette(id="--command-palette"))
 
     def action_help(self) -> None:
-        """Open the help of the active screen."""
         from gputrain_tui.console.screens.help_screen import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
@@ -309,28 +275,19 @@ class GputrainApp(OrderedKeys):
         return (TOPICS.get(panel or "", "") if self.place == "run" else ""), ""
 
     def action_next_theme(self) -> None:
-        """Change to the next theme, and save it for the next start."""
-        index = THEMES.index(self.theme) + 1 if self.theme in THEMES else 0
-        self.theme = THEMES[index % len(THEMES)]
-        settings.keep_theme(self.theme)
+        self.theme = next_of(THEMES, self.theme) if self.theme in THEMES else THEMES[0]
+        settings.save("theme", self.theme)
 
     @property
     def place(self) -> str:
-        """Name of the active screen in the action table."""
-        for screen in reversed(self.screen_stack):
-            place = getattr(screen, "PLACE", None)
-            if place is not None:
-                return str(place)
-        return EVERYWHERE
+        places = (getattr(screen, "PLACE", "") for screen in reversed(self.screen_stack))
+        return next(filter(None, places), EVERYWHERE)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Yield the palette's commands: the actions of the screen, themes, notices, a picture."""
         for action in available(str(getattr(screen, "PLACE", EVERYWHERE))):
-            if action.name in ("command_palette", "help_quit"):
-                continue
-            yield SystemCommand(
-                f"{action.label} ({action.key_text})", action.description, partial(screen.run_action, action.path)
-            )
+            if action.name not in ("command_palette", "help_quit"):
+                title = f"{action.label} ({action.key_text})"
+                yield SystemCommand(title, action.description, partial(screen.run_action, action.path))
         if getattr(screen, "PLACE", "") not in ("launch", "welcome"):
             yield SystemCommand("New recipe", NEW_RECIPE, self.action_new_recipe)
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
@@ -340,7 +297,6 @@ class GputrainApp(OrderedKeys):
         yield SystemCommand("Picture", "Save this screen as an SVG file", partial(self.deliver_screenshot))
 
     def get_driver_class(self) -> type[Driver]:
-        """Return the driver; on Linux ``PasteDriver``, with which pasted text cannot act as keys."""
         return paste_driver(super().get_driver_class())
 
     def get_css_variables(self) -> dict[str, str]:
@@ -361,12 +317,11 @@ class GputrainApp(OrderedKeys):
     def copy(self, text: str, label: str) -> None:
         """Copy text to the terminal's clipboard (OSC 52) and to tmux, and name it by ``label`` in a notification."""
         super().copy_to_clipboard(text)
-        if tmux_buffer.in_tmux() and not self.is_headless:
-            self.run_worker(partial(tmux_buffer.load_buffer, text), thread=True, group="clipboard")
+        if os.environ.get("TMUX") and not self.is_headless:
+            self.run_worker(partial(load_tmux_buffer, text), thread=True, group="clipboard")
         self.report(f"copied {label}")
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copy selected text."""
         lines = text.count("\n") + 1
         self.copy(text, f"{lines} lines" if lines > 1 else f"{len(text)} character{'s' * (len(text) != 1)}")
 
@@ -376,7 +331,6 @@ class GputrainApp(OrderedKeys):
         self.notify(text, severity="error" if alarm else "information", markup=False, timeout=10 if alarm else 4)
 
     def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None:
-        """Open a yes-or-no dialog, and call ``act`` on yes."""
         from gputrain_tui.console.screens.confirm import Confirm
 
         def answered(agreed: bool | None) -> None:
@@ -394,46 +348,9 @@ class GputrainApp(OrderedKeys):
             start_demo(self)
 
     async def action_new_recipe(self) -> None:
-        """Go to the launch screen, which asks what the new recipe is for."""
         self.session.wants_new = True
         await self.action_go("launch")
 
-    def compare_with_last(self, run: Run) -> None:
-        """Open the compare screen on a run and another one of its recipe: the newest before it, or else after it."""
-        runs = [each for each in self.list_runs() if each.status.recipe == run.status.recipe and each.id != run.id]
-        before = [each for each in runs if each.id < run.id]
-        if not runs:
-            self.report(f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two")
-            return
-        from gputrain_tui.console.screens.compare_screen import CompareScreen
-
-        self.push_screen(CompareScreen([(before or runs)[0], run]))
-
 
 if TYPE_CHECKING:
-    PROTOCOL_CHECK: type[AppProtocol] = GputrainApp
-    """Lets mypy check that the app fulfils the protocol that its screens use."""
-
-
-def _screen(path: str) -> Screen[Any]:
-    """Import a screen's class, and return an instance."""
-    module, _, name = path.partition(":")
-    return cast(Screen[Any], getattr(importlib.import_module(module), name)())
-
-
-def show(run: Run | None, *, fps: float | None = None, hosts: tuple[HostEntry, ...] = (), hostfile: str = "") -> int:
-    """Run the console on a run, or on all runs, and return the exit code; arguments as for ``GputrainApp``.
-
-    Raises:
-        RequestError: there is no terminal.
-    """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts, hostfile=hostfile)
-    with stderr_guard.guarded():
-        app.run()
-    if app.live is not None and not app.live.over:
-        print(
-            f"{app.live.id} has not ended: `gputrain attach` shows it again, `gputrain stop` ends it", file=sys.stderr
-        )
-    return app.return_code if app.return_code is not None else ExitCode.FINISHED
+    PROTOCOL_CHECK: type[AppProtocol] = GputrainApp  # for mypy

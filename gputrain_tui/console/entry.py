@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.arguments import FlagParser
-from trainer.contract.errors import quoted
+from trainer.contract.errors import ExitCode, RequestError, quoted
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
@@ -25,11 +26,7 @@ TEXTUAL_FPS = "TEXTUAL_FPS"
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Show the console until the user leaves; return the exit code.
-
-    Raises:
-        RequestError: there is no terminal, or a flag or a hostfile is wrong.
-    """
+    """Show the console until the user leaves; return the exit code."""
     parser = FlagParser()
     add_fps(parser)
     parser.add_argument("--hostfile", metavar="FILE")
@@ -58,12 +55,10 @@ def _paints(text: str) -> float:
 
 
 def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> int:
-    """Show the console on a run, or on all of them.
+    """Show the console on a run, or on all of them; return the exit code.
 
-    Args:
-        run: the run to open at once.
-        fps: most repaints a second, whatever causes them; None: the console's default, and at once after keys.
-        hostfile: file that names hosts to show besides this machine.
+    ``run`` is opened at once; ``fps``: most repaints a second, whatever causes them, None: the console's default, and
+    at once after keys; ``hostfile``: file that names hosts to show besides this machine.
 
     Raises:
         RequestError: there is no terminal, or the hostfile is wrong.
@@ -76,10 +71,19 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     before = os.environ.get(TEXTUAL_FPS)
     if fps is not None:
         os.environ[TEXTUAL_FPS] = str(math.ceil(fps))
-    from gputrain_tui.console import app
+    from gputrain_tui.console.app import FPS, GputrainApp
+    from gputrain_tui.console.terminal import captured_stderr
 
     if before is not None:  # restored, since runs launched from here inherit the environment
         os.environ[TEXTUAL_FPS] = before
     else:
         os.environ.pop(TEXTUAL_FPS, None)
-    return app.show(run, fps=fps, hosts=hosts, hostfile=hostfile or "")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
+    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts, hostfile=hostfile or "")
+    with captured_stderr():
+        app.run()
+    if (live := app.live) is not None and not live.over:
+        advice = "`gputrain attach` shows it again, `gputrain stop` ends it"
+        print(f"{live.id} has not ended: {advice}", file=sys.stderr)
+    return app.return_code if app.return_code is not None else ExitCode.FINISHED

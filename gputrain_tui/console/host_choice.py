@@ -11,12 +11,9 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.hosts.host_names import THIS_MACHINE
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free
-from gputrain_tui.plan.planner import Plan
-from gputrain_tui.plan.shell import rank_range
+from gputrain_tui.plan.planner import Plan, rank_range
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RecordError
-
-ACTIVE_STATES = ("starting", "running", "stopping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +31,16 @@ class Host:
     name: str
     """Name as in recipes; ``localhost`` for this machine."""
     inventory: Inventory | None = None
-    """Newest inventory; None before the first."""
     problem: str = ""
     """Error of the last survey, one line; empty if it succeeded."""
     surveying: bool = False
-    """Whether a survey is under way."""
     surveyed_at: float | None = None
     """End of the last survey, monotonic seconds; None: none has ended."""
     inventory_at: float | None = None
-    """Time of the inventory, monotonic seconds."""
     run_ranks: Mapping[int, GpuRank] = field(default_factory=dict)
-    """Ranks of active runs by the index of their GPU."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine."""
         return self.name == THIS_MACHINE
 
     @property
@@ -63,7 +55,6 @@ class Host:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Indices of the free GPUs."""
         return tuple(gpu.index for gpu in self.gpus if is_free(gpu))
 
     def is_due(self, now: float, *, again_s: float, failed_s: float) -> bool:
@@ -80,34 +71,28 @@ def remote_hosts(nodes: Iterable[Node], local: Callable[[str | None], bool]) -> 
 
 def active_plans(runs: Iterable[Run]) -> list[tuple[str, Plan]]:
     """Return the ids and plans of active runs."""
-    found = []
+    plans = []
     for run in runs:
-        if run.state in ACTIVE_STATES:
+        if run.state in ("starting", "running", "stopping"):
             with suppress(RecordError):
-                found.append((run.id, read_plan(run.dir)))
-    return found
+                plans.append((run.id, read_plan(run.dir)))
+    return plans
 
 
 def ranks_by_gpu(
     inventory: Inventory, plans: Iterable[tuple[str, Plan]], is_this_host: Callable[[str], bool]
 ) -> dict[int, GpuRank]:
-    """Return the ranks of planned runs on one host, by the index of their GPU.
-
-    Args:
-        inventory: GPUs of the host.
-        plans: ids and plans of active runs.
-        is_this_host: whether a host of a plan is the one of the inventory.
-    """
+    """Return the ranks of active runs, given by id and plan, on the host of an inventory, by the index of their GPU."""
     by_name = {str(gpu.index): gpu.index for gpu in inventory.gpus} | {gpu.uuid: gpu.index for gpu in inventory.gpus}
-    found: dict[int, GpuRank] = {}
+    ranks: dict[int, GpuRank] = {}
     for run, plan in plans:
         for node in plan.nodes:
             if is_this_host(node.host):
                 for rank, device in zip(node.ranks, node.devices, strict=False):
                     index = by_name.get(str(device))
                     if index is not None:
-                        found.setdefault(index, GpuRank(run=run, rank=rank))
-    return found
+                        ranks.setdefault(index, GpuRank(run=run, rank=rank))
+    return ranks
 
 
 def wanted_devices(node: Node) -> str:

@@ -85,7 +85,6 @@ class LiveRun:
 
     @property
     def id(self) -> str:
-        """The run's id."""
         return self.run.id
 
     @property
@@ -120,7 +119,6 @@ class LiveRun:
 
     @property
     def message(self) -> str | None:
-        """The supervisor's closing message."""
         return self._status.message
 
     @property
@@ -170,11 +168,9 @@ class LiveRun:
         return False
 
     def close(self) -> None:
-        """Close the files."""
         self._source.close()
 
     def _apply(self, events: Sequence[AnyEvent | DownsampledBlock]) -> None:
-        """Apply events to the state, the series and the times of the logs."""
         for event in events:
             self.state.apply(event)
             if isinstance(event, Step):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from textual import events, on
 from textual.app import App
@@ -41,13 +41,11 @@ class OrderedKeys(App[int]):
         self._key_time = -math.inf
         """Time of the last key, on the clock of events."""
         self._waiting: deque[events.Key] = deque()
-        """Keys held back until the one before is handled."""
         self._key_number = 0
-        """Number of the last key that was sent to a widget."""
         self._under_way = 0
         """Number of the key that is being handled; 0: none."""
-        self._first_g: tuple[float, Widget | None, Callable[[], None]] | None = None
-        """Time of a first ``g``, the widget focused then, and a function that restores the view before it."""
+        self._first_g: tuple[float, Widget | None, Any, object] | None = None
+        """Time of a first ``g``, the widget focused then, the screen, and its ``choice`` of panels before it."""
 
     def before_key(self, event: events.Key) -> bool:
         """Return whether a key counts; called before each key is handled."""
@@ -86,11 +84,11 @@ class OrderedKeys(App[int]):
                 self._under_way = self._key_number
 
     @on(KeyPassed)
-    def _passed(self, mark: KeyPassed) -> None:
-        widget = mark.again_to
+    def _passed(self, message: KeyPassed) -> None:
+        widget = message.again_to
         there = widget is not None and widget.is_attached and widget.screen is self.screen
-        if widget is None or not there or not widget.post_message(KeyPassed(mark.number)):
-            self.call_later(self._next_key, mark.number)  # after a pending change of the focus
+        if widget is None or not there or not widget.post_message(KeyPassed(message.number)):
+            self.call_later(self._next_key, message.number)  # after a pending change of the focus
 
     def _handle_gg(self, event: events.Key) -> bool:
         """Handle ``gg``: on the second ``g`` undo the action of the first one, go to the first line, return True."""
@@ -98,11 +96,12 @@ class OrderedKeys(App[int]):
         if event.key != "g" or isinstance(self.focused, Input):
             return False
         if first is None or event.time - first[0] > DOUBLE_KEY_S:
-            save_view = getattr(self.screen, "save_view", None)
-            self._first_g = event.time, self.focused, save_view() if save_view is not None else lambda: None
+            self._first_g = event.time, self.focused, self.screen, getattr(self.screen, "choice", None)
             return False
-        _, focused, restore = first
-        restore()
+        _, focused, screen, choice = first
+        if choice is not None:
+            screen.choice = choice
+            screen.place_panels()
         if focused is not None:
             self.call_after_refresh(focused.focus)  # hidden by the first g, it is shown with the next frame
         edge = getattr(focused, "action_edge", None) or getattr(self.screen, "action_edge", None)

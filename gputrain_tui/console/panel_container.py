@@ -18,7 +18,6 @@ PanelName = Literal["ranks", "loss", "sync", "bars", "late", "findings", "log", 
 PANELS: tuple[PanelName, ...] = ("ranks", "loss", "sync", "bars", "late", "findings", "log")
 """Panels in the order of the key for the next panel; not the hardware panel, which is shown only zoomed."""
 LEAST_LIST_LINES = 5
-"""Fewest useful lines of a list of findings or a log."""
 GAP_CELLS = 2
 """Cells between two columns of panels."""
 MEDIUM_CELLS, MEDIUM_LINES = 96, 25
@@ -37,11 +36,9 @@ class PanelChoice:
 
     ranks: int
     panel: PanelName = "loss"
-    """Panel chosen last."""
     right: PanelName = "findings"
     """The panel to show of findings and log, which share a place in the medium layout."""
     zoomed: bool = False
-    """Whether ``panel`` has the whole area."""
     rendezvous: bool = False
     """Whether no rank has made a step, so that the rendezvous is shown instead of empty charts."""
     hosts: int = 1
@@ -123,7 +120,7 @@ def _chosen_panels(choice: PanelChoice, count: int, *, narrow: bool) -> Sequence
 
 def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region]:
     """Return the medium or wide layout: table and charts, with findings or log; the wide one has both."""
-    if _fits_above_charts(area, choice):
+    if choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6):  # the whole table fits above the charts
         return _table_above_charts(area, choice)
     lists: tuple[PanelName, ...] = ("findings", "log") if wide else (choice.right,)
     return _table_beside_charts(area, choice, max(area.height // 4, 8 if wide else 6), lists)
@@ -147,10 +144,13 @@ def _table_beside_charts(
     area: Region, choice: PanelChoice, low: int, lists: tuple[PanelName, ...]
 ) -> dict[str, Region]:
     """Return the table beside the charts; below both, ``low`` lines high, step bars and ``lists``."""
+    if choice.rendezvous:
+        left, right = _columns(area, 2)
+        head_lines = 8  # lines of the rendezvous panel besides one per host
+        rendezvous, log = right.split_horizontal(min(choice.hosts + head_lines, (right.height + 1) // 2))
+        return {"ranks": left, "rendezvous": rendezvous, "log": log}
     upper, bottom = area.split_horizontal(area.height - low)
     left, right = _columns(upper, 2)
-    if choice.rendezvous:
-        return _before_first_step(area, choice)
     if choice.ranks + HEAD_LINES + 4 <= upper.height:  # the table leaves room below it
         return _charts_beside_table(area, choice, bottom, lists)
     names: tuple[PanelName, ...] = ("bars", *lists)
@@ -204,19 +204,6 @@ def _charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
     return {"loss": loss, "sync": sync, "late": below}
 
 
-def _before_first_step(area: Region, choice: PanelChoice) -> dict[str, Region]:
-    """Return the layout before the first step: the table beside the rendezvous and the log."""
-    left, right = _columns(area, 2)
-    rendezvous_head_lines = 8  # lines of the rendezvous panel besides one per host
-    rendezvous, log = right.split_horizontal(min(choice.hosts + rendezvous_head_lines, (right.height + 1) // 2))
-    return {"ranks": left, "rendezvous": rendezvous, "log": log}
-
-
-def _fits_above_charts(area: Region, choice: PanelChoice) -> bool:
-    """Return whether the whole table fits into the share of lines that it may take above the charts."""
-    return choice.ranks + HEAD_LINES <= max(area.height * 0.34, 6)
-
-
 def _table_height(area: Region, choice: PanelChoice, *, share: float) -> int:
     """Return the lines of a table above other panels: head, ranks and a blank line, at most ``share`` of the area."""
     return min(choice.ranks + HEAD_LINES + (1 if area.height >= 20 else 0), max(int(area.height * share), 5))
@@ -240,7 +227,6 @@ class PlacedLayout(Layout):
         self.placed: dict[str, Region] = {}
 
     def arrange(self, parent: Widget, children: list[Widget], size: Size, greedy: bool = True) -> ArrangeResult:
-        """Return the placements of the children that have a region."""
         return [
             WidgetPlacement(region, NULL_OFFSET, NULL_SPACING, child)
             for child in children

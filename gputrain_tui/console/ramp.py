@@ -23,13 +23,10 @@ class Ramp:
     """Colours for one kind of terminal and background."""
 
     heat: tuple[str, ...]
-    """Colour of each heat level."""
     phases: tuple[str, ...]
-    """Colour of each of ``PHASES``."""
     shades: bool = True
     """Whether the terminal has shades between background and text colour, so that areas can be filled."""
     symbols: bool = False
-    """Whether symbols replace colours."""
     plain_cursor: bool = False
     """Whether all text on the cursor's background has one colour, since not all sixteen can be read there."""
 

@@ -6,15 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gputrain_tui import paths
 from trainer.contract.record import write_atomically
 
 FILE = "console.json"
-MANY_COLOURS = ("256color", "kitty")
-"""Last parts of ``TERM`` for which Rich uses more than sixteen colours."""
 
 
 def theme(environ: Mapping[str, str]) -> str | None:
@@ -24,12 +21,12 @@ def theme(environ: Mapping[str, str]) -> str | None:
     """
     if chosen := environ.get("TEXTUAL_THEME"):
         return chosen
-    chosen = _kept(environ).get("theme")
-    kept = chosen if isinstance(chosen, str) else None
-    if has_few_colours(environ) and not (kept or "").startswith("ansi-"):
-        is_light = kept.endswith("-light") if kept else _is_light(environ)
+    chosen = _saved(environ).get("theme")
+    saved = chosen if isinstance(chosen, str) else None
+    if has_few_colours(environ) and not (saved or "").startswith("ansi-"):
+        is_light = saved.endswith("-light") if saved else _is_light(environ)
         return "ansi-light" if is_light else "ansi-dark"
-    return kept or ("textual-light" if _is_light(environ) else None)
+    return saved or ("textual-light" if _is_light(environ) else None)
 
 
 def has_few_colours(environ: Mapping[str, str]) -> bool:
@@ -41,36 +38,26 @@ def has_few_colours(environ: Mapping[str, str]) -> bool:
     if environ.get("TEXTUAL_COLOR_SYSTEM", "auto") != "auto":
         return environ["TEXTUAL_COLOR_SYSTEM"] == "standard"
     name = environ.get("TERM", "").strip().lower()
-    return bool(name) and name.rpartition("-")[2] not in MANY_COLOURS
-
-
-def keep_theme(name: str) -> None:
-    """Save a theme for the next start; nothing happens if the folder cannot be written."""
-    _keep("theme", name)
+    return bool(name) and name.rpartition("-")[2] not in ("256color", "kitty")  # Rich uses more for these
 
 
 def notifies(environ: Mapping[str, str]) -> bool:
     """Return whether the console rings and notifies when a run ends; True by default."""
-    return _kept(environ).get("notify") is not False
+    return _saved(environ).get("notify") is not False
 
 
-def keep_notifying(on: bool) -> None:
-    """Save whether to notify when a run ends; nothing happens if the folder cannot be written."""
-    _keep("notify", on)
-
-
-def _keep(name: str, value: str | bool) -> None:
+def save(name: Literal["theme", "notify"], value: str | bool) -> None:
+    """Save a setting for the next start; nothing happens if the folder cannot be written."""
     folder = paths.config_folder()
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(folder / FILE, json.dumps({**_kept(os.environ), name: value}).encode() + b"\n")
+        write_atomically(folder / FILE, json.dumps({**_saved(os.environ), name: value}).encode() + b"\n")
 
 
-def _kept(environ: Mapping[str, str]) -> dict[str, Any]:
-    file: Path = paths.config_folder(environ) / FILE
+def _saved(environ: Mapping[str, str]) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        kept = json.loads(file.read_text("utf-8"))
-        return kept if isinstance(kept, dict) else {}
+        saved = json.loads((paths.config_folder(environ) / FILE).read_text("utf-8"))
+        return saved if isinstance(saved, dict) else {}
     return {}
 
 

@@ -13,7 +13,7 @@ from gputrain_tui.lifecycle.prepared import Prepared, check_planned, plan_recipe
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight import CheckResult, NotReadyError
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.form_fields import Field, FieldMessage, find_field, message_key
+from gputrain_tui.recipe.form_fields import Field, FieldMessage, find_field, message_key, strip_location
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -26,9 +26,7 @@ class ValidatedRecipe:
     """Result of a validation."""
 
     settings: tuple[str, ...]
-    """Changes that were applied, as for ``--set``."""
     recipe: Recipe | None = None
-    """The recipe; None if it is invalid."""
     plan: Plan | None = None
     prepared: Prepared | None = None
     """The run to launch; None if a check fails."""
@@ -39,9 +37,20 @@ class ValidatedRecipe:
     results: tuple[CheckResult, ...] = ()
     """Results of the preflight; empty if the recipe is invalid."""
     task: str = ""
-    """The task that was passed."""
     task_options: Sequence[Option] | None = None
     """Options of a user's own task; None for a built-in one."""
+
+    def messages(self, fields: Sequence[Field]) -> dict[str, FieldMessage]:
+        """Return the problem, or else the worst result of the preflight, of each field that has one, by key."""
+        messages: dict[str, FieldMessage] = {}
+        for status in ("note", "warning", "error"):
+            for check in reversed(self.results):
+                field = find_field(fields, check.key) if check.status == status and check.key else None
+                if field is not None:
+                    messages[field.key] = FieldMessage(check.text, status)
+        if self.problem and (field := find_field(fields, self.key)) is not None:
+            messages[field.key] = FieldMessage(strip_location(self.problem))
+        return messages
 
 
 HOSTS_MAX_AGE_S = 20.0
@@ -51,40 +60,25 @@ HOSTS_MAX_AGE_S = 20.0
 def validate_recipe(
     text: str, *, name: str, settings: Sequence[str], task: str = "", hosts_max_age_s: float = HOSTS_MAX_AGE_S
 ) -> ValidatedRecipe:
-    """Build and plan a recipe with changes, and run the preflight.
+    """Build and plan a recipe, ``text``, with changes, ``settings`` as for ``--set``, and run the preflight.
 
-    Args:
-        text: the recipe's file.
-        name: name of the recipe in messages.
-        settings: changes, as for ``--set``.
-        task: ``train.task``; a process prints the options of a task that is not built in.
-        hosts_max_age_s: greatest age of the facts of other hosts.
+    ``name``: of the recipe in messages; ``task``: ``train.task``, of which a process prints the options if it is not
+    built in; ``hosts_max_age_s``: greatest age of the facts of other hosts, seconds.
     """
-    found = ValidatedRecipe(settings=tuple(settings), task=task)
+    result = ValidatedRecipe(settings=tuple(settings), task=task)
     try:
         if task and task not in BUILT_IN:
-            found = replace(found, task_options=describe_task(task))
+            result = replace(result, task_options=describe_task(task))
     except RequestError as error:
-        return replace(found, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
+        return replace(result, problem=f"{name}: train.task is {task!r}: {error}", key="train.task")
     try:
-        recipe = build(text, name=name, overrides=found.settings)
-        found = replace(found, recipe=recipe)
+        recipe = build(text, name=name, overrides=result.settings)
+        result = replace(result, recipe=recipe)
         planned = plan_recipe(recipe)
-        found = replace(found, plan=planned.plan)
+        result = replace(result, plan=planned.plan)
         prepared = check_planned(recipe, planned, max_age_s=hosts_max_age_s)
     except NotReadyError as refused:
-        return replace(found, plan=refused.plan, results=refused.results)
+        return replace(result, plan=refused.plan, results=refused.results)
     except RequestError as error:
-        return replace(found, problem=str(error), key=message_key(str(error)))
-    return replace(found, prepared=prepared, results=prepared.results)
-
-
-def remarks_by_field(fields: Sequence[Field], results: Sequence[CheckResult]) -> dict[str, FieldMessage]:
-    """Return the worst preflight result of each field as a message, by key."""
-    found: dict[str, FieldMessage] = {}
-    for status in ("note", "warning", "error"):
-        for result in reversed(results):
-            concerned = find_field(fields, result.key) if result.status == status and result.key else None
-            if concerned is not None:
-                found[concerned.key] = FieldMessage(result.text, status)
-    return found
+        return replace(result, problem=str(error), key=message_key(str(error)))
+    return replace(result, prepared=prepared, results=prepared.results)

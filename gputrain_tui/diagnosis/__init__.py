@@ -11,6 +11,8 @@ from itertools import takewhile
 from traceback import extract_tb
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention
 from gputrain_tui.diagnosis.hang import hang
@@ -21,7 +23,7 @@ from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
 from gputrain_tui.diagnosis.straggler import stragglers
-from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
+from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, HISTORY, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
@@ -29,12 +31,10 @@ from trainer.contract.record import Failure, Finding
 
 __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
-KINDS = frozenset(
-    (
-        "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-        "loss_spike", "outside_torch", "stalled",
-    )
-)  # fmt: skip
+KINDS = frozenset((
+    "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
+    "loss_spike", "outside_torch", "stalled",
+))  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
 
 Key = tuple[str, int | None]
@@ -55,14 +55,13 @@ class Diagnosis:
         self._activity = RankActivity()
         self._adopted = False
         self._failed: dict[str, str] = {}
-        """Checks that have failed by a defect of their own and are not made again, each with a line that says why."""
-        self._reported: set[str] = set()
-        """Failed checks that were reported."""
+        """Checks that have failed by a defect of their own and are not made again; why, or nothing once reported."""
 
     def update(self, state: RunState, now: float) -> list[Finding]:
         """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""
-        if not self._adopted:
-            self._adopt_raised(state)
+        if not self._adopted:  # the findings that an earlier process has raised and not cleared
+            self._adopted = True
+            self._raised = {key: (finding, 0.0) for key, finding in state.findings.items() if finding.kind in KINDS}
         self._activity.update(state, now)
         present: dict[Key, Symptom] = {}
         for symptom in self._symptoms(state, now):
@@ -72,7 +71,7 @@ class Diagnosis:
         events = [*self._clear(present, state, now), *self._failures(now)]
         for key, symptom in present.items():
             if symptom.confirmed and symptom.value >= symptom.threshold and self._is_new(key, symptom):
-                finding = _finding(symptom, state, now)
+                finding = symptom.finding(None if symptom.rank is None else state.ranks.get(symptom.rank), now)
                 self._raised[key] = finding, CLEAR_SHARE * symptom.threshold
                 if finding.kind == "straggler":
                     for row in self._timeline.last(WINDOW_ROWS):
@@ -96,11 +95,11 @@ class Diagnosis:
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
         """Return all symptoms that are present now; a check that fails does not keep the others from being made."""
-        found: list[Symptom] = []
+        symptoms: list[Symptom] = []
         added = self._attempt("the comparison of ranks", lambda: self._new_rows(state))
         for name, check in self._checks(state, now, added).items():
-            found += self._attempt(name, check) or ()
-        return found
+            symptoms += self._attempt(name, check) or ()
+        return symptoms
 
     def _attempt(self, name: str, check: Callable[[], Sequence[T]]) -> Sequence[T] | None:
         """Return the result of a check; None if it fails, or has failed before."""
@@ -109,16 +108,16 @@ class Diagnosis:
         try:
             return check()
         except Exception as error:  # noqa: BLE001 - a defect of one check must not end the others
-            place = extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+            frame = extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
             self._failed[name] = f"{name} is no longer checked: {type(error).__name__}: {error} ({where})"
             return None
 
     def _failures(self, now: float) -> list[Finding]:
         """Return a finding for each check that has failed since the last call."""
-        new = [name for name in self._failed if name not in self._reported]
-        self._reported.update(new)
-        return [Finding(time=now, kind="not_diagnosed", severity="info", message=self._failed[name]) for name in new]
+        new = list(filter(None, self._failed.values()))
+        self._failed = dict.fromkeys(self._failed, "")
+        return [Finding(time=now, kind="not_diagnosed", severity="info", message=message) for message in new]
 
     def _new_rows(self, state: RunState) -> list[StepRow]:
         """Read the new events; return the rows that they add."""
@@ -158,13 +157,6 @@ class Diagnosis:
         """Whether the ranks themselves have raised a desync finding, which has more detail."""
         return any(key[0] == "desync" and key not in self._raised for key in state.findings)
 
-    def _adopt_raised(self, state: RunState) -> None:
-        """Adopt the findings that an earlier process has raised and not cleared."""
-        self._adopted = True
-        for key, finding in state.findings.items():
-            if finding.kind in KINDS:
-                self._raised[key] = finding, 0.0
-
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
         """Whether a symptom is not raised yet, or was raised without the cause that is known now."""
         if key not in self._raised:
@@ -182,40 +174,6 @@ class Diagnosis:
             if symptom is not None and symptom.value >= (below or CLEAR_SHARE * symptom.threshold):
                 continue
             del self._raised[key]
-            events.append(
-                Finding(
-                    time=now,
-                    kind=finding.kind,
-                    state="cleared",
-                    severity=finding.severity,
-                    rank=finding.rank,
-                    ranks=finding.ranks,
-                    host=finding.host,
-                    device=finding.device,
-                    step=state.step,
-                    cause=finding.cause,
-                    message=finding.message,
-                )
-            )
+            cleared = replace(finding, time=now, state="cleared", step=state.step, line="", evidence={}, advice="")
+            events.append(cleared)
         return events
-
-
-def _finding(symptom: Symptom, state: RunState, now: float) -> Finding:
-    host, device = host_and_device(state, symptom.rank) if symptom.rank is not None else (None, None)
-    if symptom.host is not None:
-        host, device = symptom.host, None
-    return Finding(
-        time=now,
-        kind=symptom.kind,
-        severity=symptom.severity,
-        rank=symptom.rank,
-        ranks=list(symptom.ranks),
-        host=host,
-        device=device,
-        step=symptom.step,
-        cause=symptom.cause,
-        line=symptom.line,
-        message=symptom.message,
-        evidence={name: round(value, 4) for name, value in symptom.evidence.items()},
-        advice=symptom.advice,
-    )

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.row import StepRow, base_ms, wire_ms
-from gputrain_tui.diagnosis.statistics import median, quantile
+from gputrain_tui.diagnosis.statistics import quantile
 from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.thresholds import (
-    BOUND_CRITICAL_SHARE,
-    BOUND_WINDOW_STEPS,
-    CLEAR_SHARE,
-    MAX_CORE_WAIT_SHARE,
-    MIN_DATA_SHARE,
-    MIN_WIRE_SHARE,
-)
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
 
 def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return the symptoms of a run bound by its input or by communication."""
-    window = timeline.last(BOUND_WINDOW_STEPS)
-    if len(window) < BOUND_WINDOW_STEPS:
+    window = timeline.last(limit.BOUND_WINDOW_STEPS)
+    if len(window) < limit.BOUND_WINDOW_STEPS:
         return []
     usual_ms = base_ms(window)
     if usual_ms <= 0.0:
         return []
-    found = [_input(window, usual_ms), _communication(state, window)]
-    return [symptom for symptom in found if symptom is not None]
+    symptoms = (_input(window, usual_ms), _communication(state, window))
+    return [symptom for symptom in symptoms if symptom is not None]
 
 
 def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
@@ -39,8 +33,8 @@ def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
     return Symptom(
         kind="input_bound",
         value=share,
-        threshold=MIN_DATA_SHARE,
-        severity="critical" if share >= BOUND_CRITICAL_SHARE else "warning",
+        threshold=limit.MIN_DATA_SHARE,
+        severity="critical" if share >= limit.BOUND_CRITICAL_SHARE else "warning",
         cause="data",
         step=window[-1].step,
         message=f"waiting for data takes {percent(share)} of a step ({data_ms:.1f} of {usual_ms:.1f} ms)",
@@ -55,9 +49,9 @@ def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
     A task's steps are those of this package: what it does between optimizer and data is no advice to its user. Nor is
     a pause in few steps, as after each epoch: the median step counts, besides the mean.
     """
-    sums = [view.recent for view in state.ranks.values() if view.totals.steps >= BOUND_WINDOW_STEPS]
+    sums = [view.recent for view in state.ranks.values() if view.totals.steps >= limit.BOUND_WINDOW_STEPS]
     shares = [share for each in sums if (share := each.share("other")) is not None]
-    rows = timeline.last(BOUND_WINDOW_STEPS)
+    rows = timeline.last(limit.BOUND_WINDOW_STEPS)
     if state.plan is not None or len(shares) < len(state.ranks) or not shares or not rows:
         return []
     share = median(shares)
@@ -67,7 +61,7 @@ def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
         Symptom(
             kind="outside_torch",
             value=min(share, median([row.other_share for row in rows])),
-            threshold=max(MIN_DATA_SHARE, largest),
+            threshold=max(limit.MIN_DATA_SHARE, largest),
             cause="other",
             step=state.step,
             message=f"{percent(share)} of a step is the script's own code between optimizer and data",
@@ -87,10 +81,10 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         return None
     step_ms = median([row.step_ms for row in window])
     share = bare_ms / step_ms
-    if share < CLEAR_SHARE * MIN_WIRE_SHARE:
+    if share < limit.CLEAR_SHARE * limit.MIN_WIRE_SHARE:
         return None
     # The threads that transfer need cores, too: where ranks wait for cores, the transfer's time is not the network's.
-    if median([row.core_wait_ms for row in window]) > MAX_CORE_WAIT_SHARE * bare_ms:
+    if median([row.core_wait_ms for row in window]) > limit.MAX_CORE_WAIT_SHARE * bare_ms:
         return None
     evidence = {"wire_exposed_ms": bare_ms, "step_ms": step_ms, "wire_share": share}
     evidence["compute_ms"] = median([row.compute_ms for row in window])
@@ -104,8 +98,8 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
     return Symptom(
         kind="communication_bound",
         value=share,
-        threshold=MIN_WIRE_SHARE,
-        severity="critical" if share >= BOUND_CRITICAL_SHARE else "warning",
+        threshold=limit.MIN_WIRE_SHARE,
+        severity="critical" if share >= limit.BOUND_CRITICAL_SHARE else "warning",
         cause="communication",
         step=window[-1].step,
         message=f"gradient exchange that computing does not hide takes {percent(share)} of a step "

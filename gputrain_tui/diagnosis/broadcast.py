@@ -10,12 +10,14 @@ the copy, but it leaves a trace: a follower's forward pass is longer by as much 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import median
 
+from msgspec.structs import replace
+
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.row import StepRow, base_ms
-from gputrain_tui.diagnosis.statistics import median
 from gputrain_tui.diagnosis.symptom import Symptom
-from gputrain_tui.diagnosis.thresholds import MAX_LEAD_DEVIATION_SHARE, MIN_AGREEING_SHARE, MIN_LEAD_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +29,13 @@ class BroadcastWait:
     followers: frozenset[int]
     """Indices of the ranks that wait."""
     wait_ms: float
-    """Median wait of a follower per step."""
 
     @classmethod
     def detect(cls, rows: Sequence[StepRow]) -> BroadcastWait | None:
         """Return the leader and its followers over some steps; None where there are none."""
         begins = [median(series) for series in zip(*(row.before_forward for row in rows), strict=True)]
         leader = max(range(len(begins)), key=begins.__getitem__)
-        if begins[leader] - min(begins) < MIN_LEAD_SHARE * base_ms(rows):
+        if begins[leader] - min(begins) < limit.MIN_LEAD_SHARE * base_ms(rows):
             return None
         others = (index for index in range(len(begins)) if index != leader)
         followers = frozenset(index for index in others if _follows(rows, index, leader))
@@ -60,6 +61,6 @@ def _follows(rows: Sequence[StepRow], index: int, leader: int) -> bool:
     longer = [row.phases[index].forward - row.phases[leader].forward for row in rows]
     usual = median(leads)
     apart = median([long - lead for long, lead in zip(longer, leads, strict=True)])
-    if usual <= 0.0 or abs(apart) > MAX_LEAD_DEVIATION_SHARE * usual:
+    if usual <= 0.0 or abs(apart) > limit.MAX_LEAD_DEVIATION_SHARE * usual:
         return False
-    return sum(long >= usual / 2 for long in longer) >= MIN_AGREEING_SHARE * len(rows)
+    return sum(long >= usual / 2 for long in longer) >= limit.MIN_AGREEING_SHARE * len(rows)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import CAUSE_NAMES, THROTTLE_NAMES
 from gputrain_tui.diagnosis.row import PHASES, StepRow
-from gputrain_tui.diagnosis.statistics import median, midmean
-from gputrain_tui.diagnosis.thresholds import MIN_EXPLAINED_SHARE, MIN_PHASE_RATIO, NEGLIGIBLE_SHARE
+from gputrain_tui.diagnosis.statistics import midmean
 from gputrain_tui.state import RunState
 
 DEVICE_PHASES = ("forward", "backward", "optimizer")
@@ -34,23 +35,17 @@ def cause_of(
     window: Sequence[StepRow],
     ranks: Sequence[int],
 ) -> Cause:
-    """Return the cause of a lateness; of overlapping causes the more specific one.
+    """Return the cause of a rank's lateness in a window; of overlapping causes the more specific one.
 
-    Args:
-        state: the run, for the samples of its machines.
-        rank: the late rank.
-        late_ms: its lateness in the window.
-        phases: excess of each phase over the other ranks', ms.
-        window: rows in which it was late.
-        ranks: all ranks, in the order of the rows.
+    ``phases`` has the excess of each phase over the other ranks', ms; ``ranks`` all ranks in the order of the rows.
     """
-    least = MIN_EXPLAINED_SHARE * late_ms
+    least = limit.MIN_EXPLAINED_SHARE * late_ms
     if phases["gc"] >= least:
-        return _known_cause("garbage_collection")
+        return known_cause("garbage_collection")
     index = ranks.index(rank)
     stolen = _steal_excess(state, rank)
     if stolen * median([row.phases[index].own for row in window]) >= least:
-        return _known_cause("cpu_steal", {"steal_excess_percent": 100 * stolen})
+        return known_cause("cpu_steal", {"steal_excess_percent": 100 * stolen})
     if sum(phases[phase] for phase in DEVICE_PHASES) >= least:
         on_device = median([c.forward + c.backward + c.optimizer for c in (row.phases[index] for row in window)])
         if (cause := _lower_clock(state, rank, on_device, least)) is not None:
@@ -58,7 +53,7 @@ def cause_of(
     phase = max(PHASES, key=phases.__getitem__)
     if phases[phase] >= least and phase != "other":
         if _is_out_of_proportion(phase, phases[phase], late_ms, index, window):
-            return _known_cause(phase)
+            return known_cause(phase)
         because = f"because all of its phases take longer, most of all {CAUSE_NAMES[phase]} (+{phases[phase]:.1f} ms)"
         return Cause(name="unattributed", because=because)
     if len(longer := [name for name in PHASES if phases[name] >= 0.1 * late_ms]) > 1:
@@ -67,7 +62,8 @@ def cause_of(
     return Cause(name="unattributed", because="for a reason outside the measured phases of the step")
 
 
-def _known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
+def known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
+    """Return a cause of ``CAUSE_NAMES``."""
     return Cause(name=name, because=f"because of {CAUSE_NAMES[name]}", evidence=evidence or {})
 
 
@@ -79,7 +75,10 @@ def _is_out_of_proportion(phase: str, excess_ms: float, late_ms: float, index: i
     rest_late_ms = midmean([row.own_excess[index] - row.excess(phase, index) for row in window])
     rest_ms = own_ms - part_ms
     # The ratio of both relative excesses, multiplied out: either usual time may be zero.
-    return rest_late_ms <= NEGLIGIBLE_SHARE * late_ms or excess_ms * rest_ms >= MIN_PHASE_RATIO * rest_late_ms * part_ms
+    return (
+        rest_late_ms <= limit.NEGLIGIBLE_SHARE * late_ms
+        or excess_ms * rest_ms >= limit.MIN_PHASE_RATIO * rest_late_ms * part_ms
+    )
 
 
 def _steal_excess(state: RunState, rank: int) -> float:
@@ -108,10 +107,9 @@ def _lower_clock(state: RunState, rank: int, on_device_ms: float, least_ms: floa
     if gpu.sm_clock_mhz >= usual or on_device_ms * (1 - gpu.sm_clock_mhz / usual) < least_ms:
         return None
     evidence = {"sm_clock_mhz": float(gpu.sm_clock_mhz), "usual_sm_clock_mhz": float(usual)}
-    if gpu.temperature_celsius is not None:
-        evidence["temperature_celsius"] = gpu.temperature_celsius
-    if gpu.power_watts is not None:
-        evidence["power_watts"] = gpu.power_watts
+    for name in ("temperature_celsius", "power_watts"):
+        if (value := getattr(gpu, name)) is not None:
+            evidence[name] = value
     at = f" ({gpu.sm_clock_mhz} MHz, the others {usual:.0f} MHz)"
     heat = any(reason.startswith("thermal") for reason in gpu.throttle_reasons)
     name = "gpu_thermal" if heat else "gpu_clock"

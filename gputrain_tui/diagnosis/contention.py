@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
-from gputrain_tui.diagnosis.statistics import median
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.thresholds import (
-    CLEAR_SHARE,
-    CORE_WAIT_SAMPLES,
-    CRITICAL_CORE_WAIT_SHARE,
-    MIN_AGREEING_SHARE,
-    MIN_CORE_WAIT_SHARE,
-    MIN_OTHERS_SHARE,
-    MIN_THREAD_EXCESS,
-)
 from gputrain_tui.state import RunState
 from trainer.contract.record import NodeSample, RankSample
 
@@ -30,7 +22,7 @@ class Contention:
     def symptoms(self, state: RunState) -> list[Symptom]:
         """Return the hosts with fewer cores than busy threads."""
         for node, sample in state.nodes.items():
-            kept = self._samples.setdefault(node, deque(maxlen=CORE_WAIT_SAMPLES))
+            kept = self._samples.setdefault(node, deque(maxlen=limit.CORE_WAIT_SAMPLES))
             if kept and kept[-1] is sample:
                 continue
             if not any(state.ranks[each.rank].steps for each in sample.ranks):
@@ -44,26 +36,22 @@ class Contention:
 def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threads: int) -> Symptom | None:
     """Return the symptom of a host; None where its cores suffice, or are not known.
 
-    Args:
-        samples: its newest samples.
-        alone: whether it is the only host.
-        step: the run's step.
-        set_threads: the most threads on which torch computes in a rank; 0 where they are not known.
+    ``set_threads`` is the most threads on which torch computes in a rank; 0 where they are not known.
     """
     known = [each for each in samples if any(rank.wait_percent is not None for rank in each.ranks)]
     newest = samples[-1]
-    if len(known) < CORE_WAIT_SAMPLES or not newest.cores:
+    if len(known) < limit.CORE_WAIT_SAMPLES or not newest.cores:
         return None
     waits = [median([rank.wait_percent or 0.0 for rank in each.ranks]) / 100 for each in known]
     share, cores, ranks = median(waits), newest.cores, len(newest.ranks)
-    if share < CLEAR_SHARE * MIN_CORE_WAIT_SHARE:
+    if share < limit.CLEAR_SHARE * limit.MIN_CORE_WAIT_SHARE:
         return None
     own = median([sum(map(_busy_threads, each.ranks)) for each in known])
     others = median([(each.other_cpu_percent or 0.0) / 100 for each in known])
-    if own + others < MIN_THREAD_EXCESS * cores:
+    if own + others < limit.MIN_THREAD_EXCESS * cores:
         return None
     who = f"the {ranks} ranks on {newest.host} wait" if ranks > 1 else f"the rank on {newest.host} waits"
-    taken = others >= MIN_OTHERS_SHARE * cores
+    taken = others >= limit.MIN_OTHERS_SHARE * cores
     and_others = f", {others:.1f} of them in other processes," if taken else ""
     threads = max(1, int((cores - others if taken else cores) / ranks))
     is_set = 0 < set_threads <= threads
@@ -74,9 +62,9 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
         rank=None if alone else min(rank.rank for rank in newest.ranks),
         host=newest.host,
         value=share,
-        threshold=MIN_CORE_WAIT_SHARE,
-        confirmed=sum(each >= share / 2 for each in waits) >= MIN_AGREEING_SHARE * len(waits),
-        severity="info" if not remedies else "critical" if share >= CRITICAL_CORE_WAIT_SHARE else "warning",
+        threshold=limit.MIN_CORE_WAIT_SHARE,
+        confirmed=sum(each >= share / 2 for each in waits) >= limit.MIN_AGREEING_SHARE * len(waits),
+        severity="info" if not remedies else "critical" if share >= limit.CRITICAL_CORE_WAIT_SHARE else "warning",
         cause="core_wait",
         step=step,
         message=f"{who} {percent(share)} of the time for a free core: {own + others:.1f} threads{and_others} are busy "
@@ -105,13 +93,8 @@ def _remedies(
 ) -> list[str]:
     """Return the remedies that are not followed yet, the likeliest first.
 
-    Args:
-        ranks: ranks on the host.
-        cores: its cores.
-        busy: busy threads per rank.
-        threads: threads to set per rank; None where no more are set.
-        taken: whether other processes take a good part of the cores.
-        workers: child processes of the ranks; None where they were not counted.
+    ``busy`` are the busy threads of a rank, and ``threads`` those to set for it, None where no more are set. ``taken``:
+    other processes take a good part of the cores. ``workers`` are child processes; None where they were not counted.
     """
     remedies = []
     if ranks > cores:  # even one thread per rank is too many

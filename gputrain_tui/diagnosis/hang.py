@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.stall import RankActivity
-from gputrain_tui.diagnosis.thresholds import HANG_MULTIPLE, MIN_HANG_S
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.rank_stacks import group_stacks
 from trainer.contract.record import Failure
@@ -35,7 +35,7 @@ def hang(
         silence_s = activity.silence_s(view, now, since=state.silence_changed_at)
         if timeout_s is None:
             longest_s = state.longest_stay_s.get(view.stage)
-            learned_s = limit_s if longest_s is None else max(MIN_HANG_S, HANG_MULTIPLE * longest_s)
+            learned_s = limit_s if longest_s is None else max(limit.MIN_HANG_S, limit.HANG_MULTIPLE * longest_s)
             if min(silence_s, now - activity.active_at.get(view.rank, now)) < min(learned_s, limit_s):
                 continue
         elif silence_s < timeout_s:

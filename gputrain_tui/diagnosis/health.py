@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 from itertools import islice
+from statistics import median
 from typing import NamedTuple
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.statistics import jitter, median, spread
+from gputrain_tui.diagnosis.statistics import jitter, spread
 from gputrain_tui.diagnosis.symptom import Symptom
-from gputrain_tui.diagnosis.thresholds import (
-    MIN_EARLIER_EVENTS,
-    MIN_NON_FINITE_NORMS,
-    MIN_SPIKE_SHARE,
-    SPIKE_EVENTS,
-    SPIKE_SIGMAS,
-)
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.record_watch import RECORD_LAG_S
+from gputrain_tui.state.standstill import RECORD_LAG_S
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Step
 
-LEAST = {"loss": 1, "grad_norm": MIN_NON_FINITE_NORMS}
+LEAST = {"loss": 1, "grad_norm": limit.MIN_NON_FINITE_NORMS}
 """By field, its non-finite events in a row for a finding."""
 ENDED_STATES = ("finished", "failed")
 """States of a rank that records no more steps."""
@@ -60,7 +55,6 @@ class NonFinite:
         self._trails: dict[int, dict[str, _Trail]] = {}
         """By rank and field (``loss`` or ``grad_norm``), its non-finite events up to the newest one."""
         self._read: dict[int, int] = {}
-        """By rank, the step events that are read."""
         self._first: int | None = None
         """Rank in the current finding."""
 
@@ -93,7 +87,7 @@ class NonFinite:
             Symptom(
                 kind="non_finite",
                 rank=self._first,
-                ranks=tuple(ranks) if len(ranks) > 1 else (),
+                ranks=ranks if len(ranks) > 1 else [],
                 value=1.0,
                 threshold=1.0,
                 confirmed=all(view.step >= step for view in going) or now - began > RECORD_LAG_S,
@@ -128,9 +122,7 @@ class _Trail(NamedTuple):
     """Non-finite numbers of a rank, up to its newest measured one."""
 
     step: int
-    """The first such step."""
     events: int
-    """Number of its events."""
     time: float
     """Time of the first such event, Unix seconds."""
 
@@ -149,12 +141,12 @@ def _is_number(value: float | None) -> bool:
 def loss_spikes(state: RunState, timeline: Timeline) -> list[Symptom]:
     """Return a jump of the newest mean losses over the ranks against the earlier ones."""
     losses = list(timeline.losses)
-    if len(losses) < MIN_EARLIER_EVENTS + SPIKE_EVENTS:
+    if len(losses) < limit.MIN_EARLIER_EVENTS + limit.SPIKE_EVENTS:
         return []
-    before, newest = losses[:-SPIKE_EVENTS], losses[-SPIKE_EVENTS:]
+    before, newest = losses[: -limit.SPIKE_EVENTS], losses[-limit.SPIKE_EVENTS :]
     usual = median(before)
     noise = max(spread(before), jitter(before))
-    threshold = max(SPIKE_SIGMAS * noise, MIN_SPIKE_SHARE * abs(usual))
+    threshold = max(limit.SPIKE_SIGMAS * noise, limit.MIN_SPIKE_SHARE * abs(usual))
     height = median(newest) - usual
     if threshold <= 0.0 or height < threshold / 2:
         return []

@@ -11,23 +11,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.row import StepRow
-from gputrain_tui.diagnosis.statistics import median
 from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.thresholds import (
-    CLEAR_SHARE,
-    IMBALANCE_BLOCK_ROWS,
-    IMBALANCE_BLOCKS,
-    IMBALANCE_CRITICAL_SHARE,
-    IMBALANCE_SHARE,
-    MAX_CORE_WAIT_SHARE,
-    MIN_AGREEING_SHARE,
-    MIN_CORRELATION,
-)
+from gputrain_tui.diagnosis.thresholds import IMBALANCE_BLOCK_ROWS, IMBALANCE_BLOCKS
 from gputrain_tui.diagnosis.timeline import Timeline
 
 
@@ -47,7 +38,6 @@ class Imbalance:
         self._start(0)
 
     def _start(self, ranks: int) -> None:
-        """Start without blocks."""
         self._blocks: deque[_StepBlock] = deque(maxlen=IMBALANCE_BLOCKS)
         self._begin_block(ranks)
         self._symptom: Symptom | None = None
@@ -59,12 +49,7 @@ class Imbalance:
         """Rows in the block that is not complete."""
 
     def symptoms(self, timeline: Timeline, added: Sequence[StepRow]) -> list[Symptom]:
-        """Return the symptom of uneven work.
-
-        Args:
-            timeline: the newest steps.
-            added: its rows since the last call, in order.
-        """
+        """Return the symptom of uneven work; ``added``: the rows since the last call, in order."""
         if len(self._waits) != len(timeline.ranks) or not timeline.rows:
             self._start(len(timeline.ranks))
         for row in added:
@@ -91,11 +76,11 @@ def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None
     lost_ms = (min(total) - least_ms) / (IMBALANCE_BLOCKS * IMBALANCE_BLOCK_ROWS)
     step_ms = fmean(row.step_ms for row in rows)
     share = lost_ms / step_ms if step_ms > 0.0 else 0.0
-    if share < CLEAR_SHARE * IMBALANCE_SHARE:
+    if share < limit.CLEAR_SHARE * limit.IMBALANCE_SHARE:
         return None
     late_ms = (fmean(total) - least_ms) / (IMBALANCE_BLOCKS * IMBALANCE_BLOCK_ROWS)
     merged = [row.core_wait_ms for row in rows if row.steps > 1]
-    if merged and median(merged) > MAX_CORE_WAIT_SHARE * late_ms:
+    if merged and median(merged) > limit.MAX_CORE_WAIT_SHARE * late_ms:
         return None
     each_ms = [(min(block.waits) - block.least) / IMBALANCE_BLOCK_ROWS for block in blocks]
     cause, sizes = _cause(rows)
@@ -108,9 +93,9 @@ def _symptom(timeline: Timeline, blocks: Sequence[_StepBlock]) -> Symptom | None
     return Symptom(
         kind="imbalance",
         value=share,
-        threshold=IMBALANCE_SHARE,
-        confirmed=sum(each >= lost_ms / 2 for each in each_ms) >= MIN_AGREEING_SHARE * IMBALANCE_BLOCKS,
-        severity="critical" if share >= IMBALANCE_CRITICAL_SHARE else "warning",
+        threshold=limit.IMBALANCE_SHARE,
+        confirmed=sum(each >= lost_ms / 2 for each in each_ms) >= limit.MIN_AGREEING_SHARE * IMBALANCE_BLOCKS,
+        severity="critical" if share >= limit.IMBALANCE_CRITICAL_SHARE else "warning",
         cause=cause or "unattributed",
         step=rows[-1].step,
         message=f"ranks are late in turn, {because}: uneven work costs {percent(share)} of a step "
@@ -130,18 +115,16 @@ def _cause(rows: Sequence[StepRow]) -> tuple[str | None, list[float]]:
         sizes = [[getattr(row.phases[index], name) for index in ranks] for row in rows]
         if any(None in each for each in sizes):
             continue
-        if _correlation(_deviations(sizes), work) >= MIN_CORRELATION:
+        if _correlation(_deviations(sizes), work) >= limit.MIN_CORRELATION:
             return name, [size for each in sizes for size in each]
     return None, []
 
 
 def _means(waits: Sequence[Sequence[float]]) -> Sequence[float]:
-    """Return the mean of each rank over some steps."""
     return waits[0] if len(waits) == 1 else [fmean(each) for each in zip(*waits, strict=True)]
 
 
 def _deviations(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return each value less the mean of its row."""
     return [value - mean for row, mean in zip(rows, map(fmean, rows), strict=True) for value in row]
 
 

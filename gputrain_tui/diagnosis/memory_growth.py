@@ -6,24 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from statistics import median
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.statistics import jitter, median
+from gputrain_tui.diagnosis.statistics import jitter
 from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.thresholds import (
-    CLEAR_SHARE,
-    FORECAST_S,
-    FORECAST_SAMPLES,
-    FORECAST_WARM_UP_SAMPLES,
-    GROWTH_BLOCKS,
-    GROWTH_SAMPLES,
-    GROWTH_SIGMAS,
-    GROWTH_WARM_UP_SAMPLES,
-    MIN_BLOCK_GROWTH_SHARE,
-    MIN_GROWTH_SHARE,
-    MIN_LASTING_SHARE,
-    MIN_PART_SHARE,
-)
 from gputrain_tui.state import RankView, RunState
 
 
@@ -45,27 +33,26 @@ class Growth:
     @classmethod
     def over(cls, samples: Sequence[tuple[float, int]]) -> Growth:
         """Compute the growth over samples of time, Unix seconds, and bytes."""
-        size = len(samples) // GROWTH_BLOCKS
-        blocks = [[float(used) for _, used in samples[size * n : size * (n + 1)]] for n in range(GROWTH_BLOCKS)]
+        size = len(samples) // limit.GROWTH_BLOCKS
+        blocks = [[float(used) for _, used in samples[size * n : size * (n + 1)]] for n in range(limit.GROWTH_BLOCKS)]
         levels = [median(block) for block in blocks]
         growth = levels[-1] - levels[0]
-        mean = growth / (GROWTH_BLOCKS - 1)
-        half = GROWTH_BLOCKS // 2
+        mean = growth / (limit.GROWTH_BLOCKS - 1)
+        half = limit.GROWTH_BLOCKS // 2
         # From the middle of the first block to that of the last.
-        seconds = samples[size * (GROWTH_BLOCKS - 1)][0] - samples[0][0]
+        seconds = samples[size * (limit.GROWTH_BLOCKS - 1)][0] - samples[0][0]
         return cls(
             first_bytes=levels[0],
             last_bytes=levels[-1],
             watched_s=samples[-1][0] - samples[0][0],
             per_s=growth / max(seconds, 1.0),
-            steady=growth >= GROWTH_SIGMAS * median([jitter(block) for block in blocks])
-            and all(b - a >= MIN_BLOCK_GROWTH_SHARE * mean for a, b in pairwise(levels)),
-            lasting=levels[-1] - levels[half] >= MIN_LASTING_SHARE * (levels[half - 1] - levels[0]),
+            steady=growth >= limit.GROWTH_SIGMAS * median([jitter(block) for block in blocks])
+            and all(b - a >= limit.MIN_BLOCK_GROWTH_SHARE * mean for a, b in pairwise(levels)),
+            lasting=levels[-1] - levels[half] >= limit.MIN_LASTING_SHARE * (levels[half - 1] - levels[0]),
         )
 
     @property
     def grows(self) -> bool:
-        """Whether it grows and is likely to go on."""
         return self.per_s > 0.0 and self.steady and self.lasting
 
 
@@ -81,29 +68,29 @@ class MemoryGrowth:
     def symptoms(self, state: RunState) -> list[Symptom]:
         """Return a symptom per rank with steadily growing memory: of its process or its GPU, whichever is worse."""
         for node, sample in state.nodes.items():
-            kept = self._hosts.setdefault(node, deque(maxlen=FORECAST_SAMPLES))
+            kept = self._hosts.setdefault(node, deque(maxlen=limit.FORECAST_SAMPLES))
             if sample.memory_used_bytes is not None and (not kept or kept[-1][0] != sample.time):
                 kept.append((sample.time, sample.memory_used_bytes))
-        found = []
+        worst = []
         for view in state.ranks.values():
             candidates = (
                 self._symptom(state, view, "process", view.rss_bytes),
                 self._symptom(state, view, "GPU", view.gpu_bytes),
             )
             if symptoms := [symptom for symptom in candidates if symptom is not None]:
-                found.append(max(symptoms, key=lambda symptom: symptom.value))
-        return found
+                worst.append(max(symptoms, key=lambda symptom: symptom.value))
+        return worst
 
     def _symptom(
         self, state: RunState, view: RankView, memory: str, samples: deque[tuple[float, int]]
     ) -> Symptom | None:
-        if len(samples) < FORECAST_WARM_UP_SAMPLES + FORECAST_SAMPLES:
+        if len(samples) < limit.FORECAST_WARM_UP_SAMPLES + limit.FORECAST_SAMPLES:
             return None
         newest, _ = samples[-1]
         known = self._last_symptoms.get((view.rank, memory))
         if known is None or known[0] != newest:
             symptom = self._forecast(state, view, memory, samples)
-            if symptom is None and len(samples) >= GROWTH_WARM_UP_SAMPLES + GROWTH_SAMPLES:
+            if symptom is None and len(samples) >= limit.GROWTH_WARM_UP_SAMPLES + limit.GROWTH_SAMPLES:
                 symptom = _growth_symptom(view, memory, samples)
             known = self._last_symptoms[view.rank, memory] = newest, symptom
         return known[1]
@@ -121,31 +108,31 @@ class MemoryGrowth:
                 return None
             ranks, shared, total = max(len(node.ranks), 1), self._hosts[node.node], node.memory_total_bytes
             where = f"the memory of {node.host}"
-        if total is None or len(shared) < FORECAST_SAMPLES:
+        if total is None or len(shared) < limit.FORECAST_SAMPLES:
             return None
         free = max(total - shared[-1][1], 0)
         # Cheap exit: for memory that hardly grows two samples are enough.
-        grown = (samples[-1][1] - samples[-FORECAST_SAMPLES][1]) * ranks / MIN_PART_SHARE
-        if grown / FORECAST_SAMPLES * FORECAST_S / CLEAR_SHARE < free:
+        grown = (samples[-1][1] - samples[-limit.FORECAST_SAMPLES][1]) * ranks / limit.MIN_PART_SHARE
+        if grown / limit.FORECAST_SAMPLES * limit.FORECAST_S / limit.CLEAR_SHARE < free:
             return None
-        newest = list(islice(samples, len(samples) - FORECAST_SAMPLES, None))
+        newest = list(islice(samples, len(samples) - limit.FORECAST_SAMPLES, None))
         growth = Growth.over(newest)
         # Memory that was released before may be released again.
-        before = max((used for _, used in islice(samples, len(samples) - FORECAST_SAMPLES)), default=0)
-        if not growth.grows or newest[FORECAST_SAMPLES // 2][1] < before:
+        before = max((used for _, used in islice(samples, len(samples) - limit.FORECAST_SAMPLES)), default=0)
+        if not growth.grows or newest[limit.FORECAST_SAMPLES // 2][1] < before:
             return None
-        total_growth = Growth.over(list(islice(shared, len(shared) - FORECAST_SAMPLES, None)))
+        total_growth = Growth.over(list(islice(shared, len(shared) - limit.FORECAST_SAMPLES, None)))
         if not total_growth.grows or not (
-            MIN_PART_SHARE * growth.per_s <= total_growth.per_s <= growth.per_s * ranks / MIN_PART_SHARE
+            limit.MIN_PART_SHARE * growth.per_s <= total_growth.per_s <= growth.per_s * ranks / limit.MIN_PART_SHARE
         ):
             return None
         remaining_s = free / total_growth.per_s
-        if remaining_s > FORECAST_S / CLEAR_SHARE:
+        if remaining_s > limit.FORECAST_S / limit.CLEAR_SHARE:
             return None
         return Symptom(
             kind="memory_creep",
             rank=view.rank,
-            value=FORECAST_S / max(remaining_s, 1.0),
+            value=limit.FORECAST_S / max(remaining_s, 1.0),
             threshold=1.0,
             severity="critical",
             cause=memory.lower(),
@@ -171,20 +158,20 @@ def _rounded(seconds: float) -> str:
 
 def _growth_symptom(view: RankView, memory: str, samples: deque[tuple[float, int]]) -> Symptom | None:
     """Return the symptom of memory that has grown slowly since the first steps."""
-    warm = list(islice(samples, GROWTH_WARM_UP_SAMPLES, None))
-    size = len(warm) // GROWTH_BLOCKS
-    last = size * (GROWTH_BLOCKS - 1)
+    warm = list(islice(samples, limit.GROWTH_WARM_UP_SAMPLES, None))
+    size = len(warm) // limit.GROWTH_BLOCKS
+    last = size * (limit.GROWTH_BLOCKS - 1)
     first_bytes, last_bytes = (
         median([float(used) for _, used in block]) for block in (warm[:size], warm[last : last + size])
     )
-    if last_bytes < (1 + CLEAR_SHARE * MIN_GROWTH_SHARE) * first_bytes or first_bytes <= 0:
+    if last_bytes < (1 + limit.CLEAR_SHARE * limit.MIN_GROWTH_SHARE) * first_bytes or first_bytes <= 0:
         return None
     growth = Growth.over(warm)
     grown = last_bytes / first_bytes - 1
     return Symptom(
         kind="memory_creep",
         rank=view.rank,
-        value=grown / MIN_GROWTH_SHARE,
+        value=grown / limit.MIN_GROWTH_SHARE,
         threshold=1.0,
         confirmed=growth.steady,
         cause=memory.lower(),

@@ -57,11 +57,11 @@ def newest_findings_with_members(state: RunState) -> list[tuple[Finding, bool, S
         if finding.state == "raised":
             newest.pop((finding.kind, finding.rank), None)
             newest[finding.kind, finding.rank] = finding
-    found: list[tuple[Finding, bool, Sequence[Finding]]] = []
+    entries: list[tuple[Finding, bool, Sequence[Finding]]] = []
     for stands in (True, False):
         listed = [finding for key, finding in newest.items() if (key in state.findings) == stands]
-        found += [(finding, stands, members) for finding, members in roll_up_with_members(listed, state.ranks)]
-    return found
+        entries += [(finding, stands, members) for finding, members in roll_up_with_members(listed, state.ranks)]
+    return entries
 
 
 def _of_node(group: list[Finding]) -> Finding:

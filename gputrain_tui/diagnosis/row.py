@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from statistics import fmean
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.statistics import excess, median, median_low, median_without
+from gputrain_tui.diagnosis.statistics import excess, median_without
 from gputrain_tui.state.synchronisation import late_ms
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
@@ -45,7 +46,6 @@ class StepPhases(NamedTuple):
     step: float
     """Duration of the whole step by the clock."""
     samples: float
-    """Samples that this rank read in the step."""
     tokens: float | None
     """Tokens that this rank read in the step; None where the task counts none."""
 
@@ -55,24 +55,21 @@ class StepPhases(NamedTuple):
         return self.optimizer + self.other + self.data + self.h2d + self.core_wait_before
 
 
+@dataclass(eq=False)
 class StepRow:
     """The phases of all ranks at one step, or their means over the steps of one event."""
 
-    def __init__(
-        self, step: int, all_phases: Sequence[StepPhases], waits: Sequence[tuple[float, ...]], steps: int = 1
-    ) -> None:
-        self.step = step
-        """Number of the step; of the last one where the row covers several."""
-        self.steps = steps
-        """Number of steps that it covers."""
-        self.phases = all_phases
-        """Phases of each rank, in the order of the ranks."""
-        self.waits = waits
-        """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
-        self.straggling = False
-        """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
-        self._sorted: dict[str, list[float]] = {}
-        self._without_wait: tuple[object, StepRow] | None = None
+    step: int
+    """Number of the step; of the last one where the row covers several."""
+    phases: Sequence[StepPhases]
+    """In the order of the ranks."""
+    waits: Sequence[tuple[float, ...]]
+    """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
+    steps: int = 1
+    straggling: bool = False
+    """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
+    _sorted: dict[str, list[float]] = field(default_factory=dict)
+    _without_wait: tuple[object, StepRow] | None = None
 
     @cached_property
     def synced(self) -> bool:
@@ -81,12 +78,10 @@ class StepRow:
 
     @cached_property
     def own_ms(self) -> float:
-        """Median over ranks of their own work."""
         return median_low([rank_phases.own for rank_phases in self.phases])
 
     @cached_property
     def data_ms(self) -> float:
-        """Median over ranks of their wait for data."""
         return median_low(self._column("data"))
 
     @cached_property
@@ -129,7 +124,6 @@ class StepRow:
 
     @cached_property
     def core_wait_ms(self) -> float:
-        """Median over ranks of the wait for a core."""
         return median(self._column("core_wait"))
 
     @cached_property
@@ -145,7 +139,6 @@ class StepRow:
 
     @cached_property
     def before_forward(self) -> list[float]:
-        """Per rank, time before its forward pass, ms."""
         return [rank_phases.before_forward for rank_phases in self.phases]
 
     def excess(self, phase: str, index: int) -> float:
@@ -170,13 +163,11 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            row = StepRow(self.step, all_phases, self.waits, self.steps)
-            row.straggling = self.straggling
+            row = StepRow(self.step, all_phases, self.waits, self.steps, self.straggling)
             self._without_wait = key, row
         return self._without_wait[1]
 
     def _column(self, phase: str) -> list[float]:
-        """Return one phase of all ranks, ascending."""
         ranked = self._sorted.get(phase)
         if ranked is None:
             ranked = self._sorted[phase] = sorted(map(attrgetter(phase), self.phases))

@@ -7,27 +7,17 @@ stalled if the others wait for it; the run is stalled if no rank makes progress.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from msgspec.structs import replace
+
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
-from gputrain_tui.diagnosis.symptom import Symptom, host_and_device
-from gputrain_tui.diagnosis.thresholds import (
-    ACTIVE_PERCENT,
-    BUSY_PERCENT,
-    MIN_COMMON_STALL_S,
-    MIN_STALL_S,
-    MIN_STEPS_ALONE,
-    MIN_STOPPED_S,
-    NEW_STAGE_BUSY_S,
-    NEW_STAGE_IDLE_S,
-    STAY_MULTIPLE,
-    STEP_MULTIPLE,
-    WORKING_S,
-)
+from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.record_watch import RecordWatch
+from gputrain_tui.state.standstill import RecordWatch
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -54,9 +44,7 @@ STAGE_TEXT = {
     "group": "has been waiting for the others",
     "compile": "has been compiling",
 }
-"""By stage, as words of a sentence."""
 START_STAGES = ("spawned", "joining", "ready")
-"""Stages before training, in order."""
 LOCK_PREFIX = "futex"
 """Prefix of the kernel functions in which a thread waits for a lock."""
 Position = tuple[int, int, int]
@@ -79,7 +67,6 @@ class RankActivity:
     """By rank, its newest sample and that of its GPU."""
 
     def update(self, state: RunState, now: float) -> None:
-        """Record progress and activity since the last update."""
         for rank, view in state.ranks.items():
             progress = (view.stage, view.step, view.validation_turns)
             before = self.progress.get(rank)
@@ -103,7 +90,7 @@ class RankActivity:
 
     def works(self, view: RankView, now: float) -> bool:
         """Whether a rank has shown activity lately: its processes, its GPU or its log."""
-        return now - self.active_at.get(view.rank, now) < WORKING_S
+        return now - self.active_at.get(view.rank, now) < limit.WORKING_S
 
 
 def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]:
@@ -115,10 +102,10 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         return []  # the progress of its ranks is unknown, and the others wait for them
     # Events that a silent host has held back arrive late: time counts from the end of the silence.
     silences = {view.rank: activity.silence_s(view, now, since=state.silence_changed_at) for view in running}
-    if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= MIN_STOPPED_S]:
+    if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= limit.MIN_STOPPED_S]:
         return [_stopped_symptom(view, silences[view.rank]) for view in stopped]
     shortest_s = min(silences.values())
-    if shortest_s < MIN_STALL_S / 2:
+    if shortest_s < limit.MIN_STALL_S / 2:
         return []
     if any(view.stage == "compile" and activity.works(view, now) for view in running):
         return []  # a compilation may take longer than all steps, and the others wait for it
@@ -131,32 +118,31 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         early = [view for view in finished if view.step < ahead and view.rank not in left_behind]
         threshold_s = _stall_threshold_s(state, running)
         if not ahead and not any(activity.works(view, now) for view in running):
-            early, threshold_s = finished, MIN_COMMON_STALL_S  # before any step, as where the process group is made
+            # Before any step, as where the process group is made.
+            early, threshold_s = finished, limit.MIN_COMMON_STALL_S
         if not early or threshold_s is None:
             return []
         return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
     missing = awaited_ranks(state, exclude=left_behind)
     if missing:
-        found = []
+        symptoms = []
         for view in missing:
             threshold_s = _stall_threshold_s(state, [view]) or (
-                NEW_STAGE_BUSY_S if _busy_or_idle(view) == "busy" else NEW_STAGE_IDLE_S
+                limit.NEW_STAGE_BUSY_S if _busy_or_idle(view) == "busy" else limit.NEW_STAGE_IDLE_S
             )
             if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
-                threshold_s = max(threshold_s, NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
+                threshold_s = max(threshold_s, limit.NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
             if silences[view.rank] >= threshold_s / 2:
-                found.append(
-                    _behind_symptom(state, view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1)
-                )
-        return found
+                symptoms.append(_behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1))
+        return symptoms
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
         return _idle_symptoms(running, activity, now, state.silence_changed_at)
     busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
-    threshold_s = max(learnt_s, NEW_STAGE_BUSY_S if busy else MIN_COMMON_STALL_S)
-    return (
-        [_common_symptom(running, _outlier(running), shortest_s, threshold_s)] if shortest_s >= threshold_s / 2 else []
-    )
+    threshold_s = max(learnt_s, limit.NEW_STAGE_BUSY_S if busy else limit.MIN_COMMON_STALL_S)
+    if shortest_s < threshold_s / 2:
+        return []
+    return [_common_symptom(running, _outlier(running), shortest_s, threshold_s)]
 
 
 def _left_behind(state: RunState, activity: RankActivity) -> set[int]:
@@ -170,8 +156,8 @@ def _left_behind(state: RunState, activity: RankActivity) -> set[int]:
         view.rank
         for view in ranks
         if first is not None
-        and first.step - view.step >= MIN_STEPS_ALONE
-        and activity.progressed_at[first.rank] - activity.progressed_at[view.rank] >= MIN_STALL_S
+        and first.step > view.step + 1  # ranks that synchronise each step lead by at most one
+        and activity.progressed_at[first.rank] - activity.progressed_at[view.rank] >= limit.MIN_STALL_S
     }
 
 
@@ -219,12 +205,11 @@ def _stall_threshold_s(state: RunState, views: Sequence[RankView]) -> float | No
     if len(known_s) < len(stays_s):
         return None
     steps_s = _step_s(views) if any(view.state == "training" for view in views) else []
-    steps = max(STEP_MULTIPLE * median(steps_s), STAY_MULTIPLE * max(steps_s)) if steps_s else 0.0
-    return max(MIN_STALL_S, STAY_MULTIPLE * max(known_s), steps)
+    steps = max(limit.STEP_MULTIPLE * median(steps_s), limit.STAY_MULTIPLE * max(steps_s)) if steps_s else 0.0
+    return max(limit.MIN_STALL_S, limit.STAY_MULTIPLE * max(known_s), steps)
 
 
 def _step_s(views: Sequence[RankView]) -> list[float]:
-    """Return the durations of recent steps, seconds."""
     return [event.step_ms * event.steps / 1e3 for view in views for event in view.steps if event.step_ms is not None]
 
 
@@ -234,11 +219,11 @@ def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float
     Idle times count from ``since`` at the earliest.
     """
     idle_s = {view.rank: now - max(activity.active_at.get(view.rank, now), since) for view in views}
-    idle = [view for view in views if idle_s[view.rank] >= NEW_STAGE_IDLE_S / 2]
+    idle = [view for view in views if idle_s[view.rank] >= limit.NEW_STAGE_IDLE_S / 2]
     sampled = all(_busy_or_idle(view) is not None for view in views)
     threshold_s = max(
-        NEW_STAGE_IDLE_S if sampled and len(idle) == len(views) else NEW_STAGE_BUSY_S,
-        STAY_MULTIPLE * activity.longest_idle_s,
+        limit.NEW_STAGE_IDLE_S if sampled and len(idle) == len(views) else limit.NEW_STAGE_BUSY_S,
+        limit.STAY_MULTIPLE * activity.longest_idle_s,
     )
     shortest_s = min((idle_s[view.rank] for view in idle), default=0.0)
     active = [view for view in views if view not in idle]
@@ -253,11 +238,8 @@ def _whole_s(seconds: float) -> int:
     return int(seconds)
 
 
-def _behind_symptom(
-    state: RunState, view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool
-) -> Symptom:
-    host, _ = host_and_device(state, view.rank)
-    where = f" on {host}" if host else ""
+def _behind_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool) -> Symptom:
+    where = f" on {view.host}" if view.host else ""
     after = f", after step {view.step}" if view.step else ""
     wait = f"wait at step {ahead}" if view.step < ahead else "wait for it" if alone else "wait for them"
     message = (
@@ -274,7 +256,7 @@ def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
     advice = (
         f"`kill -CONT {view.pid}`{where} continues it" if view.pid else f"send SIGCONT to its process{where}"
     ) + "; Ctrl-Z, kill -STOP or a debugger has stopped it"
-    return replace(_stall(view, silence_s, MIN_STOPPED_S, message, advice), cause="stopped")
+    return replace(_stall(view, silence_s, limit.MIN_STOPPED_S, message, advice), cause="stopped")
 
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
@@ -348,7 +330,6 @@ def _outlier(views: Sequence[RankView]) -> RankView | None:
 
 
 def _phase(view: RankView) -> str | None:
-    """Return the phase of the step that the rank has reported."""
     return view.doing.part if view.doing is not None else None
 
 
@@ -361,11 +342,10 @@ def _busy_or_idle(view: RankView) -> str | None:
     if process is None or process.cpu_percent is None:
         return None
     used = process.cpu_percent + (process.wait_percent or 0.0) + (process.children_percent or 0.0)
-    return "busy" if used >= BUSY_PERCENT or (process.children_percent or 0.0) >= ACTIVE_PERCENT else "idle"
+    return "busy" if used >= limit.BUSY_PERCENT or (process.children_percent or 0.0) >= limit.ACTIVE_PERCENT else "idle"
 
 
 def _log_grows(before: Any, view: RankView) -> bool:
-    """Whether the log has grown from one sample of a rank to its newest one."""
     earlier, later = getattr(before, "log_bytes", None), getattr(view.process, "log_bytes", None)
     return earlier is not None and later is not None and later > earlier
 
@@ -383,7 +363,7 @@ def _is_active(view: RankView) -> bool:
     used = 0.0 if process is None else (process.cpu_percent or 0.0) + (process.children_percent or 0.0)
     if view.gpu is not None:
         used = max(used, view.gpu.utilization_percent or 0.0)
-    return used >= ACTIVE_PERCENT
+    return used >= limit.ACTIVE_PERCENT
 
 
 def _position_text(view: RankView) -> str:
@@ -400,7 +380,7 @@ def _position_text(view: RankView) -> str:
         is_elsewhere = function and not function.startswith(LOCK_PREFIX)
         activity = f"sleeps in kernel function {function}" if is_elsewhere else f"is {load}"
         activity = "is held by a debugger" if view.process.held else activity
-        if (view.process.children_percent or 0.0) >= BUSY_PERCENT:
+        if (view.process.children_percent or 0.0) >= limit.BUSY_PERCENT:
             activity = "waits for its child processes, which compute"
         known.append(f"its process {activity}" if known else f"the process of rank {view.rank} {activity}")
     last = f"; {view.doing.collectives}" if view.doing is not None and view.doing.collectives else ""
@@ -408,7 +388,6 @@ def _position_text(view: RankView) -> str:
 
 
 def _line(view: RankView) -> str:
-    """Return the line of the user's code that a rank is at; empty where unknown."""
     return (view.doing.line if view.doing is not None else "") or getattr(view.process, "line", "")
 
 
@@ -427,10 +406,9 @@ def _evidence(view: RankView, silence_s: float) -> dict[str, float]:
     evidence = {"silent_s": silence_s, "last_step": float(view.step)}
     if steps_s := _step_s([view]):
         evidence["usual_step_s"] = median(steps_s)
-    if view.process is not None and view.process.cpu_percent is not None:
-        evidence["cpu_percent"] = view.process.cpu_percent
-    if view.process is not None and view.process.wait_percent is not None:
-        evidence["core_wait_percent"] = view.process.wait_percent
-    if view.gpu is not None and view.gpu.utilization_percent is not None:
-        evidence["gpu_percent"] = view.gpu.utilization_percent
-    return evidence
+    measured = {
+        "cpu_percent": getattr(view.process, "cpu_percent", None),
+        "core_wait_percent": getattr(view.process, "wait_percent", None),
+        "gpu_percent": getattr(view.gpu, "utilization_percent", None),
+    }
+    return evidence | {name: value for name, value in measured.items() if value is not None}

@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values the mean of the middle two."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+from statistics import median
 
 
 def midmean(values: Sequence[float]) -> float:
@@ -19,11 +13,6 @@ def midmean(values: Sequence[float]) -> float:
     ordered = sorted(values)
     kept = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return sum(kept) / len(kept)
-
-
-def median_low(values: Sequence[float]) -> float:
-    """Return the median; of an even number of values the lower of the middle two."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def median_without(ranked: Sequence[float], index: int) -> float:

@@ -5,34 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, islice
+from statistics import median
 
-from gputrain_tui.diagnosis.advice import ADVICE, CAUSE_NAMES
+from gputrain_tui.diagnosis import thresholds as limit
+from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.broadcast import BroadcastWait
-from gputrain_tui.diagnosis.causes import cause_of
+from gputrain_tui.diagnosis.causes import Cause, cause_of, known_cause
 from gputrain_tui.diagnosis.row import PHASES, StepRow, base_ms
-from gputrain_tui.diagnosis.statistics import jitter, median, spread
+from gputrain_tui.diagnosis.statistics import jitter, spread
 from gputrain_tui.diagnosis.symptom import Symptom, percent
-from gputrain_tui.diagnosis.thresholds import (
-    BLOCK_SIGMAS,
-    CORE_WAIT_AGREEING_SHARE,
-    CORE_WAIT_ROWS,
-    HISTORY,
-    MIN_AGREEING_SHARE,
-    MIN_NOISE_BLOCKS,
-    MIN_STRAGGLER_ROWS,
-    ONE_WINDOW_SHARE,
-    OVERWHELMING_SHARE,
-    SHORT_WINDOW_ROWS,
-    STEP_SIGMAS,
-    STRAGGLER_CRITICAL_SHARE,
-    STRAGGLER_SHARE,
-    SUSTAINED_WINDOWS,
-    UNEXPLAINED_S,
-    UNEXPLAINED_WINDOWS,
-    WINDOW_ROWS,
-)
+from gputrain_tui.diagnosis.thresholds import WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
@@ -47,7 +30,7 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
         return []
     rows = [row for row in timeline.rows if row.synced]
     earlier_rows = 2  # before a short window: their noise is a difference, which needs two
-    if len(rows) < SHORT_WINDOW_ROWS + earlier_rows:
+    if len(rows) < limit.SHORT_WINDOW_ROWS + earlier_rows:
         return []
     broadcast = BroadcastWait.detect(rows[-WINDOW_ROWS:])
     if broadcast is not None:
@@ -58,34 +41,33 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
     merged = short < WINDOW_ROWS and len(rows) >= short + earlier_rows and not uneven
-    known = len(rows) >= MIN_STRAGGLER_ROWS
+    known = len(rows) >= limit.MIN_STRAGGLER_ROWS
     waits = _core_wait_excess(rows)
-    found = []
+    symptoms = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
-        if merged and short_owns[index] >= OVERWHELMING_SHARE * (step_ms + short_owns[index]):
+        if merged and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
             if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
                 symptom = None
-        if symptom is None and known and owns[index] >= STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
+        if symptom is None and known and owns[index] >= limit.STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
-            symptom = _core_wait_symptom(rows[-CORE_WAIT_ROWS:], rank, index, waits[index]) or symptom
+            symptom = _core_wait_symptom(rows[-limit.CORE_WAIT_ROWS :], rank, index, waits[index]) or symptom
         if symptom is not None:
-            found.append(symptom)
-    return found
+            symptoms.append(symptom)
+    return symptoms
 
 
 def _short_window(rows: Sequence[StepRow]) -> int:
     """Return how many of the last rows cover ``WINDOW_ROWS`` steps: from ``SHORT_WINDOW_ROWS`` to ``WINDOW_ROWS``."""
     steps = list(accumulate(row.steps for row in islice(reversed(rows), WINDOW_ROWS)))
-    return max(SHORT_WINDOW_ROWS, min(WINDOW_ROWS, 1 + bisect_left(steps, WINDOW_ROWS)))
+    return max(limit.SHORT_WINDOW_ROWS, min(WINDOW_ROWS, 1 + bisect_left(steps, WINDOW_ROWS)))
 
 
 def _own_excess(window: Sequence[StepRow]) -> list[float]:
-    """Return each rank's median excess of own work over a window, ms."""
     return [median(late) for late in zip(*(row.own_excess for row in window), strict=True)]
 
 
@@ -99,26 +81,17 @@ def _own_work_symptom(
     *,
     uneven: bool = False,
 ) -> Symptom:
-    """Return the symptom of a rank with longer work of its own than the other ranks.
+    """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
 
-    Args:
-        state: the run.
-        ranks: all ranks, in the order of the rows.
-        rows: the last rows.
-        index: index of the rank in the rows.
-        base: duration of a step without stragglers, ms.
-        length: number of the last rows that are compared.
-        uneven: whether ranks are known to be late in turns.
+    ``base`` is the duration of a step without stragglers, ms. ``uneven``: ranks are known to be late in turns.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
     recent = late[-length:]
     late_ms = median(recent)
     step_ms = base + max(late_ms, 0.0)
-    gate = STRAGGLER_SHARE * step_ms
-    blocks = [
-        median(late[-WINDOW_ROWS * (n + 1) : len(late) - WINDOW_ROWS * n]) for n in range(len(late) // WINDOW_ROWS)
-    ]
+    gate = limit.STRAGGLER_SHARE * step_ms
+    blocks = _window_medians(late)
     straggling = [row.straggling for row in rows]
     noise = _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
@@ -132,38 +105,34 @@ def _own_work_symptom(
         uneven = uneven and noise_alone > gate
         if median(alone[-length:]) >= noise_alone:
             noise = min(noise, noise_alone)
-    threshold = max(gate, noise)
-    windows = SUSTAINED_WINDOWS if uneven or late_ms < ONE_WINDOW_SHARE * step_ms else 0
+    windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
-        windows = max(windows, UNEXPLAINED_WINDOWS if _on_gpu(state, rank) else _windows_of(window, UNEXPLAINED_S))
-    lasting = len(blocks) >= windows and all(block >= gate for block in blocks[:windows])
+        on_gpu = (state.ranks[rank].device or "").startswith("cuda")
+        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(window))
+    lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
     evidence = {
         "noise_ms": noise,
         "late_ms": median([row.late_ms(index) for row in agreeing]),
         **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
-        **cause.evidence,
     }
-    confirmed = lasting and len(agreeing) >= MIN_AGREEING_SHARE * len(recent)
-    symptom = _straggler(rank, late_ms, step_ms, threshold, cause.because, evidence)
-    return replace(symptom, confirmed=confirmed, cause=cause.name, step=window[-1].step, advice=ADVICE[cause.name])
+    confirmed = lasting and len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent)
+    return _symptom(
+        rank, late_ms, step_ms, max(gate, noise), cause, evidence, step=window[-1].step, confirmed=confirmed
+    )
 
 
-def _on_gpu(state: RunState, rank: int) -> bool:
-    return (state.ranks[rank].device or "").startswith("cuda")
-
-
-def _windows_of(window: Sequence[StepRow], seconds: float) -> int:
-    """Return the number of windows like this one in some seconds, from ``UNEXPLAINED_WINDOWS`` to the history."""
+def _unexplained_windows(window: Sequence[StepRow]) -> int:
+    """Return the number of windows in ``UNEXPLAINED_S``, from ``UNEXPLAINED_WINDOWS`` to those of the history."""
     window_s = sum(row.step_ms * row.steps for row in window) * 1e-3
-    lasting = math.ceil(seconds / max(window_s, 1e-6))
-    return max(UNEXPLAINED_WINDOWS, min(lasting, HISTORY // WINDOW_ROWS))
+    lasting = math.ceil(limit.UNEXPLAINED_S / max(window_s, 1e-6))
+    return max(limit.UNEXPLAINED_WINDOWS, min(lasting, limit.HISTORY // WINDOW_ROWS))
 
 
 def _core_wait_excess(rows: Sequence[StepRow]) -> list[float] | None:
     """Return each rank's median excess of waits for a core, ms; None while there are too few rows."""
-    if len(rows) < CORE_WAIT_ROWS:
+    if len(rows) < limit.CORE_WAIT_ROWS:
         return None
-    recent = rows[-CORE_WAIT_ROWS:]
+    recent = rows[-limit.CORE_WAIT_ROWS :]
     return [median(waits) for waits in zip(*(row.core_wait_excess for row in recent), strict=True)]
 
 
@@ -172,26 +141,29 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
     if late_ms <= 0.0:
         return None
     step_ms = median([row.step_ms for row in recent])
-    gate = STRAGGLER_SHARE * step_ms
+    gate = limit.STRAGGLER_SHARE * step_ms
     if late_ms < gate / 2:
         return None
     waits = [row.core_wait_excess[index] for row in recent]
-    blocks = [median(waits[start : start + WINDOW_ROWS]) for start in range(0, CORE_WAIT_ROWS, WINDOW_ROWS)]
-    threshold = max(gate, BLOCK_SIGMAS * spread(blocks))
     steady = (
-        min(blocks) >= gate
-        and sum(value >= late_ms / 2 for value in waits) >= CORE_WAIT_AGREEING_SHARE * CORE_WAIT_ROWS
+        min(_window_medians(waits)) >= gate
+        and sum(value >= late_ms / 2 for value in waits) >= limit.CORE_WAIT_AGREEING_SHARE * limit.CORE_WAIT_ROWS
     )
-    evidence = {
-        "core_wait_excess_ms": late_ms,
-        "late_ms": median([row.late_ms(index) for row in recent]),
-    }
-    symptom = _straggler(rank, late_ms, step_ms, threshold, f"because of {CAUSE_NAMES['core_wait']}", evidence)
-    return replace(symptom, confirmed=steady, cause="core_wait", step=recent[-1].step, advice=ADVICE["core_wait"])
+    evidence = {"core_wait_excess_ms": late_ms, "late_ms": median([row.late_ms(index) for row in recent])}
+    cause = known_cause("core_wait")
+    return _symptom(rank, late_ms, step_ms, gate, cause, evidence, step=recent[-1].step, confirmed=steady)
 
 
-def _straggler(
-    rank: int, late_ms: float, step_ms: float, threshold: float, because: str, evidence: dict[str, float]
+def _symptom(
+    rank: int,
+    late_ms: float,
+    step_ms: float,
+    threshold: float,
+    cause: Cause,
+    evidence: dict[str, float],
+    *,
+    step: int,
+    confirmed: bool,
 ) -> Symptom:
     share = late_ms / step_ms
     return Symptom(
@@ -199,18 +171,28 @@ def _straggler(
         rank=rank,
         value=late_ms,
         threshold=threshold,
-        severity="critical" if share >= STRAGGLER_CRITICAL_SHARE else "warning",
+        confirmed=confirmed,
+        severity="critical" if share >= limit.STRAGGLER_CRITICAL_SHARE else "warning",
+        cause=cause.name,
+        step=step,
         message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step ({percent(share)} of a step), "
-        f"{because}",
-        evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence},
+        f"{cause.because}",
+        evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence, **cause.evidence},
+        advice=ADVICE[cause.name],
     )
 
 
 def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     """Return the lateness over a window that noise may reach, ms; rows with a known straggler do not count for it."""
-    step_to_step = STEP_SIGMAS * 1.2533 * jitter(late) / math.sqrt(WINDOW_ROWS)  # 1.2533: a median's against a mean's
+    mean_to_median = 1.2533  # of their standard errors
+    step_to_step = limit.NOISE_SIGMAS * mean_to_median * jitter(late) / math.sqrt(WINDOW_ROWS)
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
-    starts = range(len(earlier) % WINDOW_ROWS, len(earlier), WINDOW_ROWS)
-    blocks = [median(earlier[start : start + WINDOW_ROWS]) for start in starts]
-    in_bursts = BLOCK_SIGMAS * spread(blocks) if len(blocks) >= MIN_NOISE_BLOCKS else 0.0
+    blocks = _window_medians(earlier)
+    in_bursts = limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
     return max(step_to_step, in_bursts)
+
+
+def _window_medians(values: Sequence[float]) -> list[float]:
+    """Return the medians of consecutive windows of rows, the newest last."""
+    starts = range(len(values) % WINDOW_ROWS, len(values), WINDOW_ROWS)
+    return [median(values[start : start + WINDOW_ROWS]) for start in starts]

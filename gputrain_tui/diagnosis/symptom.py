@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
-
-from gputrain_tui.state import RunState
-
-Severity = Literal["info", "warning", "critical"]
+from gputrain_tui.state import RankView
+from trainer.contract.record import Finding
 
 
-@dataclass(frozen=True, kw_only=True)
-class Symptom:
-    """A possible finding with its magnitude."""
+class Symptom(Finding, kw_only=True, tag="symptom"):
+    """A possible finding with its magnitude; the hysteresis adds the time, and host and device of a rank."""
 
-    kind: str
-    rank: int | None = None
-    """None for the run as a whole."""
-    host: str | None = None
-    """Host that it is about; None for that of the rank."""
-    ranks: tuple[int, ...] = ()
-    """All ranks that it is about, where these are several."""
+    time: float = 0.0
     value: float
     """Magnitude, in the unit of ``threshold``."""
     threshold: float
     """Value from which the symptom is a finding; it is cleared at ``CLEAR_SHARE`` of its threshold when raised."""
     confirmed: bool = True
     """Whether it has lasted long enough to be raised."""
-    severity: Severity = "warning"
-    cause: str | None = None
-    step: int | None = None
-    """The newest step that was checked."""
-    line: str = ""
-    """Innermost line of the user's code in which a stalled rank is."""
-    message: str = ""
-    evidence: dict[str, float] = field(default_factory=dict)
-    """Numbers by name; the name ends in the unit."""
-    advice: str = ""
 
-
-def host_and_device(state: RunState, rank: int) -> tuple[str | None, str | None]:
-    """Return a rank's host and device."""
-    view = state.ranks.get(rank)
-    return (view.host, view.device) if view is not None else (None, None)
+    def finding(self, view: RankView | None, now: float) -> Finding:
+        """Return the finding; ``view``: its rank."""
+        finding = Finding(**{name: getattr(self, name) for name in Finding.__struct_fields__})
+        finding.time = now
+        finding.evidence = {name: round(value, 4) for name, value in self.evidence.items()}
+        if self.host is None and view is not None:
+            finding.host, finding.device = view.host, view.device
+        return finding
 
 
 def percent(share: float) -> str:

@@ -7,329 +7,198 @@ from typing import TypeVar
 Number = TypeVar("Number", int, float)
 
 
-def threshold(value: Number, unit: str, *, test: str) -> Number:
-    """Return a threshold's value.
+def threshold(value: Number, unit: str, test: str) -> Number:
+    """Return a threshold's value; a share, a ratio and a correlation have no unit.
 
     Args:
         value: the threshold.
-        unit: its unit; a share, a ratio and a correlation have none.
-        test: a test of ``tests/unit`` that fails when it is halved or when it is doubled (a few only when it is a
-            quarter or four times as large, or ten); ``test_thresholds.py`` checks that there is one.
+        unit: its unit.
+        test: a test of ``tests/unit/test_diagnosis*.py``, without ``test_``, that fails when it is halved or when it is
+            doubled (a few only when it is a quarter or four times as large, or ten); ``test_thresholds.py`` checks that
+            there is one.
     """
     return value
 
 
 # ------------------------------------------------------------ every finding
 
-CLEAR_SHARE = threshold(
-    0.5, "share", test="test_diagnosis.py::test_a_finding_stands_while_more_than_half_of_the_threshold_is_left"
-)
+CLEAR_SHARE = threshold(0.5, "share", "a_finding_stands_while_more_than_half_of_the_threshold_is_left")
 """Share of the threshold below which a finding is cleared, so that it does not flicker around its threshold."""
-MIN_AGREEING_SHARE = threshold(
-    0.75, "share", test="test_diagnosis.py::test_a_delay_in_one_part_names_rank_and_part_within_twenty_steps"
-)
+MIN_AGREEING_SHARE = threshold(0.75, "share", "a_delay_in_one_part_names_rank_and_part_within_twenty_steps")
 """Share of a window's steps in which a delay must be at least half of its median."""
 
 
 # ------------------------------------------------------------ the rows of steps
 
-HISTORY = threshold(
-    128,
-    "events",
-    test="test_diagnosis.py::test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does",
-)
+HISTORY = threshold(128, "events", "a_core_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does")
 """Step events per rank that the run state must keep, and rows kept here: ten windows for the noise of earlier steps."""
-WARM_UP_STEPS = threshold(5, "steps", test="test_diagnosis.py::test_a_rank_that_is_slow_from_the_first_step_is_found")
+WARM_UP_STEPS = threshold(5, "steps", "a_rank_that_is_slow_from_the_first_step_is_found")
 """First steps of a start that are skipped: caches and allocators fill, DDP rebuilds its buckets."""
 
 
 # ------------------------------------------------------------ stragglers
 
-WINDOW_ROWS = threshold(12, "rows", test="test_diagnosis.py::test_a_cause_is_named_only_when_it_covers_four_fifths")
+WINDOW_ROWS = threshold(12, "rows", "a_cause_is_named_only_when_it_covers_four_fifths")
 """Rows over which medians are compared: a slow rank is in more than half of them after seven steps."""
-SHORT_WINDOW_ROWS = threshold(
-    6,
-    "rows",
-    test="test_diagnosis.py::test_a_rank_many_times_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones",
-)
+SHORT_WINDOW_ROWS = threshold(6, "rows", "a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones")
 """Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late."""
-OVERWHELMING_SHARE = threshold(
-    0.5,
-    "share",
-    test="test_diagnosis.py::test_a_rank_many_times_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones",
-)
+OVERWHELMING_SHARE = threshold(0.5, "share", "a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones")
 """Lateness as a share of a step from which the others wait longer than they work."""
-MIN_STRAGGLER_ROWS = threshold(
-    20, "rows", test="test_diagnosis.py::test_a_rank_that_is_slow_from_the_first_step_is_found"
-)
+MIN_STRAGGLER_ROWS = threshold(20, "rows", "a_rank_that_is_slow_from_the_first_step_is_found")
 """Rows before the first finding, to estimate the noise."""
-STRAGGLER_SHARE = threshold(0.1, "share", test="test_diagnosis.py::test_a_little_lateness_must_last_longer_than_much")
+STRAGGLER_SHARE = threshold(0.1, "share", "a_little_lateness_must_last_longer_than_much")
 """Lateness as a share of a step for a finding (TraceML's gates)."""
-STRAGGLER_CRITICAL_SHARE = threshold(
-    0.2, "share", test="test_diagnosis.py::test_lateness_counts_by_its_share_of_the_step"
-)
+STRAGGLER_CRITICAL_SHARE = threshold(0.2, "share", "lateness_counts_by_its_share_of_the_step")
 """Lateness as a share of a step for a critical finding."""
-ONE_WINDOW_SHARE = threshold(0.15, "share", test="test_diagnosis.py::test_lateness_within_the_noise_is_no_finding")
+ONE_WINDOW_SHARE = threshold(0.15, "share", "lateness_within_the_noise_is_no_finding")
 """Lateness as a share of a step from which one window is enough; below, ``SUSTAINED_WINDOWS`` windows must show it."""
-SUSTAINED_WINDOWS = threshold(4, "windows", test="test_diagnosis.py::test_a_little_lateness_must_last_longer_than_much")
+SUSTAINED_WINDOWS = threshold(4, "windows", "a_little_lateness_must_last_longer_than_much")
 """Windows in a row that must show a small lateness: noise rarely goes the same way four times."""
-UNEXPLAINED_WINDOWS = threshold(
-    2, "windows", test="test_diagnosis.py::test_a_rank_slower_in_every_phase_is_not_attributed_to_its_longest_phase"
-)
+UNEXPLAINED_WINDOWS = threshold(2, "windows", "a_rank_slower_in_every_phase_is_not_attributed_to_its_longest_phase")
 """Windows in a row that must show lateness without a cause. When all work of a CPU rank takes longer, its core is
 slower: other processes or guests of the host cause that for a second or two now and then."""
-UNEXPLAINED_S = threshold(
-    5.0,
-    "s",
-    test="test_diagnosis.py::test_a_core_that_is_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does",
-)
+UNEXPLAINED_S = threshold(5.0, "s", "a_core_slower_for_some_seconds_makes_no_straggler_and_one_that_stays_so_does")
 """Minimum duration of a lateness without a cause of a rank on a CPU, for however many steps: as above."""
-STEP_SIGMAS = threshold(
-    6.0,
-    "deviations",
-    test="test_diagnosis.py::test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier",
-)
+NOISE_SIGMAS = threshold(6.0, "deviations", "lateness_counts_by_the_deviation_of_a_windows_median")
 """Threshold in standard errors of the window's median, estimated from successive differences."""
-BLOCK_SIGMAS = threshold(4.0, "deviations", test="")
+BLOCK_SIGMAS = threshold(4.0, "deviations", "a_small_lateness_counts_against_the_medians_of_earlier_windows")
 """Threshold in standard deviations of the medians of earlier windows, which include noise in bursts."""
-MIN_NOISE_BLOCKS = threshold(
-    4,
-    "blocks",
-    test="test_diagnosis.py::test_a_part_that_stands_out_from_its_own_noise_is_found_where_the_other_parts_are_noisier",
-)
+MIN_NOISE_BLOCKS = threshold(4, "blocks", "a_part_that_stands_out_of_its_noise_is_found_where_other_parts_are_noisier")
 """Earlier windows needed to estimate that deviation."""
-CORE_WAIT_ROWS = threshold(
-    8 * WINDOW_ROWS, "rows", test="test_diagnosis.py::test_a_rank_that_shares_its_core_is_found_to_wait_for_it"
-)
+CORE_WAIT_ROWS = threshold(8 * WINDOW_ROWS, "rows", "a_rank_that_shares_its_core_is_found_to_wait_for_it")
 """Rows in which a rank must have waited for a core: bursts of other work on the machine are shorter."""
-CORE_WAIT_AGREEING_SHARE = threshold(
-    0.80, "share", test="test_diagnosis.py::test_a_rank_that_shares_its_core_is_found_to_wait_for_it"
-)
+CORE_WAIT_AGREEING_SHARE = threshold(0.80, "share", "a_rank_that_shares_its_core_is_found_to_wait_for_it")
 """Share of these rows in which the wait must be at least half of the median."""
 
 
 # ------------------------------------------------------------ the cause of a lateness
 
-MIN_EXPLAINED_SHARE = threshold(
-    0.80, "share", test="test_diagnosis.py::test_a_cause_is_named_only_when_it_covers_four_fifths"
-)
+MIN_EXPLAINED_SHARE = threshold(0.80, "share", "a_cause_is_named_only_when_it_covers_four_fifths")
 """Share of the lateness that a cause must explain to be reported."""
-MIN_PHASE_RATIO = threshold(
-    4.0, "ratio", test="test_diagnosis.py::test_a_cause_is_named_only_when_it_covers_four_fifths"
-)
+MIN_PHASE_RATIO = threshold(4.0, "ratio", "a_cause_is_named_only_when_it_covers_four_fifths")
 """Ratio of the relative excess of a phase to that of the rest of the rank's work. Below it, all of the rank's work is
 slower, as on a slower core or device, and the phase is only the longest."""
-NEGLIGIBLE_SHARE = threshold(
-    0.05, "share", test="test_diagnosis.py::test_a_rank_slower_in_every_phase_is_not_attributed_to_its_longest_phase"
-)
+NEGLIGIBLE_SHARE = threshold(0.05, "share", "a_rank_slower_in_every_phase_is_not_attributed_to_its_longest_phase")
 """Share of the lateness up to which an excess of the remaining work is ignored, however short that work is."""
 
 
 # ------------------------------------------------------------ waits for a broadcast
 
-MIN_LEAD_SHARE = threshold(
-    0.05, "share", test="test_diagnosis.py::test_who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow"
-)
+MIN_LEAD_SHARE = threshold(0.05, "share", "who_waits_in_its_forward_pass_for_another_rank_is_not_taken_for_slow")
 """Share of a step by which the leader must begin its forward pass later than the first rank."""
-MAX_LEAD_DEVIATION_SHARE = threshold(0.20, "share", test="")
+MAX_LEAD_DEVIATION_SHARE = threshold(0.20, "share", "two_ranks_that_are_slow_in_two_ways_are_both_named")
 """Maximum difference between a follower's extra forward time and its lead, as a share of the lead (medians)."""
 
 
 # ------------------------------------------------------------ uneven work
 
-IMBALANCE_BLOCK_ROWS = threshold(
-    12, "rows", test="test_diagnosis_uneven.py::test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network"
-)
+IMBALANCE_BLOCK_ROWS = threshold(12, "rows", "uneven_work_is_found_with_its_cause_and_never_as_a_slow_network")
 """Rows of a block: a hiccup is in one block alone."""
-IMBALANCE_BLOCKS = threshold(
-    5, "blocks", test="test_diagnosis_uneven.py::test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network"
-)
+IMBALANCE_BLOCKS = threshold(5, "blocks", "uneven_work_is_found_with_its_cause_and_never_as_a_slow_network")
 """Blocks, most of which must show imbalance: a hiccup or a straggler's begin is in one alone."""
-IMBALANCE_SHARE = threshold(
-    0.15, "share", test="test_diagnosis_uneven.py::test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network"
-)
+IMBALANCE_SHARE = threshold(0.15, "share", "uneven_work_is_found_with_its_cause_and_never_as_a_slow_network")
 """Lost share of a step for a finding; balanced work that varies by half of its length from step to step loses a tenth
 and more."""
-IMBALANCE_CRITICAL_SHARE = threshold(
-    0.3, "share", test="test_diagnosis_uneven.py::test_the_cost_of_uneven_work_is_the_saving_by_even_work"
-)
+IMBALANCE_CRITICAL_SHARE = threshold(0.3, "share", "the_cost_of_uneven_work_is_the_saving_by_even_work")
 """Lost share of a step for a critical finding."""
-MIN_CORRELATION = threshold(
-    0.7, "correlation", test="test_diagnosis_uneven.py::test_uneven_batch_sizes_are_named_with_their_range"
-)
+MIN_CORRELATION = threshold(0.7, "correlation", "uneven_batch_sizes_are_named_with_their_range")
 """Between a rank's work and the size of its batch, from which the size explains half of the difference."""
-MAX_CORE_WAIT_SHARE = threshold(
-    0.5, "share", test="test_diagnosis_uneven.py::test_uneven_work_is_found_with_its_cause_and_never_as_a_slow_network"
-)
+MAX_CORE_WAIT_SHARE = threshold(0.5, "share", "uneven_work_is_found_with_its_cause_and_never_as_a_slow_network")
 """Maximum wait for cores as a share of a lateness or transfer: above, the cores and not the batches or the network
 are the cause."""
 
 
 # ------------------------------------------------------------ runs bound by input, communication or their own code
 
-BOUND_WINDOW_STEPS = threshold(60, "steps", test="test_diagnosis.py::test_waiting_for_data_on_all_ranks_is_input_bound")
+BOUND_WINDOW_STEPS = threshold(60, "steps", "waiting_for_data_on_all_ranks_is_input_bound")
 """Such findings are not urgent: many steps make them certain."""
-MIN_DATA_SHARE = threshold(0.30, "share", test="test_diagnosis.py::test_waiting_for_data_on_all_ranks_is_input_bound")
+MIN_DATA_SHARE = threshold(0.30, "share", "waiting_for_data_on_all_ranks_is_input_bound")
 """Share of a step spent waiting for data, or outside of torch, from which a run is bound by that."""
-MIN_WIRE_SHARE = threshold(
-    0.40, "share", test="test_diagnosis.py::test_bare_transfers_bind_a_run_but_waiting_for_a_late_rank_does_not"
-)
+MIN_WIRE_SHARE = threshold(0.40, "share", "bare_transfers_bind_a_run_but_waiting_for_a_late_rank_does_not")
 """Share of a step spent in exposed transfers from which a run is bound by communication."""
-BOUND_CRITICAL_SHARE = threshold(
-    0.60, "share", test="test_diagnosis.py::test_waiting_for_data_on_all_ranks_is_input_bound"
-)
+BOUND_CRITICAL_SHARE = threshold(0.60, "share", "waiting_for_data_on_all_ranks_is_input_bound")
 """Share of a step for a critical finding."""
 
 
 # ------------------------------------------------------------ waits for cores
 
-CORE_WAIT_SAMPLES = threshold(
-    10,
-    "samples",
-    test="test_diagnosis_hosts.py::test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set",
-)
+CORE_WAIT_SAMPLES = threshold(10, "samples", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Samples, one a second, over which medians are taken: other work takes cores for some seconds now and then."""
-MIN_CORE_WAIT_SHARE = threshold(
-    0.25,
-    "share",
-    test="test_diagnosis_hosts.py::test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set",
-)
+MIN_CORE_WAIT_SHARE = threshold(0.25, "share", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Share of time in which the ranks' main threads are ready to run without a core, for a finding."""
-CRITICAL_CORE_WAIT_SHARE = threshold(
-    0.5,
-    "share",
-    test="test_diagnosis_hosts.py::test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set",
-)
+CRITICAL_CORE_WAIT_SHARE = threshold(0.5, "share", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """That share for a critical finding."""
-MIN_THREAD_EXCESS = threshold(
-    1.1,
-    "ratio",
-    test="test_diagnosis_hosts.py::test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set",
-)
+MIN_THREAD_EXCESS = threshold(1.1, "ratio", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Minimum ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
-MIN_OTHERS_SHARE = threshold(
-    0.25, "share", test="test_diagnosis_hosts.py::test_no_advice_is_given_that_is_followed_already"
-)
+MIN_OTHERS_SHARE = threshold(0.25, "share", "no_advice_is_given_that_is_followed_already")
 """Share of the cores from which other processes are mentioned."""
 
 
 # ------------------------------------------------------------ losses and gradients
 
-MIN_EARLIER_EVENTS = threshold(20, "events", test="test_diagnosis.py::test_a_jump_of_the_loss_counts_by_its_height")
+MIN_EARLIER_EVENTS = threshold(20, "events", "a_jump_of_the_loss_counts_by_its_height")
 """Step events that must precede a jump of the loss for a finding."""
-MIN_NON_FINITE_NORMS = threshold(
-    3,
-    "events",
-    test="test_diagnosis.py::test_a_step_that_a_loss_scaler_leaves_out_is_no_finding_and_gradients_that_stay_so_are",
-)
+MIN_NON_FINITE_NORMS = threshold(3, "events", "a_step_that_a_loss_scaler_skips_is_none_and_gradients_that_stay_so_are")
 """Non-finite gradient norms in a row for a finding: a loss scaler skips some steps, on overflow."""
-SPIKE_EVENTS = threshold(
-    3, "events", test="test_diagnosis.py::test_a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not"
-)
+SPIKE_EVENTS = threshold(3, "events", "a_jump_of_the_loss_is_a_finding_and_a_single_high_one_is_not")
 """Step events that a jump must last: a single hard batch is no finding."""
-SPIKE_SIGMAS = threshold(10.0, "deviations", test="test_diagnosis.py::test_a_jump_of_the_loss_counts_by_its_height")
+SPIKE_SIGMAS = threshold(10.0, "deviations", "a_jump_of_the_loss_counts_by_its_height")
 """Height of a jump in standard deviations of the losses before it."""
-MIN_SPIKE_SHARE = threshold(0.5, "share", test="test_diagnosis.py::test_a_jump_of_the_loss_counts_by_its_height")
+MIN_SPIKE_SHARE = threshold(0.5, "share", "a_jump_of_the_loss_counts_by_its_height")
 """Height of a jump as a share of the loss before it."""
 
 
 # ------------------------------------------------------------ growing memory
 
-GROWTH_BLOCKS = threshold(
-    6, "blocks", test="test_diagnosis_memory.py::test_growth_that_does_not_use_up_the_memory_is_not_forecast"
-)
+GROWTH_BLOCKS = threshold(6, "blocks", "growth_that_does_not_use_up_the_memory_is_not_forecast")
 """Equal blocks of the samples; memory must have grown from each to the next."""
-GROWTH_SAMPLES = threshold(
-    90, "samples", test="test_diagnosis_memory.py::test_memory_that_goes_on_growing_is_a_finding"
-)
+GROWTH_SAMPLES = threshold(90, "samples", "memory_that_goes_on_growing_is_a_finding")
 """Machine samples, one a second, before slow growth is computed."""
-GROWTH_WARM_UP_SAMPLES = threshold(
-    30, "samples", test="test_diagnosis_memory.py::test_memory_that_goes_on_growing_is_a_finding"
-)
+GROWTH_WARM_UP_SAMPLES = threshold(30, "samples", "memory_that_goes_on_growing_is_a_finding")
 """First samples after the first step that are skipped: caches fill, optimizers create their state."""
-MIN_GROWTH_SHARE = threshold(
-    0.10, "share", test="test_diagnosis_memory.py::test_memory_that_goes_on_growing_is_a_finding"
-)
+MIN_GROWTH_SHARE = threshold(0.10, "share", "memory_that_goes_on_growing_is_a_finding")
 """Growth as a share of the first block's memory."""
-MIN_BLOCK_GROWTH_SHARE = threshold(
-    0.5, "share", test="test_diagnosis_memory.py::test_memory_that_will_soon_run_out_is_raised_in_time"
-)
+MIN_BLOCK_GROWTH_SHARE = threshold(0.5, "share", "memory_that_will_soon_run_out_is_raised_in_time")
 """Growth between two blocks as a share of the mean growth: a cache that fills up grows less and less."""
-GROWTH_SIGMAS = threshold(
-    5.0, "deviations", test="test_diagnosis_memory.py::test_memory_that_will_soon_run_out_is_raised_in_time"
-)
+GROWTH_SIGMAS = threshold(5.0, "deviations", "memory_that_will_soon_run_out_is_raised_in_time")
 """Growth in standard deviations of the memory within a block."""
-FORECAST_SAMPLES = threshold(
-    24, "samples", test="test_diagnosis_memory.py::test_memory_that_will_soon_run_out_is_raised_in_time"
-)
+FORECAST_SAMPLES = threshold(24, "samples", "memory_that_will_soon_run_out_is_raised_in_time")
 """Newest samples from which a forecast is made: four a block."""
-FORECAST_WARM_UP_SAMPLES = threshold(
-    10, "samples", test="test_diagnosis_memory.py::test_memory_that_will_soon_run_out_is_raised_in_time"
-)
+FORECAST_WARM_UP_SAMPLES = threshold(10, "samples", "memory_that_will_soon_run_out_is_raised_in_time")
 """First samples after the first step that are skipped for a forecast."""
-FORECAST_S = threshold(
-    600.0, "s", test="test_diagnosis_memory.py::test_growth_that_does_not_use_up_the_memory_is_not_forecast"
-)
+FORECAST_S = threshold(600.0, "s", "growth_that_does_not_use_up_the_memory_is_not_forecast")
 """Longest forecast time until memory is used up that is a finding."""
-MIN_LASTING_SHARE = threshold(
-    0.8, "share", test="test_diagnosis_memory.py::test_memory_that_will_soon_run_out_is_raised_in_time"
-)
+MIN_LASTING_SHARE = threshold(0.8, "share", "memory_that_will_soon_run_out_is_raised_in_time")
 """Growth in the second half of these samples as a share of that in the first, for growth that will go on."""
-MIN_PART_SHARE = threshold(
-    0.5, "share", test="test_diagnosis_memory.py::test_memory_that_will_soon_run_out_is_raised_in_time"
-)
+MIN_PART_SHARE = threshold(0.5, "share", "memory_that_will_soon_run_out_is_raised_in_time")
 """Share of the host's growth that its ranks must explain if each grows like this one, and share of this rank's growth
 that the host must show: pages of mapped files count as a rank's memory, but are given back when memory is short."""
 
 
 # ------------------------------------------------------------ stalls
 
-MIN_STALL_S = threshold(
-    10.0, "s", test="test_diagnosis.py::test_a_rank_that_does_no_step_while_the_others_wait_is_named"
-)
+MIN_STALL_S = threshold(10.0, "s", "a_rank_that_does_no_step_while_the_others_wait_is_named")
 """Minimum threshold: machines pause up to this long without fault (a slow disk, a suspended guest)."""
-MIN_STOPPED_S = threshold(
-    3.0, "s", test="test_diagnosis_hosts.py::test_a_stopped_process_is_reported_soon_with_the_command_that_continues_it"
-)
+MIN_STOPPED_S = threshold(3.0, "s", "a_stopped_process_is_reported_soon_with_the_command_that_continues_it")
 """Threshold for a stopped process (state T), which does not go on by itself."""
-STAY_MULTIPLE = threshold(
-    4.0,
-    "ratio",
-    test="test_diagnosis.py::test_in_a_validation_the_rank_that_takes_several_times_as_long_as_the_others_is_named",
-)
+STAY_MULTIPLE = threshold(4.0, "ratio", "in_a_validation_the_rank_that_takes_several_times_as_long_is_named")
 """Threshold as a multiple of the longest stay in the same stage so far."""
-STEP_MULTIPLE = threshold(20.0, "ratio", test="test_diagnosis.py::test_patience_grows_with_the_length_of_steps")
+STEP_MULTIPLE = threshold(20.0, "ratio", "patience_grows_with_the_length_of_steps")
 """Threshold as a multiple of the median step, for a rank that trains."""
-MIN_COMMON_STALL_S = threshold(
-    20.0, "s", test="test_diagnosis.py::test_a_run_without_steps_is_stalled_and_cleared_when_it_goes_on"
-)
+MIN_COMMON_STALL_S = threshold(20.0, "s", "a_run_without_steps_is_stalled_and_cleared_when_it_goes_on")
 """Minimum threshold when no rank is behind: a watched script may evaluate between two steps."""
-MIN_STEPS_ALONE = threshold(2, "steps", test="")
-"""Lead in steps of a rank that trains without another one; ranks that synchronise each step lead by at most one."""
-HANG_MULTIPLE = threshold(10.0, "ratio", test="test_hang.py::test_a_hang_is_taken_to_last_by_what_the_run_has_shown")
+HANG_MULTIPLE = threshold(10.0, "ratio", "a_hang_is_taken_to_last_by_what_the_run_has_shown")
 """Time after which a stall ends the run, as a multiple of the longest stay in the same stage so far."""
-MIN_HANG_S = threshold(60.0, "s", test="test_hang.py::test_a_hang_is_taken_to_last_by_what_the_run_has_shown")
+MIN_HANG_S = threshold(60.0, "s", "a_hang_is_taken_to_last_by_what_the_run_has_shown")
 """Least time after which a stall ends the run: file systems and networks pause for tens of seconds."""
-NEW_STAGE_IDLE_S = threshold(
-    60.0, "s", test="test_diagnosis.py::test_while_ranks_join_those_that_are_missing_are_named"
-)
+NEW_STAGE_IDLE_S = threshold(60.0, "s", "while_ranks_join_those_that_are_missing_are_named")
 """Threshold in a stage that no rank has left yet, while its processes are idle."""
-NEW_STAGE_BUSY_S = threshold(
-    300.0, "s", test="test_diagnosis.py::test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating"
-)
+NEW_STAGE_BUSY_S = threshold(300.0, "s", "ranks_that_are_all_busy_between_two_steps_may_be_evaluating")
 """Threshold in a stage that no rank has left yet, while its processes compute."""
-BUSY_PERCENT = threshold(
-    50.0, "%", test="test_diagnosis.py::test_ranks_that_are_all_busy_between_two_steps_may_be_evaluating"
-)
+BUSY_PERCENT = threshold(50.0, "%", "ranks_that_are_all_busy_between_two_steps_may_be_evaluating")
 """Use of a core, waits for one included, from which a process is busy: computing or busy-waiting."""
-ACTIVE_PERCENT = threshold(
-    5.0, "%", test="test_diagnosis.py::test_ranks_without_step_events_are_judged_by_their_processes"
-)
+ACTIVE_PERCENT = threshold(5.0, "%", "ranks_without_step_events_are_judged_by_their_processes")
 """Use of a core or GPU in a second from which it is active: a wait that polls every 10 ms, as torch's store does,
 takes one to three."""
-WORKING_S = threshold(
-    10.0,
-    "s",
-    test="test_diagnosis_activity.py::test_a_rank_that_imports_on_a_busy_machine_is_not_stalled_while_it_gets_on",
-)
+WORKING_S = threshold(10.0, "s", "a_rank_that_imports_on_a_busy_machine_is_not_stalled_while_it_gets_on")
 """Time since its last activity for which a rank counts as working."""

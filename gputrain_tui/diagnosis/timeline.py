@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, cast
 
+from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.row import StepPhases, StepRow
-from gputrain_tui.diagnosis.thresholds import HISTORY, WARM_UP_STEPS
 from gputrain_tui.state import RankView, RunState
 from trainer.contract.record import Step
 
@@ -37,9 +37,7 @@ class RankSteps:
     def __init__(self) -> None:
         self.ranges: deque[StepRange] = deque()
         self.last_reported = 0
-        """Last reported step."""
         self.events_seen = 0
-        """Number of the rank's step events that were read."""
         self._step_end: tuple[float, float, float] | None = None
         """Phases ``optimizer`` and ``other`` of the last step and their waits for a core, ms: they precede the next
         synchronisation."""
@@ -55,7 +53,6 @@ class RankSteps:
         return True
 
     def drop_through(self, step: int) -> None:
-        """Drop the steps up to and including this one."""
         while self.ranges and self.ranges[0].last <= step:
             self.ranges.popleft()
 
@@ -95,15 +92,14 @@ class Timeline:
 
     def __init__(self) -> None:
         self.ranks: tuple[int, ...] = ()
-        self.rows: deque[StepRow] = deque(maxlen=HISTORY)
+        self.rows: deque[StepRow] = deque(maxlen=limit.HISTORY)
         """By ascending step; steps without the phases of every rank are left out."""
-        self.losses: deque[float] = deque(maxlen=HISTORY)
+        self.losses: deque[float] = deque(maxlen=limit.HISTORY)
         """Mean over the ranks at each step that has one, nats."""
         self._rank_steps: list[RankSteps] = []
         self._last_row = 0
         """Last step that is in a row, or was skipped."""
         self._last_warm_up = 0
-        """Last step of the warm-up."""
 
     def follow(self, state: RunState) -> None:
         """Add the rows of new events; start over after the restart of a rank."""
@@ -119,12 +115,11 @@ class Timeline:
             self._reset(ranks)
             for steps, view in zip(self._rank_steps, views, strict=True):
                 steps.append_new(view)
-            self._last_warm_up = max(view.started_at for view in views) + WARM_UP_STEPS
+            self._last_warm_up = max(view.started_at for view in views) + limit.WARM_UP_STEPS
             self._last_row = max(steps.ranges[0].first for steps in self._rank_steps) - 1
         self._add_rows()
 
     def last(self, count: int) -> list[StepRow]:
-        """Return the newest ``count`` rows."""
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))
 
     def _reset(self, ranks: tuple[int, ...]) -> None:
@@ -195,7 +190,6 @@ def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
 
 
 def _waits(parts: Sequence[tuple[int, StepRange]], first: int, last: int) -> list[float | None]:
-    """Return a rank's wait for the synchronisation in each of some steps."""
     return [
         wait
         for _, part in parts

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
-from gputrain_tui.headless.progress import event_line
-from gputrain_tui.headless.styled_text import Piece, paint
+from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import failure_words, run_mark
@@ -62,16 +62,10 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     return lines
 
 
-def closing_lines(
-    state: RunState, width: int, *, is_there: Callable[[str], bool] = lambda _: True, place: str = ""
-) -> list[list[Piece]]:
+def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[Piece]]:
     """Return the closing lines of a run: table and rates where it trained, evaluations, findings, checkpoint, sample.
 
-    Args:
-        state: of the run.
-        width: columns of the terminal.
-        is_there: returns whether a checkpoint still exists.
-        place: prefix of the checkpoint's path, ``HOST:`` if it is on another host.
+    ``host``: prefix of the paths of checkpoints on another host, ``HOST:``; empty: they are here, or deleted.
     """
     lines = closing_table(state, width) if state.step else []
     rates = run_throughput(state.ranks.values())
@@ -92,9 +86,9 @@ def closing_lines(
             text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"
         lines.append([("parameters ", "dim"), (text, "" if agree and not bad else "alarm")])
     lines += finding_lines(state)
-    kept = next((saved.path for saved in reversed(state.checkpoints) if is_there(saved.path)), None)
+    kept = next((saved.path for saved in reversed(state.checkpoints) if host or Path(saved.path).exists()), None)
     if kept is not None:
-        lines.append([("checkpoint ", "dim"), (f"{place}{kept}", "")])
+        lines.append([("checkpoint ", "dim"), (f"{host}{kept}", "")])
     if state.sample is not None:
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
@@ -132,22 +126,16 @@ def status_line(state: RunState) -> list[Piece]:
         steps = f"; {state.unmeasured or 'no step was measured'}"
     only_evaluated = not state.step and state.validations
     findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
-    mark = run_mark(roll_up(findings, state.ranks))
+    condition = run_mark(roll_up(findings, state.ranks))
     return [
         (status, style),
         (took if only_evaluated else took + steps, ""),
-        (f", with {mark}" if mark else "", "alarm"),
+        (f", with {condition}" if condition else "", "alarm"),
     ]
 
 
 def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[Piece]]:
-    """Return lines with the failed rank, its error, and the end of its output.
-
-    Args:
-        failure: root cause of the run.
-        log: last lines of the rank's output.
-        path: file of that output.
-    """
+    """Return lines with the failed rank, its error, and the last lines of its output, ``log`` of the file ``path``."""
     subject = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
     when = f" at step {failure.step}" if failure.step is not None else ""

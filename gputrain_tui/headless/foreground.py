@@ -11,14 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
-from gputrain_tui.headless.progress import REDRAW_S, ProgressView
+from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, paint
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.headless.styled_text import Piece, paint
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status
@@ -59,23 +57,20 @@ class JsonStream(RunReader):
             return []
         files: list[list[tuple[bytes, AnyEvent]]] = []
         for _, lines in self._follower.poll(self.budget_bytes):
-            found: list[tuple[bytes, AnyEvent]] = []
+            pairs: list[tuple[bytes, AnyEvent]] = []
             for line in lines.splitlines():
                 for event in decode_events(line, self._world_size):
                     if isinstance(event, RunEnded):
                         self._last = (line, event)
                     else:
-                        found.append((line, event))
-            files.append(found)
-        pairs = merged(files, lambda pair: pair[1].time)
-        lines_out = [line for line, _ in pairs]
-        events = [event for _, event in pairs]
+                        pairs.append((line, event))
+            files.append(pairs)
+        ordered = merged(files, lambda pair: pair[1].time)
         if self._last is not None and not self._follower.backlog_bytes:
-            lines_out.append(self._last[0])
-            events.append(self._last[1])
+            ordered.append(self._last)
             self._last = None
-        self._out.write_bytes(b"".join(json_line(line) + b"\n" for line in lines_out))
-        return events
+        self._out.write_bytes(b"".join(json_line(line) + b"\n" for line, _ in ordered))
+        return [event for _, event in ordered]
 
 
 def follow(
@@ -93,15 +88,9 @@ def follow(
 
     At the end, also after an error, the lease is ended, so that no process of the run is left.
 
-    Args:
-        supervisor: supervisor of the run.
-        state: receives the events.
-        view: shows the progress; None with ``--json``.
-        reader: reader of the record.
-        out: stream to which the reader copies the events; None if it does not.
-        stop_request: request of this process, forwarded to the supervisor.
-        report: writes a line for people.
-        is_script: whether the ranks run a script, of whose checkpoints nothing is known.
+    ``state`` receives the events; ``view`` is None with ``--json``; ``out``: stream to which the reader copies the
+    events, None if it does not; ``report`` writes a line for people; ``is_script``: whether the ranks run a script, of
+    whose checkpoints nothing is known.
     """
     poll = select.poll()
     ended = os.pidfd_open(supervisor.pid)
@@ -194,15 +183,8 @@ def conclude(
 ) -> int:
     """Print the closing report of a run; return the command's exit code.
 
-    Args:
-        run: the run.
-        returncode: exit code of the supervisor, negative for a signal.
-        state: state after the whole record.
-        for_people: whether to print for people, not only events.
-        environ: environment of the command.
-        out: standard output.
-        err: standard error.
-        is_interrupted: returns whether the command was interrupted, and must not wait for stalled readers.
+    ``returncode``: of the supervisor, negative for a signal; ``state``: after the whole record; ``for_people``: whether
+    to print for people, not only events; ``is_interrupted``: whether the command must not wait for stalled readers.
 
     Raises:
         NotReadyError: a host refused the run before it trained; the run directory is deleted.
@@ -226,17 +208,9 @@ def conclude(
         took = None if status.elapsed_s is None else 1e3 * status.elapsed_s
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message, elapsed_ms=took))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
-    err.drain(
-        is_interrupted=is_interrupted
-    )  # the progress line is erased before the table is printed, by another thread
+    err.drain(is_interrupted=is_interrupted)  # another thread erases the progress line, before the table is printed
     if for_people and (state.validations or all(view.last is not None for view in state.ranks.values())):
-        columns = shutil.get_terminal_size().columns
-        place = path_with_host(run.dir, 0, "")
-
-        def is_there(path: str) -> bool:
-            return bool(place) or Path(path).exists()
-
-        for line in closing_lines(state, columns, is_there=is_there, place=place):
+        for line in closing_lines(state, shutil.get_terminal_size().columns, host=path_with_host(run.dir, 0, "")):
             out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
     out.close(is_interrupted=is_interrupted)
     if for_people and out.error is not None and not isinstance(out.error, BrokenPipeError):

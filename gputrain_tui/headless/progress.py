@@ -5,24 +5,55 @@ Only ``ProgressView`` writes, to standard error.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TextIO
 
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
-from gputrain_tui.headless.styled_text import Piece, clip, length, paint
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
-from gputrain_tui.tables import duration, evaluation, of_weights, ranks_text, size
+from gputrain_tui.tables import duration, evaluation, of_weights, printable, ranks_text, size
 from trainer.contract.outcome import EVALUATED_CHECKPOINT, LOST_PEER_KINDS, NO_UPDATE_LEFT, SEED_ON_RESUME
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
+    from gputrain_tui.headless.safe_stream import SafeStream
     from gputrain_tui.plan.planner import Plan
+
+Piece = tuple[str, str]
+"""Text and its style: ``""``, ``dim``, ``bold``, ``accent`` or ``alarm``."""
+STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\x1b[31m"}
+
+
+def paint(pieces: Iterable[Piece], *, colour: bool) -> str:
+    """Return the text of pieces with control characters made visible, and with escape sequences for ``colour``."""
+    shown = ((printable(text), style) for text, style in pieces)
+    return "".join(f"{STYLES[style]}{text}\x1b[0m" if colour and style and text else text for text, style in shown)
+
+
+def length(pieces: Iterable[Piece]) -> int:
+    """Return the number of characters of pieces."""
+    return sum(len(text) for text, _ in pieces)
+
+
+def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
+    """Return the pieces cut to a number of characters, with an ellipsis if anything was cut."""
+    if length(pieces) <= width:
+        return list(pieces)
+    cut: list[Piece] = []
+    for text, style in pieces:
+        if (left := width - 1 - length(cut)) <= 0:
+            break
+        cut.append((text[:left], style))
+    return [*cut, ("…", "dim")]
+
 
 REDRAW_S = 0.1
 """Time between two reads of the record and redraws of the progress line: faster changes cannot be read."""
@@ -32,20 +63,10 @@ PLAIN_S = 5.0
 """Time between two plain lines: 720 in the log of an hour."""
 PLAIN_START_S = 15.0
 """Time without plain lines at the start, so that a refusal by the ranks is the only output."""
-BAR_COLUMNS = (10, 40)
-"""Minimum and maximum width of the bar."""
-LINE_FORMS: tuple[tuple[bool, int, tuple[str, ...]], ...] = (
-    (False, BAR_COLUMNS[0], ()),
-    (False, BAR_COLUMNS[0], ("tokens",)),
-    (True, BAR_COLUMNS[0], ("tokens",)),
-    (True, 4, ("tokens",)),
-    (True, 4, ("tokens", "late")),
-    (True, 4, ("tokens", "late", "sync")),
-    (True, 4, ("tokens", "late", "sync", "rate")),
-    (True, 4, ("tokens", "late", "sync", "rate", "epoch")),
-    (True, 4, ("tokens", "late", "sync", "rate", "epoch", "eta")),
-)
-"""Forms of the progress line, widest first: whether words are short, columns of the bar, omitted measures."""
+OMISSIONS = ("tokens", "late", "sync", "rate", "epoch", "eta")
+"""Measures in the order in which a narrow terminal omits them."""
+LINE_FORMS = ((False, 10, 0), (False, 10, 1), (True, 10, 1), *((True, 4, omitted) for omitted in range(1, 7)))
+"""Forms of the progress line, widest first: whether words are short, columns of the bar, number of omitted measures."""
 
 
 def progress_line(state: RunState, width: int, *, now: float, standstill: Standstill | None = None) -> list[Piece]:
@@ -55,16 +76,17 @@ def progress_line(state: RunState, width: int, *, now: float, standstill: Stands
     if state.step == 0:
         return clip(_start_pieces(state, now), width)
     progress = state.progress
-    for compact, least, dropped in LINE_FORMS:
-        parts = [pieces for name, pieces in _measures(state, standstill, compact=compact) if name not in dropped]
+    for compact, least, omitted in LINE_FORMS:
+        measures = _measures(state, standstill, compact=compact)
+        parts = [pieces for name, pieces in measures if name not in OMISSIONS[:omitted]]
         taken = sum(length(pieces) + 2 for pieces in parts) - 2
         lead = least + 2 if progress is not None else 0
         if taken + lead <= width:
             break
     line: list[Piece] = []
     if progress is not None:
-        room = width - taken - 2
-        line += bar(progress, min(room, BAR_COLUMNS[1])) if room >= BAR_COLUMNS[0] else [(f"{progress:>4.0%}", "bold")]
+        columns = width - taken - 2
+        line += bar(progress, min(columns, 40)) if columns >= 10 else [(f"{progress:>4.0%}", "bold")]
         line.append(("  ", ""))
     for index, pieces in enumerate(parts):
         line += ([("  ", "")] if index else []) + pieces
@@ -198,23 +220,13 @@ def wrapped(text: str) -> list[str]:
     ) or [text]  # fmt: skip
 
 
-class Stream(Protocol):
-    """Text stream for the progress."""
-
-    def write(self, text: str, /) -> object:
-        """Write text."""
-
-    def flush(self) -> None:
-        """Flush the written text."""
-
-
 class ProgressView:
     """Progress of a run: a line updated in place on a terminal, plain lines at intervals elsewhere."""
 
     def __init__(
         self,
         state: RunState,
-        stream: Stream,
+        stream: SafeStream | TextIO,
         *,
         live: bool,
         colour: bool,
@@ -225,15 +237,8 @@ class ProgressView:
     ) -> None:
         """Start without output.
 
-        Args:
-            state: state of the run.
-            stream: stream to write to.
-            live: whether to update a line in place.
-            colour: whether to use colours.
-            width: returns the columns of the terminal.
-            keeps_up: returns whether the stream's reader keeps up; otherwise the progress line is not redrawn.
-            now: clock, Unix seconds.
-            clock: monotonic clock of the intervals between two lines.
+        ``live``: whether to update a line in place; ``width``: columns of the terminal; ``keeps_up``: whether the
+        stream's reader keeps up, without which the line is not redrawn; ``now``: Unix seconds; ``clock``: monotonic.
         """
         self._state = state
         self._stream = stream
@@ -295,7 +300,6 @@ class ProgressView:
         self._stream.flush()
 
     def erase(self) -> None:
-        """Erase the progress line."""
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -306,3 +310,40 @@ class ProgressView:
             self._stream.write(f"\r{line}\x1b[K")
             self._stream.flush()
             self._drawn = line
+
+
+class ExportProgress:
+    """Progress bar on standard error, erased at the end; without output if that is no terminal."""
+
+    def __init__(self, title: str) -> None:
+        self.total_bytes = 0
+        """Bytes to read; 0 until known."""
+        self._title = title
+        self._done = 0
+        self._began = time.monotonic()
+        self._draw_at = self._began + 0.3  # a short export shows no flickering bar
+        self._stream = getattr(sys.stderr, "unfiltered", sys.stderr)
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._drawn = False
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if self._live and now >= self._draw_at:
+            self._draw_at = now + REDRAW_S
+            self._drawn = True
+            self._stream.write(f"\r{self._line(now)}\x1b[K")
+            self._stream.flush()
+
+    def close(self) -> None:
+        if self._drawn:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _line(self, now: float) -> str:
+        share = min(self._done / self.total_bytes, 1.0) if self.total_bytes else 0.0
+        columns = 30  # of the bar; the rest of 80 is for text
+        cells = round(share * columns)
+        left = f"  {duration((now - self._began) * (1 / share - 1))} left" if share > 0.01 else ""
+        line = f"{self._title}  {'━' * cells + '─' * (columns - cells)}  {share:4.0%}  {size(self._done)}{left}"
+        return line[: shutil.get_terminal_size().columns - 1]

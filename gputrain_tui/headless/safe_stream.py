@@ -16,7 +16,6 @@ from typing import TextIO
 from gputrain_tui.output import discard
 
 CLOSED_ERRORS = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.EBADF})
-"""Errors of a pipe or terminal whose reader has closed it."""
 MAX_BACKLOG_BYTES = 64 << 10
 """Backlog above which text is dropped; the size of a pipe's buffer."""
 STALL_S = 2.0
@@ -29,15 +28,12 @@ class SafeStream:
     """Stream written by a thread of its own; never raises ``OSError`` and never blocks the caller."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to the file descriptor of a stream, past its buffer."""
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
         self.error: OSError | None = None
-        """Last error of the stream; None without one."""
         self._changed = threading.Condition()
         self._waiting = bytearray()
         self._writing = 0
-        """Bytes of the write in progress."""
         self._progress_at = time.monotonic()
         """Time of the reader's last progress, or of the first byte of the backlog; monotonic seconds."""
         self._abandoned = False
@@ -45,12 +41,10 @@ class SafeStream:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that are not written yet."""
         return len(self._waiting) + self._writing
 
     @property
     def has_room(self) -> bool:
-        """Whether the backlog is below its limit."""
         return self.backlog_bytes < MAX_BACKLOG_BYTES
 
     @property

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, Literal
 
 import msgspec
 
 from gputrain_tui.history.series import Series, interpolate, smooth
-from gputrain_tui.history.step_axis import value_at
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import value_text
-from gputrain_tui.state.elapsed import time_by_boot
 from gputrain_tui.state.figures import mean_share, samples_per_s
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
@@ -38,47 +35,36 @@ class RecipeDifference:
 
 
 def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
-    """Return the keys with different values, defaults included, in the order of a recipe."""
+    """Return the keys with different values, defaults included, by table and in the order of a recipe."""
     all_values = [recipe_values(recipe) for recipe in recipes]
-    keys = dict.fromkeys(key for values in all_values for key in values)
-    found = []
-    for key in sorted(keys, key=_key_order(all_values)):
-        texts = tuple(value_text(values.get(key)) for values in all_values)
-        if len(set(texts)) > 1:
-            found.append(RecipeDifference(key=key, values=texts))
-    return found
-
-
-def _key_order(all_values: Sequence[dict[str, Any]]) -> Any:
-    """Return a sort key function: by table, then by position in the first recipe that has the key."""
     tables = ("name", "cluster", "slurm", "task", "train")
-    order: dict[str, int] = {}
-    for values in all_values:
-        for number, key in enumerate(values):
-            order.setdefault(key, number)
-    return lambda key: (tables.index(key.partition(".")[0]), order[key])
+    keys = sorted({key: None for values in all_values for key in values}, key=lambda k: tables.index(k.split(".")[0]))
+    rows = [(key, tuple(value_text(values.get(key)) for values in all_values)) for key in keys]
+    return [RecipeDifference(key=key, values=texts) for key, texts in rows if len(set(texts)) > 1]
 
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
     """Return every key of a recipe with its value, defaults included."""
-    values: dict[str, Any] = {"name": recipe.name}
-    cluster = msgspec.to_builtins(recipe.cluster)
-    for index, node in enumerate(cluster.pop("nodes")):
-        values |= {f"cluster.nodes[{index}].env.{key}": value for key, value in node.pop("env").items()}
-        for key, value in node.items():
-            if value is not None:
-                values[f"cluster.nodes[{index}].{key}"] = value
-    values |= {f"cluster.env.{key}": value for key, value in cluster.pop("env").items()}
-    values |= {f"cluster.{key}": value for key, value in cluster.items()}
+    tables: dict[str, Any] = {"name": recipe.name, "cluster": recipe.cluster}
     if recipe.slurm is not None:
-        values |= {f"slurm.{key}": value for key, value in msgspec.to_builtins(recipe.slurm).items()}
-    values["train.task"] = recipe.train.task or None
-    if recipe.script is not None:
-        values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.script).items()}
-    values |= {f"task.{key}": value for key, value in _task_values(recipe).items()}
-    values |= {f"train.{key}": value for key, value in msgspec.to_builtins(recipe.train).items() if key != "task"}
-    values |= {f"train.{key}": getattr(recipe.launch, key) for key in LAUNCH_OPTIONS}
-    return values
+        tables["slurm"] = recipe.slurm
+    script = {} if recipe.script is None else msgspec.to_builtins(recipe.script)
+    launch = {key: getattr(recipe.launch, key) for key in LAUNCH_OPTIONS}
+    train = {"task": recipe.train.task or None, **script}
+    train |= {key: value for key, value in msgspec.to_builtins(recipe.train).items() if key != "task"} | launch
+    return dict(_flat("", msgspec.to_builtins(tables) | {"train": train, "task": _task_values(recipe)}))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables, each with its key such as ``cluster.nodes[0].host``."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}" if name else key, each)
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        for index, each in enumerate(value):
+            yield from _flat(f"{name}[{index}]", {key: part for key, part in each.items() if part is not None})
+    else:
+        yield name, value
 
 
 def _task_values(recipe: Recipe) -> dict[str, Any]:
@@ -99,7 +85,6 @@ class CurvePoints:
 
 
 Measure = Literal["loss", "samples_per_s", "sync_exposed_ms"]
-"""Quantity of the compared curves."""
 MEASURES: tuple[Measure, ...] = ("loss", "samples_per_s", "sync_exposed_ms")
 
 
@@ -109,45 +94,16 @@ class CurveHistory:
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
         self.validations: list[Validation] = []
-        """In the order of their steps."""
         self._started: float | None = None
-        """Unix seconds."""
-        self._steps = array("q")
-        self._seconds = array("d")
-        """End of each of ``_steps`` on rank 0, seconds since the start; the first entry is the start of a step."""
-        self._samples = array("d")
-        """Samples of rank 0 up to each of ``_steps``."""
-        self._all_samples = 0
-        """Samples of all ranks."""
-        self._stepping = array("d")
-        """Duration of rank 0's steps up to each of ``_steps``, seconds; without pauses."""
         self._totals: dict[int, Totals] = {}
-        """Sums of each rank."""
         self._newest: dict[int, tuple[Step, ...]] = {}
         """The last two step events of each rank, newest first."""
 
     def apply(self, event: AnyEvent) -> None:
-        """Apply an event."""
         if isinstance(event, Step):
             self.series.apply(event)
             self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
-            self._all_samples += event.samples
             self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
-            if event.rank == 0:
-                time = time_by_boot(event)
-                began = time - (event.step_ms or 0.0) / 1000 * event.steps
-                if self._started is None:
-                    self._started = began
-                if not self._steps:
-                    self._steps.append(event.step - event.steps)
-                    self._seconds.append(max(began - self._started, 0.0))
-                    self._samples.append(0.0)
-                    self._stepping.append(0.0)
-                if event.step > self._steps[-1]:
-                    self._steps.append(event.step)
-                    self._seconds.append(time - self._started)
-                    self._samples.append(self._samples[-1] + event.samples)
-                    self._stepping.append(self._stepping[-1] + (event.step_ms or 0.0) / 1000 * event.steps)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
         elif isinstance(event, Validation):
@@ -158,17 +114,15 @@ class CurveHistory:
     @property
     def first_step(self) -> int:
         """Oldest step: a resumed run does not begin at 1."""
-        return self._steps[0] + 1 if self._steps else 0
+        return self.series.axis.first_step
 
     @property
     def last_step(self) -> int:
-        """Newest step."""
         return self.series.last_step
 
     @property
     def last_second(self) -> float:
-        """Time of the newest step since the start, seconds."""
-        return self._seconds[-1] if self._seconds else 0.0
+        return self.seconds_at(inf)
 
     @property
     def loss(self) -> float:
@@ -189,17 +143,13 @@ class CurveHistory:
 
     @property
     def sync_share(self) -> float | None:
-        """Share of step time in which the ranks waited for the gradient synchronisation, 0 to 1."""
         return mean_share(self._totals.values(), "sync")
 
     def points(self, columns: int, *, over_time: bool, smoothing: int = 0, measure: Measure = "loss") -> CurvePoints:
         """Return a curve in ``columns`` columns of equally many steps, each at its middle.
 
-        Args:
-            columns: Columns.
-            over_time: Whether the curve is over the seconds since the start.
-            smoothing: Steps over which it is smoothed; 0: not at all.
-            measure: Quantity of the curve: loss in nats, samples of all ranks per second, or milliseconds.
+        Over steps, or seconds since the start, and smoothed over ``smoothing`` steps; values are nats, samples of all
+        ranks per second, or milliseconds.
         """
         window = self.series.window("loss" if measure == "samples_per_s" else measure, columns)
         if not window.last_step:
@@ -217,18 +167,19 @@ class CurveHistory:
 
     def _rates(self, first: int, count: int, columns: int) -> list[float]:
         """Return the samples of all ranks per second of stepping, scaled up from rank 0, in columns of equal steps."""
-        rank_0_samples = self._samples[-1] if self._samples else 0.0
-        scale = self._all_samples / rank_0_samples if rank_0_samples else 0.0
-        rates = []
+        at, rates = self.series.axis.at, []
         for low, high in pairwise(first - 1 + column * count / columns for column in range(columns + 1)):
-            seconds = value_at(self._steps, self._stepping, high) - value_at(self._steps, self._stepping, low)
-            samples = value_at(self._steps, self._samples, high) - value_at(self._steps, self._samples, low)
-            rates.append(scale * samples / seconds if seconds > 0 else nan)
+            seconds = at("stepping", high) - at("stepping", low)
+            rates.append((at("samples", high) - at("samples", low)) / seconds if seconds > 0 else nan)
         return rates
 
     def seconds_at(self, step: float) -> float:
         """Return the time of a step since the start, interpolated linearly."""
-        return value_at(self._steps, self._seconds, step)
+        axis = self.series.axis
+        if not axis:
+            return 0.0
+        waited = 0.0 if self._started is None else max(axis.began - self._started, 0.0)
+        return waited + axis.at("time", step)
 
 
 def resampled(points: CurvePoints, columns: int, last: float, *, first: float = 0.0) -> list[float]:

@@ -28,7 +28,6 @@ class AppendedFile:
         self.path = os.fspath(path)
         self._longest_line_bytes = max_line_bytes
         self.offset = 0
-        """Bytes read so far."""
         self._rest = b""
         self._keep_open = keep_open
         self._fd: int | None = None
@@ -112,10 +111,10 @@ class Follower:
         begin: Mapping[str, int] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Follow a folder.
+        """Follow a folder, which may appear later.
 
         Args:
-            folder: it may appear later.
+            folder: the folder.
             suffix: of the files' names, with its dot.
             only: names without suffix; by default all.
             torn: whether to return unfinished lines as well.
@@ -139,7 +138,6 @@ class Follower:
         limit = open_files()
         self._max_open = sys.maxsize if limit is None else limit // 2
         self.backlog_bytes = 0
-        """Bytes that the last poll left for the next."""
 
     def poll(self, budget_bytes: int) -> Iterator[tuple[str, bytes]]:
         """Yield file name (without suffix) and new whole lines (``torn``: bytes) of every file that has some."""
@@ -163,14 +161,12 @@ class Follower:
         return self._files[name].offset
 
     def remainders(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the torn last lines: for files that are no longer written."""
         for name, file in self._files.items():
             rest = file.remainder()
             if rest:
                 yield name, rest
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.close()
 
@@ -186,11 +182,11 @@ class Follower:
         self._changed, self._listed_at = changed, now
         try:
             with os.scandir(self._folder) as entries:
-                found = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
+                names = [entry.name for entry in entries if entry.name.endswith(self._suffix)]
         except OSError:  # it is no folder, or may not be read
             return
         known = self._files
-        for name in sorted(found, key=by_rank):
+        for name in sorted(names, key=by_rank):
             stem = name[: -len(self._suffix)]
             if stem not in known and (self._only is None or stem in self._only):
                 known[stem] = AppendedFile(
@@ -200,7 +196,7 @@ class Follower:
                 )
                 known[stem].offset = self._begin.get(stem, 0)
                 if self._last_bytes is not None:
-                    known[stem].skip(max(MIN_TAIL_BYTES, self._last_bytes // len(found)))
+                    known[stem].skip(max(MIN_TAIL_BYTES, self._last_bytes // len(names)))
 
 
 def by_rank(name: str) -> tuple[bool, int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import nan
@@ -36,18 +37,13 @@ class TimeSeries:
     limit: float | None = None
     """Greatest possible value: 100 %, or the total memory; None where there is no limit."""
     newest: float = nan
-    """The newest value."""
     greatest: float = nan
-    """The greatest value."""
     _times: array[float] = field(default_factory=lambda: array("d"))
     _values: array[float] = field(default_factory=lambda: array("d"))
     _every: int = 1
-    """Number of values averaged in one point."""
     _pending: list[float] = field(default_factory=list)
-    """Values of the next point."""
 
     def append(self, time: float, value: float) -> None:
-        """Append a value; ``time`` in Unix seconds."""
         self.newest = value
         self.greatest = value if self.greatest != self.greatest else max(self.greatest, value)
         self._pending.append(value)
@@ -63,28 +59,23 @@ class TimeSeries:
             self._values = array("d", ((self._values[index] + self._values[index + 1]) / 2 for index in pairs))
 
     def columns(self, begin: float, end: float, count: int) -> list[float]:
-        """Return the mean in each column of a time span.
+        """Return the mean in each of ``count`` columns of a time span, Unix seconds.
 
         A column without points has the value of the last point before it, NaN where there is none.
-
-        Args:
-            begin: Unix seconds.
-            end: Unix seconds.
-            count: Columns.
         """
-        found = [nan] * count
+        means = [nan] * count
         if end <= begin:
-            return found
+            return means
         for column in range(count):
             low = bisect_left(self._times, begin + (end - begin) * column / count)
             high = bisect_left(self._times, begin + (end - begin) * (column + 1) / count)
             if column == count - 1:
                 high = len(self._times)
             if high > low:
-                found[column] = sum(self._values[low:high]) / (high - low)
+                means[column] = sum(self._values[low:high]) / (high - low)
             elif low:
-                found[column] = self._values[low - 1]
-        return found
+                means[column] = self._values[low - 1]
+        return means
 
 
 class HardwareSeries:
@@ -97,10 +88,8 @@ class HardwareSeries:
         self.end = nan
         """Newest sample, Unix seconds."""
         self.hosts: dict[int, str] = {}
-        """By node."""
         self.gpu_of_rank: dict[int, tuple[int, int]] = {}
-        """Node and GPU of each rank."""
-        self._series: dict[SeriesKey, TimeSeries] = {}
+        self._series = defaultdict[SeriesKey, TimeSeries](TimeSeries)
 
     def apply(self, sample: NodeSample) -> None:
         """Apply a node's sample; quantities that it lacks are left out."""
@@ -124,9 +113,7 @@ class HardwareSeries:
     def _add(self, key: SeriesKey, time: float, value: float | None, limit: float | None) -> None:
         if value is None:
             return
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = TimeSeries()
+        series = self._series[key]
         series.limit = limit
         series.append(time, value)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -41,7 +41,6 @@ class LogLine(NamedTuple):
     raw: bytes
     """Without newline; of a line that was overwritten in place only the last version."""
     cut_bytes: int
-    """Bytes that were cut off its end."""
     end: int = 0
     """Offset of its end in its file, bytes; 0 where not known."""
 
@@ -66,7 +65,6 @@ def newest_version(raw: bytes, *, ended: bool = True) -> bytes:
 
 
 def _clipped(line: bytes) -> tuple[bytes, int]:
-    """Cut a long line; return it and the number of bytes cut off."""
     end = b"\r" if line.endswith(b"\r") else b""
     kept = line[: MAX_LINE_BYTES - len(end)] + end
     return kept, len(line) - len(kept)
@@ -87,7 +85,6 @@ class LogBuffer:
         self._ends = array("q")
         """Per line the offset of its end in its file, bytes."""
         self._first = 0
-        """Number of the oldest line."""
         self._bytes = 0
         self._unfinished: dict[str, int] = {}
         """Number of the unfinished last line of a file, by file."""
@@ -118,7 +115,6 @@ class LogBuffer:
         self.version += 1
 
     def set_level(self, level: Level) -> None:
-        """Set the minimum level of visible lines."""
         self.level = level
         self._visible = []
         self._in_traceback.clear()
@@ -130,11 +126,9 @@ class LogBuffer:
 
     @property
     def rows(self) -> int:
-        """Number of visible lines."""
         return len(self._lines) if self.level is Level.ALL else len(self._visible)
 
     def number(self, row: int) -> int:
-        """Return the number of the line in a row."""
         return self._first + row if self.level is Level.ALL else self._visible[row]
 
     def row(self, number: int) -> int:
@@ -144,7 +138,6 @@ class LogBuffer:
         return bisect_left(self._visible, number)
 
     def line(self, number: int) -> LogLine:
-        """Return a line by its number."""
         index = number - self._first
         return LogLine(
             self._names[index], self._lines[index].rstrip(b"\r"), self._cut_bytes.get(number, 0), self._ends[index]
@@ -152,25 +145,17 @@ class LogBuffer:
 
     def find(self, text: str, row: int, *, forward: bool) -> int | None:
         """Return the next row after or before ``row`` that contains a text, ignoring case and wrapping around."""
-        needle = text.encode("utf-8", "surrogateescape").lower()
-        count = self.rows
-        if not needle or not count:
-            return None
-        step = 1 if forward else -1
-        for distance in range(1, count + 1):
-            at = (row + step * distance) % count
-            if needle in self._lines[self.number(at) - self._first].lower():
-                return at
-        return None
+        part = text.encode("utf-8", "surrogateescape").lower()
+        return self._next(row, lambda index: part in self._lines[index].lower(), 1 if forward else -1) if part else None
 
     def find_of(self, names: Container[str], row: int) -> int | None:
         """Return the next row after ``row`` with a line of one of the files ``names``, wrapping around."""
+        return self._next(row, lambda index: self._names[index] in names)
+
+    def _next(self, row: int, matches: Callable[[int], bool], step: int = 1) -> int | None:
         count = self.rows
-        for distance in range(1, count + 1):
-            at = (row + distance) % count
-            if self._names[self.number(at) - self._first] in names:
-                return at
-        return None
+        rows = ((row + step * distance) % count for distance in range(1, count + 1))
+        return next((at for at in rows if matches(self.number(at) - self._first)), None)
 
     def _append_lines(self, name: str, lines: list[bytes], begin: int, *, ended: bool = True) -> int:
         """Append lines of a file from the offset ``begin`` on; return the offset of their end."""
@@ -191,7 +176,6 @@ class LogBuffer:
         return begin
 
     def _continue_line(self, number: int, data: bytes, *, ended: bool) -> None:
-        """Append to the unfinished line of a file."""
         index = number - self._first
         before, more = self._lines[index], self._cut_bytes.pop(number, 0)
         if more and b"\r" not in data and not before.endswith(b"\r"):

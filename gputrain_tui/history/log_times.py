@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from operator import itemgetter
 
-MIN_MARKS = 256
+MIN_TIMES = 256
 """Number of known times that each rank may have at least."""
 
 
@@ -18,8 +18,8 @@ class LogTimes:
     def __init__(self, ranks: int = 1) -> None:
         # Maximum number of known times of all ranks together: 8 MiB, 8 minutes of 1,024 ranks that print in every
         # second.
-        marks = 1 << 19
-        self._most = max(marks // max(ranks, 1), MIN_MARKS)
+        times = 1 << 19
+        self._most = max(times // max(ranks, 1), MIN_TIMES)
         self._sizes = array("q")
         self._times = array("d")
         self._forgotten = 0
@@ -27,7 +27,6 @@ class LogTimes:
 
     @property
     def last(self) -> int:
-        """The newest known size."""
         return self._sizes[-1] if self._sizes else self._forgotten
 
     def note(self, size: int, time: float) -> None:
@@ -41,7 +40,7 @@ class LogTimes:
             self._forgotten = self._sizes[half - 1]
             del self._sizes[:half], self._times[:half]
 
-    def marks(self, begin: int, end: int) -> Iterator[tuple[int, float]]:
+    def between(self, begin: int, end: int) -> Iterator[tuple[int, float]]:
         """Yield the known sizes between two, each with its time, ascending."""
         for index in range(bisect_right(self._sizes, begin), bisect_right(self._sizes, end)):
             yield self._sizes[index], self._times[index]
@@ -64,19 +63,19 @@ def in_order(parts: Iterable[Part], times: Mapping[str, LogTimes]) -> Iterator[P
     Logs without known times come first: node agents and the supervisor write at the start. So do lines whose times are
     forgotten; lines that are newer than the last known time come last.
     """
-    found: list[tuple[float, Part]] = []
+    timed: list[tuple[float, Part]] = []
     for name, data, begin in parts:
         start, end = 0, begin + len(data)
         known = times.get(name)
-        for size, time in known.marks(begin, end) if known is not None else ():
+        for size, time in known.between(begin, end) if known is not None else ():
             cut = data.rfind(b"\n", start, size - begin) + 1
             if cut > start:
-                found.append((time, (name, data[start:cut], begin + start)))
+                timed.append((time, (name, data[start:cut], begin + start)))
                 start = cut
         last = None if known is None else known.at(end)
         if last is None:
             last = inf if known is not None and end > known.last else -inf
-        found.append((last, (name, data[start:], begin + start)))
-    for _, part in sorted(found, key=itemgetter(0)):
+        timed.append((last, (name, data[start:], begin + start)))
+    for _, part in sorted(timed, key=itemgetter(0)):
         if part[1]:
             yield part

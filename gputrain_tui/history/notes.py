@@ -42,10 +42,10 @@ def read_notes(run: RunDir) -> Notes:
     if not run.notes.exists():
         return Notes()
     try:
-        found = read_json(run.notes, _decoder)
+        notes = read_json(run.notes, _decoder)
     except RecordError as error:
         raise RecordError(f"{error}; delete the file to start a new note") from None
-    return Notes(note=_one_line(found.note)[:MAX_NOTE_CHARS], tags=tuple(filter(_TAG.fullmatch, found.tags[:MAX_TAGS])))
+    return Notes(note=_one_line(notes.note)[:MAX_NOTE_CHARS], tags=tuple(filter(_TAG.fullmatch, notes.tags[:MAX_TAGS])))
 
 
 def write_notes(run: Run, notes: Notes) -> None:
@@ -78,13 +78,13 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
     Raises:
         RequestError: one is no tag, or they are too many.
     """
-    found = sorted(set(tags))
-    for tag in found:
+    chosen = sorted(set(tags))
+    for tag in chosen:
         if not _TAG.fullmatch(tag):
             raise RequestError(f"{quoted(tag)} is not a tag: 1 to 40 letters, digits or . + / - _, without spaces")
-    if len(found) > MAX_TAGS:
-        raise RequestError(f"{len(found)} tags; a run has at most {MAX_TAGS}")
-    return tuple(found)
+    if len(chosen) > MAX_TAGS:
+        raise RequestError(f"{len(chosen)} tags; a run has at most {MAX_TAGS}")
+    return tuple(chosen)
 
 
 def _one_line(text: str) -> str:

@@ -43,7 +43,6 @@ MIN_REFUSED_BYTES = 1 << 30
 MAX_RATIO = 200
 """Unpacked bytes per compressed byte above that size: records and logs have 5 to 30, a bomb of zeros 1000."""
 COPY_BYTES = 1 << 20
-"""Bytes unpacked at once."""
 MAX_END_BYTES = 1 << 20
 """Limit of the zeros at the end of an archive; tar writes 10 KiB unless a larger block size is chosen."""
 GZIP_MAGIC = b"\x1f\x8b"
@@ -118,7 +117,6 @@ class _Unpacking:
             raise _RefusedError("its content is not a tar archive, or is cut off") from None
 
     def _member(self, header: tarfile.TarInfo, stream: gzip.GzipFile) -> None:
-        """Check one member, and unpack it."""
         name = quoted(header.name)
         top, _, path = header.name.rstrip("/").removeprefix("./").partition("/")
         if header.name.startswith("/") or ".." in header.name.split("/"):

@@ -1,16 +1,39 @@
-"""Reads ``plan.json`` of a run directory."""
+"""Reads ``plan.json`` and ``slurm.json`` of a run directory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import RecordError
 from trainer.contract.record import MAX_RANKS, RunDir
+from trainer.contract.record.events import Count
 from trainer.contract.record.regular_file import read_json
+
+
+class SlurmJob(msgspec.Struct, kw_only=True):
+    """Contents of ``slurm.json``: the Slurm job of a run."""
+
+    number: Count
+    partition: str = ""
+    nodes: list[str] = []
+    """Its hosts in the order of the plan; empty before Slurm has chosen them."""
+    batch: bool = False
+    """Whether the run's supervisor is the job's script."""
+
+
+_job = msgspec.json.Decoder(SlurmJob)
+
+
+def read_job(run: RunDir) -> SlurmJob | None:
+    """Read the Slurm job of a run; None where it has none."""
+    try:
+        return read_json(run.slurm, _job)
+    except RecordError:
+        return None
+
 
 _plan = msgspec.json.Decoder(Plan)
 
@@ -25,16 +48,13 @@ def read_plan(run: RunDir) -> Plan:
     if [rank for node in plan.nodes for rank in node.ranks] != list(range(plan.world_size)):
         raise RecordError(f"{run.plan} is damaged: its nodes do not cover the ranks 0 to {plan.world_size - 1}")
     for index, node in enumerate(plan.nodes):
-        if node.node != index or not node.argv or not 0 <= _stop_grace(node.argv) < math.inf:
+        try:
+            is_valid = node.node == index and node.argv and 0 <= stop_grace(node.argv) < math.inf
+        except (ValueError, IndexError):
+            is_valid = False
+        if not is_valid:
             raise RecordError(f"{run.plan} is damaged: node {index} has no valid command")
     return plan
-
-
-def _stop_grace(argv: Sequence[str]) -> float:
-    try:
-        return stop_grace(argv)
-    except (ValueError, IndexError):
-        return math.nan
 
 
 def planned_world_size(run: RunDir) -> int:

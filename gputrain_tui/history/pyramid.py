@@ -35,7 +35,6 @@ class Point(NamedTuple):
     """A band and its step."""
 
     step: int
-    """First step of the block."""
     band: Band
 
 
@@ -54,7 +53,6 @@ class _Level:
 
     @property
     def count(self) -> int:
-        """Points ever added."""
         return self.start + len(self.steps)
 
     def append(self, step: int, band: Band) -> None:
@@ -64,14 +62,12 @@ class _Level:
         self.high.append(band.high)
 
     def trim(self, head: int, tail: int) -> None:
-        """Keep the points ``head`` to ``tail``."""
         for values in (self.steps, self.low, self.median, self.high):
             del values[tail:]
             del values[:head]
         self.start += head
 
     def folded(self) -> tuple[int, Band]:
-        """Return the last block as one point."""
         low = [value for value in self.low[-FAN_OUT:] if value == value]
         high = [value for value in self.high[-FAN_OUT:] if value == value]
         median = [value for value in self.median[-FAN_OUT:] if value == value]
@@ -101,7 +97,6 @@ class BandPyramid:
         return self._levels[0].steps[-1] if self._levels[0].steps else self.first_step
 
     def append(self, step: int, band: Band) -> None:
-        """Add the newest point; steps only rise."""
         index = 0
         while True:
             level = self._levels[index]
@@ -169,11 +164,9 @@ class RankFrames:
 
     @property
     def newest(self) -> Frame | None:
-        """The last frame added."""
         return self._levels[0][-1] if self._levels[0] else None
 
     def append(self, frame: Frame) -> None:
-        """Add the newest frame; steps only rise."""
         ranks = max((len(values) for values in frame.values if values is not None), default=1)
         frame_values_per_level = 1 << 18  # memory bound of one metric: frames × ranks
         kept = min(max(frame_values_per_level // ranks, 64), POINTS_PER_LEVEL // 2)
@@ -211,13 +204,13 @@ class RankFrames:
             if covers and sum(first <= frame.last_step and frame.first_step <= last for frame in level) <= most:
                 chosen = index
                 break
-        found: list[Frame] = []
+        frames: list[Frame] = []
         done = first - 1
         for index in range(chosen, -1, -1):
-            found += [frame for frame in self._levels[index] if frame.last_step > done and frame.first_step <= last]
-            if found:
-                done = max(done, found[-1].last_step)
-        return found
+            frames += [frame for frame in self._levels[index] if frame.last_step > done and frame.first_step <= last]
+            if frames:
+                done = max(done, frames[-1].last_step)
+        return frames
 
     @property
     def _first_step(self) -> int:

@@ -57,15 +57,15 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     ranks = sorted((name for name in sizes if name.isdecimal() and int(name) < world_size), key=by_rank)
     tail = max(MIN_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
     level = next((level for level in LEVELS if total / level <= MAX_BYTES_PER_BLOCK_EVENT), LEVELS[-1])
-    found = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
-    ends = [blocks[-1].step for blocks in found.values() if blocks]
+    blocks_by_name = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
+    ends = [blocks[-1].step for blocks in blocks_by_name.values() if blocks]
     if not ends or len(ends) < len(ranks):
         return None
     common = min(ends)  # single events of all ranks begin at about the same step
     files: list[list[AnyEvent | DownsampledBlock]] = []
     begin = {}
     for name in ranks:
-        blocks = _until(found[name], common)
+        blocks = _until(blocks_by_name[name], common)
         if not blocks:
             return None
         begin[name] = blocks[-1].end
@@ -74,7 +74,9 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
             return None
         # In the order of the file: a block stands where its last event does.
         placed: list[tuple[int, AnyEvent | DownsampledBlock]] = [(block.end, block) for block in blocks]
-        placed += [(gap[0], event) for gap in gaps for event in _read(run, name, *gap, world_size)]
+        for first, last in gaps:
+            lines = _part(run.events / f"{name}.ndjson", first, last - first)
+            placed += [(first, event) for event in decode_events(lines, world_size)]
         placed += [
             (note.begin, note.event)
             for note in _notes(run, name, world_size)
@@ -91,28 +93,25 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     return Replay(events=events, begin=begin, steps=steps)
 
 
+def _part(path: Path, begin: int = 0, count: int | None = None) -> bytes:
+    """Return ``count`` bytes of a file, or all; none where it cannot be read."""
+    try:
+        return read_whole(path) if count is None else read_part(path, begin, count)
+    except OSError:
+        return b""
+
+
 def _blocks(run: RunDir, name: str, level: int, before: int) -> list[DownsampledBlock]:
     """Return a rank's valid blocks that end before an offset of its events."""
-    try:
-        data = read_whole(block_file(run.digest, name, level))
-    except OSError:
-        return []
+    data = _part(block_file(run.digest, name, level))
     trusted: list[DownsampledBlock] = []
     for block in decode_lines(_decode_blocks, data[: data.rfind(b"\n") + 1]):
         if not (trusted[-1].end if trusted else 0) <= block.begin <= block.end <= before or block.rank != int(name):
             break
         trusted.append(block)
-    while trusted and not _ends_line(run.events / f"{name}.ndjson", trusted[-1].end):
+    while trusted and _part(run.events / f"{name}.ndjson", trusted[-1].end - 1, 1) != b"\n":
         trusted.pop()
     return trusted
-
-
-def _ends_line(path: Path, end: int) -> bool:
-    """Whether a line of a file ends at an offset."""
-    try:
-        return read_part(path, end - 1, 1) == b"\n"
-    except OSError:
-        return False
 
 
 def _until(blocks: list[DownsampledBlock], step: int) -> list[DownsampledBlock]:
@@ -129,28 +128,14 @@ def _gaps(blocks: list[DownsampledBlock]) -> list[tuple[int, int]]:
     return [(end, block.begin) for end, block in zip(ends, blocks, strict=False) if block.begin > end]
 
 
-def _read(run: RunDir, name: str, begin: int, end: int, world_size: int) -> list[AnyEvent]:
-    try:
-        lines = read_part(run.events / f"{name}.ndjson", begin, end - begin)
-    except OSError:
-        return []
-    return decode_events(lines, world_size)
-
-
 def _notes(run: RunDir, name: str, world_size: int) -> list[DownsampledNote]:
     """Return the other events of a file, which the downsampled record keeps whole."""
-    try:
-        data = read_whole(note_file(run.digest, name))
-    except OSError:
-        return []
-    return [note for note in decode_lines(_decode_notes, data) if is_within_world(note.event, world_size)]
+    notes = decode_lines(_decode_notes, _part(note_file(run.digest, name)))
+    return [note for note in notes if is_within_world(note.event, world_size)]
 
 
 def _line_after(run: RunDir, name: str, byte: int) -> int:
-    """Return the offset of the first line after an offset."""
     if byte <= 0:
         return 0
-    try:
-        return byte + read_part(run.events / f"{name}.ndjson", byte, MIN_TAIL_BYTES).find(b"\n") + 1
-    except OSError:
-        return 0
+    rest = _part(run.events / f"{name}.ndjson", byte, MIN_TAIL_BYTES)
+    return byte + rest.find(b"\n") + 1 if rest else 0

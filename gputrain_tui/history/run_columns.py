@@ -11,13 +11,12 @@ from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
 
 Entry = Mapping[str, Any]
-"""A run's summary."""
 
 
 def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
     def value(entry: Entry) -> Value:
-        found = entry[name]
-        return " ".join(found) if isinstance(found, list | tuple) else found
+        cell = entry[name]
+        return " ".join(cell) if isinstance(cell, list | tuple) else cell
 
     return FilterColumn(key=key, is_number=is_number, value=value)
 
@@ -54,7 +53,6 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
 }
 """By title, which is also the name in a filter; ``started`` is in Unix seconds, ``took`` in seconds."""
 NEWEST_FIRST = "started"
-"""Column by which runs are sorted unless another one is chosen."""
 ANYWHERE = ("id", "state", "recipe", "note")
 """Keys of a summary in which a filter word without a column is searched, besides the tags."""
 
@@ -77,12 +75,7 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    Those without a value come last in either direction.
-
-    Args:
-        entries: Newest first; runs of equal values stay in this order.
-        key: The column.
-        reverse: Whether to reverse the order.
+    Those without a value come last in either direction. Runs of equal values stay in their order.
 
     Raises:
         RequestError: there is no such column.

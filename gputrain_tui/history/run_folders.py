@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -26,10 +27,10 @@ from gputrain_tui.history.status_file import (
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RecordError, RequestError, nearest, quoted
 from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.record.regular_file import read_whole
 from trainer.host.process_identity import identify
 
 ARCHIVES = (".tar.gz", ".tgz")
-"""Suffixes of archives."""
 
 RUN_ID = re.compile(r"\d{8}-\d{6}-.")
 SECOND_CHARS = len("20261121-010203")
@@ -44,11 +45,9 @@ class UnreadableRun:
 
     dir: RunDir
     problem: str
-    """One line."""
 
     @property
     def id(self) -> str:
-        """The name of its directory."""
         return self.dir.path.name
 
 
@@ -62,7 +61,6 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The name of its directory."""
         return self.dir.path.name
 
 
@@ -77,13 +75,8 @@ def create(
 ) -> Run:
     """Create the directory of a new run atomically: it is filled under a hidden name and renamed.
 
-    Args:
-        recipe: the recipe's name; the id carries it.
-        world_size: ranks on all nodes together.
-        recipe_toml: text of ``recipe.toml``.
-        plan: returns the bytes of ``plan.json`` for the directory's final path.
-        root: folder of the runs; by default this user's.
-        now: Unix seconds.
+    ``recipe`` is the recipe's name, which the id carries; ``plan`` returns the bytes of ``plan.json`` for the
+    directory's final path; ``root`` is the folder of the runs, by default this user's.
 
     Raises:
         RequestError: the folder cannot be written.
@@ -134,13 +127,8 @@ def create(
 def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, runs: Path, now: float) -> None:
     """Create the directory of a run with commands for the user to type, and list it among the runs.
 
-    Args:
-        run: its directory; one that has a record already is left as it is.
-        plan: its commands.
-        recipe: name of the recipe.
-        recipe_toml: text of ``recipe.toml``.
-        runs: folder of the runs, which gets a link to a directory elsewhere.
-        now: Unix seconds.
+    A directory that has a record already is left as it is; ``runs``, the folder of the runs, gets a link to one
+    elsewhere.
 
     Raises:
         RequestError: it cannot be written.
@@ -162,7 +150,6 @@ def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, ru
 
 
 def _is_linked(runs: Path, path: Path) -> bool:
-    """Whether the folder of the runs has a link to a directory."""
     try:
         with os.scandir(runs) as entries:
             return any(Path(entry.path).resolve() == path.resolve() for entry in entries if entry.is_symlink())
@@ -190,8 +177,8 @@ def open_directory(path: Path) -> Run:
         RequestError: it is no run directory.
     """
     path = path.absolute()
-    if (found := open_run(path)) is not None:
-        return found
+    if (run := open_run(path)) is not None:
+        return run
     directory = RunDir(path)
     files = [file for file in directory.events.glob("*.ndjson") if file.stem.isdecimal()]
     if not files:
@@ -240,8 +227,8 @@ def _by_second(folder: Path, names: Iterable[str]) -> list[list[str]]:
 
 
 def _read_group(folder: Path, names: Sequence[str]) -> list[Run | UnreadableRun]:
-    found = [run for name in names if (run := read_run(folder / name)) is not None]
-    return sorted(found, key=lambda run: (run.status.started if isinstance(run, Run) else 0.0, run.id), reverse=True)
+    runs = [run for name in names if (run := read_run(folder / name)) is not None]
+    return sorted(runs, key=lambda run: (run.status.started if isinstance(run, Run) else 0.0, run.id), reverse=True)
 
 
 def read_run(path: Path) -> Run | UnreadableRun | None:
@@ -286,7 +273,7 @@ def find(wanted: str, root: Path | None = None) -> Run:
         chosen = [wanted] if wanted in names else [name for name in names if wanted and name.startswith(wanted)]
         fitting = (run for each in _by_second(folder, chosen) for run in _read_group(folder, each))
     broken: UnreadableRun | None = None
-    found: list[Run] = []
+    matches: list[Run] = []
     shown_matches = 4  # runs that a message names at most
     for run in fitting:
         if isinstance(run, UnreadableRun):
@@ -294,19 +281,15 @@ def find(wanted: str, root: Path | None = None) -> Run:
         elif wanted == "last":
             return run
         else:
-            found.append(run)
-        if len(found) > shown_matches:
+            matches.append(run)
+        if len(matches) > shown_matches:
             break
-    if len(found) == 1:
-        return found[0]
-    if found:
-        shown = ", ".join(run.id for run in found[:shown_matches])
-        count = (
-            f"{len(found)} runs: {shown}"
-            if len(found) <= shown_matches
-            else f"more than {shown_matches} runs: {shown}, …"
-        )
-        raise RequestError(f"{quoted(wanted)} matches {count}")
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(run.id for run in matches[:shown_matches])
+        count, more = (len(matches), "") if len(matches) <= shown_matches else (f"more than {shown_matches}", ", …")
+        raise RequestError(f"{quoted(wanted)} matches {count} runs: {shown}{more}")
     if broken is not None:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
     recent = [run.id for run in list_runs(folder)]
@@ -314,3 +297,29 @@ def find(wanted: str, root: Path | None = None) -> Run:
         raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
     guess = nearest(wanted, recent) or f"; the last one is {recent[0]!r}"
     raise RequestError(f"no run is called {quoted(wanted)}{guess}")
+
+
+def parent_of(run: Run) -> Run | None:
+    """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
+    try:
+        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
+        resumed = recipe.get("train", {}).get("resume")
+        if not isinstance(resumed, str) or not resumed:
+            return None
+        checkpoint = Path(resumed)
+        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
+        if folder.name != "checkpoints" or folder.parent == run.dir.path:
+            return None
+        return open_run(folder.parent)
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def ancestors_of(run: Run) -> list[Run]:
+    """Return the parent of ``run``, the parent's parent and so on, each once."""
+    ancestors: list[Run] = []
+    while (parent := parent_of(ancestors[-1] if ancestors else run)) is not None:
+        if parent.id == run.id or any(parent.id == known.id for known in ancestors):
+            break  # a copied folder
+        ancestors.append(parent)
+    return ancestors

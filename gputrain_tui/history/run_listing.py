@@ -30,16 +30,12 @@ class RunListing:
     """Summaries of all runs; an ended run is read again only when its folder has changed."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """Make the listing of a folder, by default of this user's runs."""
         self._root = root
         self._ended: dict[str, tuple[int, Summary]] = {}
         """By name: modification time of the folder in ns, which replacing a file in it changes, and the summary."""
 
     def read(self, *, now: float) -> Iterator[ListedRuns]:
         """Yield the newest runs, then again whenever twice as many are read, at last all of them.
-
-        Args:
-            now: Unix seconds, until which runs that have not ended have lasted.
 
         Raises:
             RequestError: the folder of the runs cannot be read.
@@ -51,9 +47,9 @@ class RunListing:
         unreadable: list[Summary] = []
         ended: dict[str, tuple[int, Summary]] = {}
         for names in seconds:
-            found = [summary for name in names if (summary := self._summary(folder, name, ended, now)) is not None]
-            found.sort(key=lambda summary: (summary["started"] or 0.0, summary["id"]), reverse=True)
-            for summary in found:
+            summaries = [summary for name in names if (summary := self._summary(folder, name, ended, now)) is not None]
+            summaries.sort(key=lambda summary: (summary["started"] or 0.0, summary["id"]), reverse=True)
+            for summary in summaries:
                 (unreadable if summary["state"] == UNREADABLE else readable).append(summary)
             unread -= len(names)
             if len(readable) >= shown and unread:

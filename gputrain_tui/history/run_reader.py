@@ -21,9 +21,9 @@ def merged(
     """Return the events of several files by time, those of one file in their order, also where a clock was set back."""
     events: list[AnyTimed] = []
     times: list[float] = []
-    for found in files:
-        events += found
-        times += accumulate(map(time_of, found), max)
+    for of_file in files:
+        events += of_file
+        times += accumulate(map(time_of, of_file), max)
     return [events[index] for index in sorted(range(len(events)), key=times.__getitem__)]
 
 
@@ -38,11 +38,7 @@ class RunReader:
     """Maximum of one poll, about 20 ms of work; exceeded when very many files have a backlog."""
 
     def __init__(
-        self,
-        run: RunDir,
-        *,
-        begin: Mapping[str, int] | None = None,
-        now: Callable[[], float] = time.time,
+        self, run: RunDir, *, begin: Mapping[str, int] | None = None, now: Callable[[], float] = time.time
     ) -> None:
         """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
         self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
@@ -50,14 +46,13 @@ class RunReader:
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
-        """Return the events appended since the last poll."""
         files: list[list[AnyEvent]] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
-            found = decode_events(lines, self._world_size)
-            if name == "run" and found and isinstance(last := found[-1], RunEnded):
+            of_file = decode_events(lines, self._world_size)
+            if name == "run" and of_file and isinstance(last := of_file[-1], RunEnded):
                 self._ended = last
-                found.pop()
-            files.append(found)
+                of_file.pop()
+            files.append(of_file)
         events = merged(files)
         if self._ended is not None and not self._follower.backlog_bytes:
             events.append(self._ended)
@@ -66,9 +61,7 @@ class RunReader:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that the last poll left for the next."""
         return self._follower.backlog_bytes
 
     def close(self) -> None:
-        """Close the files."""
         self._follower.close()

@@ -7,12 +7,12 @@ no clock, no I/O, bounded memory for any number of steps and ranks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, nan
 from typing import Literal
 
-from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, RankFrames
+from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, Point, RankFrames
 from gputrain_tui.history.step_axis import StepAxis
 from gputrain_tui.state.synchronisation import late_ms
 from trainer.contract.record import Step, single_steps
@@ -23,8 +23,6 @@ Metric = Literal["loss", "sync_exposed_ms", "step_ms", "late_ms"]
 BAND_METRICS: tuple[BandMetric, ...] = ("loss", "sync_exposed_ms", "step_ms")
 METRICS: tuple[Metric, ...] = (*BAND_METRICS, "late_ms")
 """Values of a frame per rank; ``late_ms`` is how much later than the first rank this one was ready to synchronise."""
-INTERPOLATED = frozenset({"sync_exposed_ms", "step_ms"})
-"""Metrics that are not measured at every step: curves are interpolated over missing values."""
 LEAD_SPANS, LEAD_COLUMNS = 5, 256
 """Smoothing spans before a range of steps from which its moving average is initialised, and the columns in which they
 are read; older steps have a weight below 1 %."""
@@ -40,7 +38,6 @@ class Window:
     last_step: int
     low: list[float]
     median: list[float]
-    """Median over ranks."""
     high: list[float]
 
 
@@ -55,17 +52,14 @@ class Series:
         self.world_size = world_size
         """Ranks that must report a step; grows with the ranks that appear in events."""
         self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
-        """The newest band of each metric that was measured."""
         self.axis = StepAxis()
-        """Positions of the steps in time, samples and tokens."""
-        self._pyramids = {metric: BandPyramid() for metric in BAND_METRICS}
+        self._pyramids: dict[Metric, BandPyramid] = {metric: BandPyramid() for metric in BAND_METRICS}
         self._frames = RankFrames(len(METRICS))
         self._open: dict[int, dict[int, Step]] = {}
         """Events by rank, by row; a row is one step, or ``_width`` of them."""
         self._width = 1
         """Steps of a row: a power of two, at least the steps of one event."""
         self._completed = -1
-        """Newest complete row."""
         self._completed_time = 0.0
         """Newest event of the complete rows, Unix seconds."""
 
@@ -144,97 +138,41 @@ class Series:
         return (first if last is None else max(first, end - last + 1)), end
 
     def window(
-        self, metric: BandMetric, columns: int, *, last: int | None = None, span: tuple[int, int] | None = None
-    ) -> Window:
-        """Return a metric's band in so many columns, over the whole run, its last steps, or a span of steps."""
-        first, end = span or self.span(last)
-        low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
-        scale = columns / (end - first + 1)
-        interpolated = metric in INTERPOLATED
-        filled, parts, before = -1, 0, -1
-        for step, (bottom, mid, top) in self._pyramids[metric].points(first, end, 4 * columns):
-            if mid != mid:
-                if not interpolated:
-                    before = -1
-                continue
-            column = min(int((step - first) * scale), columns - 1)
-            if column != filled:
-                if parts > 1:
-                    median[filled] /= parts
-                filled, parts = column, 1
-                low[column], median[column], high[column] = bottom, mid, top
-            else:
-                parts += 1
-                median[column] += mid
-                if bottom < low[column]:
-                    low[column] = bottom
-                if top > high[column]:
-                    high[column] = top
-            if 0 <= before < column - 1:
-                for values, value in ((low, bottom), (median, mid), (high, top)):
-                    interpolate(values, before, column, value)
-            before = column
-        if parts > 1:
-            median[filled] /= parts
-        return Window(first_step=first, last_step=end, low=low, median=median, high=high)
-
-    def rank_line(
         self,
         metric: Metric,
-        rank: int,
         columns: int,
         *,
+        rank: int | None = None,
         last: int | None = None,
         span: tuple[int, int] | None = None,
-    ) -> list[float]:
-        """Return one rank's values in the columns of ``window``; NaN is a gap."""
-        first, end = span or self.span(last)
-        line = [nan] * columns
-        index = METRICS.index(metric)
-        scale = columns / (end - first + 1)
-        before = -1
-        interpolated = metric != "loss"
-        for frame in self._frames.frames(first, end, 4 * columns):
-            values = frame.values[index]
-            value = values[rank] if values is not None and rank < len(values) else nan
-            if not isfinite(value):
-                if not interpolated:
-                    before = -1
-                continue
-            column = min(max(int((frame.first_step - first) * scale), 0), columns - 1)
-            line[column] = value
-            if 0 <= before < column - 1:
-                interpolate(line, before, column, value)
-            before = column
-        return line
+    ) -> Window:
+        """Return a metric's band in so many columns, over the whole run, its last steps, or a span of steps.
 
-    def smoothed_window(self, metric: BandMetric, columns: int, *, span: tuple[int, int], over: int) -> Window:
-        """Return a metric's band over a span of steps, smoothed over steps as in a chart of the whole run.
-
-        Args:
-            metric: The metric.
-            columns: Columns.
-            span: First and last step.
-            over: Steps over which the band is smoothed; 0: not at all.
+        The band of one ``rank`` is its line, which ``late_ms`` has for single ranks only.
         """
-        window = self.window(metric, columns, span=span)
-        begin = max(self.first_step, span[0] - LEAD_SPANS * over)
-        lead = self.window(metric, LEAD_COLUMNS, span=(begin, span[0] - 1)) if 0 < begin < span[0] and over else None
-        return smooth_window(window, over, lead)
+        first, end = span or self.span(last)
+        if rank is None:
+            points = self._pyramids[metric].points(first, end, 4 * columns)
+        else:
+            points = self._rank_points(METRICS.index(metric), rank, first, end, 4 * columns)
+        return _in_columns(points, first, end, columns, interpolated=metric != "loss")
 
-    def smoothed_rank_line(
-        self, metric: Metric, rank: int, columns: int, *, span: tuple[int, int], over: int
-    ) -> list[float]:
-        """Return one rank's values in the columns of ``smoothed_window``; NaN is a gap."""
-        line = self.rank_line(metric, rank, columns, span=span)
-        if not over:
-            return line
+    def _rank_points(self, metric: int, rank: int, first: int, end: int, most: int) -> Iterator[Point]:
+        for frame in self._frames.frames(first, end, most):
+            values = frame.values[metric]
+            value = values[rank] if values is not None and rank < len(values) else nan
+            yield Point(max(frame.first_step, first), Band(value, value, value))
+
+    def smoothed_window(
+        self, metric: Metric, columns: int, *, span: tuple[int, int], over: int, rank: int | None = None
+    ) -> Window:
+        """Return a window of a span of steps, smoothed over ``over`` steps as in a chart of the whole run; 0: not."""
+        window = self.window(metric, columns, rank=rank, span=span)
         begin = max(self.first_step, span[0] - LEAD_SPANS * over)
-        before = None
-        if 0 < begin < span[0]:
-            lead = self.rank_line(metric, rank, LEAD_COLUMNS, span=(begin, span[0] - 1))
-            before = [lead], (span[0] - begin) / LEAD_COLUMNS
-        return _smooth_lines([line], over, (span[1] - span[0] + 1) / columns, before)[0]
+        lead = None
+        if 0 < begin < span[0] and over:
+            lead = self.window(metric, LEAD_COLUMNS, rank=rank, span=(begin, span[0] - 1))
+        return smooth_window(window, over, lead)
 
     def frames(self, first: int, last: int, most: int) -> list[Frame]:
         """Return the ranks' values over a range of steps, at most about ``most`` frames."""
@@ -254,7 +192,6 @@ class Series:
                 wide[rank] = _merged(wide[rank], event) if rank in wide else event
 
     def _rewind(self, key: int) -> None:
-        """Drop the steps that a restarted run does again."""
         first = key if self._width == 1 else key * self._width + 1
         for pyramid in self._pyramids.values():
             pyramid.truncate(first)
@@ -296,10 +233,10 @@ class Series:
         self.version += 1
 
     def _add_band(
-        self, metric: BandMetric, step: int, found: list[float | None], blocks: list[DownsampledBlock]
+        self, metric: BandMetric, step: int, measured: list[float | None], blocks: list[DownsampledBlock]
     ) -> array[float] | None:
         """Add one point to a metric's band; return the ranks' values, None where no rank has one."""
-        values = [nan if value is None else value for value in found]
+        values = [nan if value is None else value for value in measured]
         ordered = sorted(values)
         if not isfinite(sum(ordered)):
             ordered = sorted(value for value in values if isfinite(value))
@@ -318,15 +255,41 @@ class Series:
         return array("f", values)
 
 
+def _in_columns(points: Iterable[Point], first: int, end: int, columns: int, *, interpolated: bool) -> Window:
+    """Return points of the steps ``first`` to ``end`` in columns: extremes, and the mean of their medians."""
+    low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
+    scale = columns / (end - first + 1)
+    filled, parts, before = -1, 0, -1
+    for step, (bottom, mid, top) in points:
+        if not isfinite(mid):
+            if not interpolated:
+                before = -1
+            continue
+        column = min(int((step - first) * scale), columns - 1)
+        if column != filled:
+            if parts > 1:
+                median[filled] /= parts
+            filled, parts = column, 1
+            low[column], median[column], high[column] = bottom, mid, top
+        else:
+            parts += 1
+            median[column] += mid
+            low[column], high[column] = min(bottom, low[column]), max(top, high[column])
+        if 0 <= before < column - 1:
+            for values, value in ((low, bottom), (median, mid), (high, top)):
+                interpolate(values, before, column, value)
+        before = column
+    if parts > 1:
+        median[filled] /= parts
+    return Window(first_step=first, last_step=end, low=low, median=median, high=high)
+
+
 def smooth(values: list[float], span: float, steps_per_value: float) -> list[float]:
     """Return the exponential moving mean over the steps, without the bias of its start; gaps stay gaps.
 
     The average forgets by steps, not by values, so that it is the same at every width of a chart.
 
-    Args:
-        values: One for each ``steps_per_value`` steps; NaN is a gap.
-        span: Steps after which a value's weight has fallen to 1/e; 0: nothing is averaged.
-        steps_per_value: Steps that a value stands for.
+    ``span`` is the number of steps after which a value's weight has fallen to 1/e; 0: nothing is averaged.
 
     Source: Kingma and Ba, Adam, section 3 (the correction of the bias).
     """
@@ -336,10 +299,7 @@ def smooth(values: list[float], span: float, steps_per_value: float) -> list[flo
 def smooth_window(window: Window, span: float, lead: Window | None = None) -> Window:
     """Return a band and its median, smoothed alike: the median stays inside.
 
-    Args:
-        window: The band.
-        span: As in ``smooth``.
-        lead: The band right before it, from which the average is initialised.
+    ``lead`` is the band right before it, from which the average is initialised.
     """
     if not span:
         return window

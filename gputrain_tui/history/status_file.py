@@ -35,9 +35,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     run: str
-    """Run id."""
     recipe: str
-    """Name of the recipe."""
     world_size: WorldSize
     status: RunStatusName = "starting"
     by_hand: bool = False
@@ -56,11 +54,9 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """From ``started`` to ``ended`` by a monotonic clock; None where it was not measured."""
     exit_code: ExitStatus | None = None
     restarts: Count = 0
-    """Attempts that failed and were followed by another."""
     message: str | None = None
     """One line: why it failed, or which processes were left when it stopped."""
     step: Count | None = None
-    """Optimizer steps done when this was written."""
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
     valid: FiniteFloat | Literal["nan"] | None = None

@@ -12,6 +12,7 @@ from trainer.contract.record import Step
 
 AxisName = Literal["step", "time", "samples", "tokens"]
 AXES: tuple[AxisName, ...] = ("step", "time", "samples", "tokens")
+TOTALS = ("samples", "tokens", "stepping")
 MAX_POINTS = 8192
 """Points kept; at twice as many every second one is left out, and a chart has hundreds of columns."""
 
@@ -20,22 +21,19 @@ class StepAxis:
     """Positions of steps on other axes: those of rank 0's events, interpolated between two events."""
 
     def __init__(self) -> None:
+        self.began = 0.0
+        """Begin of the first step, Unix seconds."""
         self._steps = array("q")
-        self._positions: dict[str, array[float]] = {name: array("d") for name in ("time", "samples", "tokens")}
-        """Seconds since the first step began, samples of rank 0, tokens of rank 0; at the end of each step."""
+        self._positions: dict[str, array[float]] = {name: array("d") for name in ("time", *TOTALS)}
+        """Seconds since the first step began, and totals of rank 0; at the end of each step."""
         self._lr = array("d")
-        self._began = 0.0
-        """Unix seconds."""
         self._every = 1
         """Events between two points."""
         self._skipped = 0
         self._all = {"samples": 0, "tokens": 0}
-        """Totals of all ranks."""
-        self._own = {"samples": 0, "tokens": 0}
-        """Totals of rank 0."""
+        self._own = dict.fromkeys(TOTALS, 0.0)
 
     def apply(self, event: Step) -> None:
-        """Apply one rank's event."""
         self._all["samples"] += event.samples
         if event.tokens is not None:
             self._all["tokens"] += event.tokens
@@ -43,57 +41,59 @@ class StepAxis:
             return
         if self._steps and event.step - event.steps < self._steps[-1]:
             self._rewind(event.step - event.steps)
-        time = time_by_boot(event)
+        time, stepping_s = time_by_boot(event), (event.step_ms or 0.0) / 1000 * event.steps
         if not self._steps:
-            self._began = time - (event.step_ms or 0.0) / 1000 * event.steps
+            self.began = time - stepping_s
             self._append(event.step - event.steps, 0.0, event.lr)
         self._own["samples"] += event.samples
         self._own["tokens"] += event.tokens or 0
+        self._own["stepping"] += stepping_s
         if self._skipped:  # replace the newest point until the next one is due
             self._steps.pop()
             for values in (self._lr, *self._positions.values()):
                 values.pop()
-        self._append(event.step, time - self._began, event.lr)
+        self._append(event.step, time - self.began, event.lr)
         self._skipped = (self._skipped + 1) % self._every
 
+    @property
+    def first_step(self) -> int:
+        """First step, of a resumed run the first since then; 0 without any."""
+        return self._steps[0] + 1 if self._steps else 0
+
     def __len__(self) -> int:
-        """Return the number of points kept."""
         return len(self._steps)
 
     def _append(self, step: int, seconds: float, lr: float | None) -> None:
         self._steps.append(step)
         before = self._positions["time"]
         before.append(max(seconds, before[-1] if before else 0.0))
-        self._positions["samples"].append(self._own["samples"])
-        self._positions["tokens"].append(self._own["tokens"])
+        for name, total in self._own.items():
+            self._positions[name].append(total)
         self._lr.append(float("nan") if lr is None else lr)
         if len(self._steps) >= 2 * MAX_POINTS:
             self._every *= 2
-            self._steps = self._steps[::2]
-            self._positions = {name: values[::2] for name, values in self._positions.items()}
-            self._lr = self._lr[::2]
-            self._skipped = 0
+            self._keep(slice(None, None, 2))
 
     def _rewind(self, step: int) -> None:
-        """Drop the steps after one: a restarted run does them again."""
-        kept = max(bisect_right(self._steps, step), 1)
-        self._steps = self._steps[:kept]
-        self._positions = {name: values[:kept] for name, values in self._positions.items()}
-        self._lr = self._lr[:kept]
+        self._keep(slice(max(bisect_right(self._steps, step), 1)))
+
+    def _keep(self, points: slice) -> None:
+        self._steps, self._lr = self._steps[points], self._lr[points]
+        self._positions = {name: values[points] for name, values in self._positions.items()}
         self._skipped = 0
 
     def has(self, name: AxisName) -> bool:
-        """Return whether the run has been measured on an axis."""
         return name == "step" or (bool(self._steps) and self._positions[name][-1] > 0)
 
-    def at(self, name: AxisName, step: float) -> float:
-        """Return the position of a step's end: the step itself, seconds, or samples or tokens of all ranks."""
+    def at(self, name: AxisName | Literal["stepping"], step: float) -> float:
+        """Return the position of a step's end: the step itself, seconds, or samples or tokens of all ranks.
+
+        Of the seconds ``stepping`` has only those of rank 0's steps, without pauses.
+        """
         if name == "step":
             return step
         position = value_at(self._steps, self._positions[name], step)
-        if name == "time" or not self._own[name]:
-            return position
-        return position * self._all[name] / self._own[name]
+        return position * self._all[name] / self._own[name] if name in self._all and self._own[name] else position
 
     def lr_at(self, step: float) -> float:
         """Return the learning rate of a step; NaN where it is not known."""

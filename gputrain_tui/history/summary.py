@@ -11,7 +11,6 @@ from gputrain_tui.history.run_folders import Run, UnreadableRun
 from gputrain_tui.history.status_file import ENDED, elapsed_of
 from gputrain_tui.state.finding_text import loss_is_nan, marking, run_mark
 from trainer.contract.errors import RecordError
-from trainer.contract.record import Finding, Validation
 
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
@@ -24,9 +23,7 @@ SUMMARY_KEYS = (
 FINDING_KEYS = (
     "kind", "severity", "rank", "ranks", "host", "step", "cause", "line", "message", "evidence", "advice",
 )  # fmt: skip
-"""Keys of a finding in a summary."""
 UNREADABLE = "unreadable"
-"""State of a run whose directory cannot be read."""
 
 
 def summarize_unreadable(run: UnreadableRun) -> dict[str, Any]:
@@ -51,6 +48,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         notes = Notes()  # `gputrain note` has the reason
     findings = status.findings if status.status in ENDED else marking(standing_findings(run.dir))
     is_lost = run.state not in ENDED and run.state != status.status
+    tested = status.tested
     return {
         "id": run.id,
         "state": run.state,
@@ -69,24 +67,11 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "duration_s": None if is_lost else elapsed_of(status, now),
         "exit_code": status.exit_code,
         "message": status.message,
-        "tested": None if status.tested is None else _tested(status.tested),
+        "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
         "finding": run_mark(findings) or None,
-        "findings": [_finding(finding) for finding in findings],
+        "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
-    }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {name: getattr(finding, name) for name in FINDING_KEYS}
-
-
-def _tested(found: Validation) -> dict[str, Any]:
-    return {
-        "split": found.split,
-        "weights_step": found.weights_step,
-        "loss": found.loss,
-        "metrics": found.metrics,
     }

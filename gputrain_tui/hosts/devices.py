@@ -67,13 +67,9 @@ class DeviceAllocator:
         self._allocated: dict[str, list[Device]] = {}
 
     def allocate(self, machine: str, shown: str, node: Node, *, where: str) -> NodeDevices:
-        """Allocate the devices of a node.
+        """Allocate the devices of a node; all nodes on one machine have the same key of the inventories, ``machine``.
 
-        Args:
-            machine: its key in the inventories; all nodes on one machine have the same.
-            shown: the machine's name in messages.
-            node: the recipe's node, with the number or the list of its devices.
-            where: the location in the recipe, for messages.
+        ``shown`` and ``where``, the location in the recipe, are for messages.
 
         Raises:
             DeviceUnavailableError: the machine lacks requested devices.

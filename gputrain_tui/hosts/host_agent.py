@@ -22,13 +22,11 @@ from typing import Any
 from gputrain_tui.hosts.host_frames import RefusedCallError
 from trainer.contract.home_folder import expand_home
 from trainer.host.boot import boot_id
-from trainer.host.descendants import kill_descendants
+from trainer.host.descendants import adopt_orphans, kill_descendants
 from trainer.host.import_path import node_environment
-from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, prctl
-from trainer.host.proc_environ import RUN
-from trainer.host.processes import read_stat
+from trainer.host.processes import RUN, read_stat
 from trainer.host.stop_request import LEASE, NOW_SIGNAL
-from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
+from trainer.host.temporary_folder import delete_temporary_folders
 
 LEASE_S = 3.0
 """Time that the node of a leased run goes on without a session: long enough to reopen a broken connection."""
@@ -93,11 +91,7 @@ def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None
 
 
 def await_agent(folder: Path) -> dict[str, Any]:
-    """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them.
-
-    Raises:
-        RefusedCallError: there is no agent, or it could not start the node.
-    """
+    """Return the identity of the agent's process and, as ``node``, of the node's, once the agent has written them."""
     deadline = time.monotonic() + START_S
     while (agent := read_object(folder / AGENT)) is None:
         if not (folder / STARTED).exists() or time.monotonic() > deadline:
@@ -139,7 +133,7 @@ def _run_agent(
         os.dup2(null, stream)
     os.closerange(3, 1024)
     try:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         with (run_dir / "logs" / f"node-{request['node']}.log").open("ab") as log:
             # The node ends at the end of its standard input, which the death of this process causes too.
             node = subprocess.Popen(
@@ -163,8 +157,7 @@ def _run_agent(
             _kill_session(node)
     code = node.wait()
     kill_descendants(run=str(run_dir))
-    for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir, [request["node"]], within)
+    delete_temporary_folders(run_dir, [request["node"]])
     _write(folder / EXIT, {"code": code})
 
 

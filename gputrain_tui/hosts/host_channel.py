@@ -25,7 +25,7 @@ from gputrain_tui.tables import printable
 
 MODULES = {
     "trainer.contract": "errors home_folder stop_level",
-    "trainer.host": "addresses boot cores descendants gpu_claims import_path memory nvml ports prctl proc_environ "
+    "trainer.host": "addresses boot cores descendants gpu_claims import_path memory nvml ports "
     "proc_files processes reachability resource_limits stop_request temporary_folder",
     "gputrain_tui.hosts": "host_agent host_frames host_names host_program host_session inventory machine_facts "
     "node_facts push_target",
@@ -112,11 +112,7 @@ class HostChannel:
 
     @classmethod
     def started(cls, host: str, command: Callable[[Sequence[str]], list[str]], *, quoted: bool = True) -> HostChannel:
-        """Start the program on a host; ``command`` makes the command line here of arguments of the host's Python.
-
-        Raises:
-            HostError: the process here cannot be started.
-        """
+        """Start the program on a host; ``command`` makes the command line here of arguments of the host's Python."""
         mark, program = f"gputrain-{secrets.token_hex(8)}:", packed_program()
         reader = READER.format(len(program))
         argv = command(["-I", "-c", f"'{reader}'" if quoted else reader, mark])
@@ -166,12 +162,7 @@ class HostChannel:
         return self.answer(self.send(function, **arguments), decoder, timeout_s)
 
     def frames(self, timeout_s: float, wake_fd: int | None = None) -> list[HostFrame]:
-        """Return the frames that have arrived, after waiting for output of the host or for ``wake_fd`` to be readable.
-
-        Raises:
-            HostError: the connection has ended, or its output is no frame.
-            HostRefusedError: there is no program on the host, for a reason that stays.
-        """
+        """Return the frames that have arrived, after waiting for the host or for ``wake_fd`` to be readable."""
         stdin, stdout = self.pipes.stdin, self.pipes.stdout
         watched = [stdout] if wake_fd is None else [stdout, wake_fd]
         readable, writable, _ = select.select(watched, [stdin] if self._unsent else [], [], timeout_s)
@@ -228,12 +219,7 @@ class HostChannel:
 
 
 def decoded(arrived: HostFrame, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decode the JSON of a frame.
-
-    Raises:
-        HostError: it is not of the decoder's type, or not bounded.
-        HostRefusedError: it is the error of a call.
-    """
+    """Decode the JSON of a frame; HostRefusedError for the error of a call, HostError for other types or sizes."""
     try:
         if arrived.kind == "error":
             raise HostRefusedError(printable(str(json.loads(arrived.data)))[:MAX_TEXT_CHARS])

@@ -85,11 +85,7 @@ class FrameBuffer:
         self._bytes += part
 
     def frames(self) -> Iterator[HostFrame]:
-        """Remove the complete frames, and yield them.
-
-        Raises:
-            FrameError: a header is invalid.
-        """
+        """Remove the complete frames, and yield them; FrameError for an invalid header."""
         while (found := self._next()) is not None:
             yield found
 

@@ -75,12 +75,8 @@ class HostPipes:
     ) -> None:
         """Take over open descriptors.
 
-        Args:
-            stdin: non-blocking pipe to the program.
-            stdout: pipe from it.
-            stderr: file with its standard error and that of ssh.
-            pidfd: of ssh.
-            process: ssh, if it is a child of this process.
+        They are a non-blocking pipe to the program, a pipe from it, a file with its standard error and that of ssh, and
+        the pidfd of ssh. ``process`` is ssh, if it is a child of this process.
         """
         for descriptor in (stdin, stdout, stderr, pidfd):
             os.set_inheritable(descriptor, False)

@@ -61,12 +61,7 @@ def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
 
 
 def node(server: CallServer, request: Mapping[str, Any]) -> int:
-    """Start a node unless that was done before, send its record as it grows, and return its exit code.
-
-    Raises:
-        RefusedCallError: there is no agent, or it could not start the node.
-        OSError: the run directory cannot be made or written.
-    """
+    """Start a node unless that was done before, send its record as it grows, and return its exit code."""
     call, session = server.call, Session(request)
     server.held.close()
     if request["start"]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain_tui.recipe.model import Gpus, Node
-from gputrain_tui.recipe.source import RecipeError
 from gputrain_tui.recipe.values import parse_gpus
 from trainer.contract.errors import RequestError, nearest, quoted
 
@@ -48,11 +47,7 @@ def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
 
 
 def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
-    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``.
-
-    Raises:
-        RequestError: the text names no host, or a line is wrong.
-    """
+    """Parse lines such as ``gpu1``, ``ada@gpu1 slots=4``, ``gpu1:4``, ``[fd00::1] gpus=0,2 port=2222  # a comment``."""
     entries: dict[str, tuple[int, HostEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -113,18 +108,11 @@ def _parse_entry(words: list[str], where: str) -> HostEntry:
         elif key == "slots":
             slots = _number(value, where, "slots", max_slots)
         elif key == "gpus":
-            gpus = _gpus(value, where)
+            gpus = parse_gpus(value, where=f"{where}: gpus")
     if slots is not None and gpus is not None:
         raise RequestError(f"{where}: {match['host']} has slots and gpus; keep one of them")
     host = match["host"] if port is None else f"ssh://{match['host']}:{port}"
     return HostEntry(host=host, slots=slots, gpus=gpus)
-
-
-def _gpus(value: str, where: str) -> Gpus:
-    try:
-        return parse_gpus(value, where=f"{where}: gpus")
-    except RecipeError as error:
-        raise RequestError(str(error)) from None
 
 
 def _number(text: str, where: str, name: str, largest: int) -> int:

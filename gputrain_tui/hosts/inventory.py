@@ -21,7 +21,7 @@ from trainer.host.boot import uptime_s
 from trainer.host.cores import Cpus, load_average, read_cpus
 from trainer.host.gpu_claims import GpuClaim, claims
 from trainer.host.memory import Memory, read_usable_memory
-from trainer.host.nvml import RawGpu, ask_driver, throttle_reasons
+from trainer.host.nvml import RawGpu, ask_driver
 from trainer.host.processes import owner_and_name
 
 MIB = 1 << 20
@@ -179,19 +179,12 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim
         uuid=raw.uuid or "",
         pci_bus_id=(raw.pci_bus_id or "").lower(),
         name=raw.name or "",
-        memory_used_bytes=raw.memory_used,
-        memory_total_bytes=raw.memory_total,
-        utilization_percent=None if raw.utilization is None else float(raw.utilization),
-        temperature_celsius=None if raw.temperature is None else float(raw.temperature),
-        power_watts=None if raw.power_mw is None else raw.power_mw / 1000,
-        power_limit_watts=None if raw.power_limit_mw is None else raw.power_limit_mw / 1000,
-        sm_clock_mhz=raw.sm_clock,
-        max_sm_clock_mhz=raw.max_sm_clock,
-        throttle_reasons=throttle_reasons(raw.throttle_mask),
-        mig=raw.mig_mode == 1,
+        power_limit_watts=raw.power_limit_watts,
+        mig=raw.mig,
         prohibited=raw.compute_mode == 2,  # NVML_COMPUTEMODE_PROHIBITED
         processes=None if raw.processes is None else tuple(processes[pid] for pid in sorted(processes)),
         claim=claim,
+        **vars(raw.readings),
     )
 
 

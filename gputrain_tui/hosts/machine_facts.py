@@ -15,6 +15,7 @@ from typing import Literal
 from gputrain_tui.hosts.host_names import address_of
 from trainer.contract.home_folder import expand_home
 from trainer.host.ports import is_port_free, port_holder
+from trainer.host.resource_limits import free_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,7 @@ class RendezvousFile:
 def port_facts(number: int, host: str, *, is_own: bool | None = None) -> Port:
     """Return state and holder of the port on which rank 0 would listen, if this is its machine.
 
-    Args:
-        number: the port.
-        host: host or address that the ranks connect to.
-        is_own: whether that is one of this machine; None to find out.
+    ``host`` is what the ranks connect to; ``is_own`` whether that is this machine, None to find out.
     """
     is_own = _is_own_address(host) if is_own is None else is_own
     if number < 1024 and os.geteuid() != 0:
@@ -122,11 +120,14 @@ def folder_facts(path: Path) -> Folder:
             return Folder(path=str(path), problem=f"{existing} is not writable")
     except OSError as error:
         return Folder(path=str(path), problem=f"{path} cannot be used: {error.strerror}")
+    return Folder(path=str(path), free_bytes=free_bytes(existing), free_files=free_files(existing))
+
+
+def free_files(path: Path) -> int | None:
+    """Return the number of free inodes for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        status = os.statvfs(existing)
+        status = os.statvfs(path)
     except OSError:
-        return Folder(path=str(path))
-    # Some network file systems report a size of zero, whatever is free; those that allocate inodes on demand, such as
-    # btrfs, report no inodes.
-    free_bytes = status.f_bavail * status.f_frsize if status.f_blocks else None
-    return Folder(path=str(path), free_bytes=free_bytes, free_files=status.f_favail if status.f_files else None)
+        return None
+    # File systems that allocate inodes on demand, such as btrfs, report zero.
+    return status.f_favail if status.f_files else None

@@ -32,7 +32,7 @@ from trainer.host.reachability import (
     resolve,
     unreachable,
 )
-from trainer.host.resource_limits import free_shm_bytes, read_limits
+from trainer.host.resource_limits import SHM, free_bytes, read_limits
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.host_program import CallServer
@@ -106,7 +106,7 @@ def facts(server: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
         "machine": f"{boot_id()} {network_namespace()}",
         "inventory": asdict(take_inventory()),
         "limits": asdict(read_limits()),
-        "shm_free_bytes": free_shm_bytes(),
+        "shm_free_bytes": free_bytes(SHM),
         "folders": [asdict(folder_facts(Path(folder))) for folder in dict.fromkeys(written_folders)],
         "port": None if port is None else asdict(port_facts(port["number"], port["host"])),
         "rendezvous": None if rendezvous is None else asdict(rendezvous_file(Path(rendezvous))),

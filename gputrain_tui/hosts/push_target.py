@@ -32,11 +32,7 @@ def probe(_: object, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare(_: object, request: Mapping[str, Any]) -> None:
-    """Make folders and, for a request with packages, install them into an environment.
-
-    Raises:
-        RefusedCallError: the installation failed.
-    """
+    """Make folders and, for a request with packages, install them into an environment; refuse with pip's reason."""
     signal.alarm(0)  # torch over a slow network takes longer than a connection may be silent
     for folder in request["folders"]:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RecordError
 from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
@@ -22,48 +22,7 @@ from trainer.contract.record.regular_file import read_json
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.stop_request import StopRequest
-from trainer.host.temporary_folder import SHORT, delete_temporary_folders, system_folder
-
-
-class NodeProcess(ABC):
-    """Process of one node, as held by the supervisor; each launcher has its own."""
-
-    host_error = ""
-    """Error of its host or of the connection, which did not start or keep it; empty if its log has the cause."""
-
-    def __init__(self, node: int, host: str, identity: ProcessIdentity | None) -> None:
-        self.node = node
-        """Index of the node in the plan."""
-        self.host = host
-        self.identity = identity
-        """Node agent, or the host agent above it on another host; None until that host has answered."""
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """Return a file descriptor that becomes readable when the process ends, or its identity becomes known."""
-
-    @abstractmethod
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
-
-    @abstractmethod
-    def stop(self, level: StopLevel) -> None:
-        """Send the node agent a stop request, without waiting."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Kill the process; its ranks end with it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file descriptors of a process that has ended."""
-
-    problem: str = ""
-    """Why the connection to its host was opened again last, in one line."""
-
-    def silent_s(self) -> float:
-        """Return the seconds since the last message of its host; 0 for this machine."""
-        return 0.0
+from trainer.host.temporary_folder import delete_temporary_folders, system_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +73,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
 def delete_temporary_files(run_dir: RunDir, nodes: Sequence[int], tmp: Path) -> None:
     """Delete the temporary folders of nodes, which a killed node agent has left."""
-    for within in {tmp, SHORT}:
-        delete_temporary_folders(run_dir.path, nodes, within)
+    delete_temporary_folders(run_dir.path, nodes, tmp)
 
 
 _decode = msgspec.json.Decoder(AttemptRecord)
@@ -155,14 +113,9 @@ def attempt_result(
 ) -> AttemptResult:
     """Return the result of an attempt of which no node runs: finished, stopped by whom, or failed for which cause.
 
-    Args:
-        attempt: the attempt.
-        plan: its plan.
-        run_dir: the record.
-        stop_request: stop request of the supervisor.
-        adopting: whether the supervisor has taken over from one that was killed.
-        over_before: nodes that had ended, with unfinished ranks, when it did.
-        missing_rank: returns the failure of the rank that the others have lost, by the record of all ranks.
+    ``adopting``: the supervisor has taken over from one that was killed; ``over_before`` are nodes that had ended, with
+    unfinished ranks, when it did. ``missing_rank`` returns the failure of the rank that the others have lost, by the
+    record of all ranks.
     """
     ends = attempt.ended.values()
     if len(ends) == len(plan.nodes) and not any(end.unfinished for end in ends):

@@ -21,7 +21,7 @@ from trainer.contract.record import Failure, Finding, RunDir
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_reader import RunReader
-    from gputrain_tui.lifecycle.attempt import NodeProcess
+    from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan
 
 INTERVAL_S = 0.1

@@ -13,10 +13,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from trainer.host.proc_environ import RUN, SUPERVISOR, is_same_directory, run_of
-from trainer.host.process_identity import is_alive
-from trainer.host.processes import ancestors, pids
-from trainer.host.unmarked_processes import unmarked_processes
+from trainer.host.process_identity import is_alive, unmarked_processes
+from trainer.host.processes import RUN, SUPERVISOR, ancestors, is_same_directory, pids, run_of
 
 
 def processes_of(run_dir: Path) -> list[int]:

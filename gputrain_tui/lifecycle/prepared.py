@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gputrain_tui.hosts.devices import DeviceUnavailableError
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.plan.planner import Plan, plan as make_plan
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.preflight.result import warning
-from gputrain_tui.recipe.model import Node, Recipe
+from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import require_end
@@ -48,8 +49,6 @@ def plan_recipe(recipe: Recipe) -> Planned:
         NotReadyError: a machine does not have the devices.
         RequestError: the recipe contradicts itself.
     """
-    from gputrain_tui.hosts.devices import DeviceUnavailableError
-
     try:
         return plan_with_inventories(recipe)
     except DeviceUnavailableError as error:
@@ -72,63 +71,46 @@ def plan_with_inventories(
         RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
             whose inventory is needed does not answer.
     """
-    local, warnings = local_facts(node.host for node in recipe.cluster.nodes), list[str]()
-    inventories = _inventories_for(recipe, local, query=query, warn=warnings.append)
-    plan = make_plan(recipe, inventories, local=local)
-    return Planned(plan=plan, local=local, inventories=inventories, warnings=tuple(warnings))
-
-
-def _inventories_for(
-    recipe: Recipe,
-    local: LocalFacts,
-    *,
-    query: Callable[[Sequence[str]], Sequence[HostReport]] | None,
-    warn: Callable[[str], None],
-) -> dict[str, Inventory]:
-    """Return the inventories that a plan needs, by host as in the plan."""
+    local = local_facts(node.host for node in recipe.cluster.nodes)
     inventories: dict[str, Inventory] = {}
-    if recipe.is_for_slurm:
-        return inventories  # Slurm assigns the GPUs
-    nodes = recipe.cluster.nodes
+    warnings = []
+    nodes = [] if recipe.is_for_slurm else recipe.cluster.nodes  # Slurm assigns the GPUs
     # NVML takes longer than everything else here: it is read only if ranks may use the GPUs.
     if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):
         from gputrain_tui.hosts.inventory import take_inventory
 
         inventories[THIS_MACHINE] = take_inventory()
-    away = {index: node for index, node in enumerate(nodes) if needs_inventory(node) and not is_local(node.host, local)}
-    if not away:
-        return inventories
+    unknown = {
+        index: str(node.host)
+        for index, node in enumerate(nodes)
+        if node.cpu_ranks is None and not isinstance(node.gpus, int) and not is_local(node.host, local)
+    }
+    reports = _query(list(dict.fromkeys(unknown.values())), query)
+    for index, host in unknown.items():
+        node, report = nodes[index], reports[host]
+        if report.inventory is not None:
+            inventories[host] = report.inventory
+        elif isinstance(node.gpus, tuple):
+            warnings.append(f"{host}: {report.problem}; its list of GPUs is used unchecked")
+        else:
+            key, value = ("gpus", node.gpus) if node.gpus is not None else ("ranks", node.ranks)
+            reason = f"is {value!r}, but the GPUs of {host} are not known: {report.problem}"
+            where = recipe.where("cluster", "nodes", index, key)
+            raise DeviceUnavailableError(where, f"{reason}; a count or a list of GPUs is accepted unchecked")
+    plan = make_plan(recipe, inventories, local=local)
+    return Planned(plan=plan, local=local, inventories=inventories, warnings=tuple(warnings))
+
+
+def _query(
+    hosts: Sequence[str], query: Callable[[Sequence[str]], Sequence[HostReport]] | None
+) -> dict[str, HostReport]:
+    if not hosts:
+        return {}
     if query is None:
         from gputrain_tui.hosts.survey import query_hosts
 
         query = query_hosts
-    reports = {report.host: report for report in query(list(dict.fromkeys(str(node.host) for node in away.values())))}
-    for index, node in away.items():
-        report = reports[str(node.host)]
-        if report.inventory is not None:
-            inventories[report.host] = report.inventory
-        else:
-            _without_inventory(recipe, index, node, report.problem, warn)
-    return inventories
-
-
-def needs_inventory(node: Node) -> bool:
-    """Whether a node's devices depend on the GPUs of its machine."""
-    return node.cpu_ranks is None and not isinstance(node.gpus, int)
-
-
-def _without_inventory(recipe: Recipe, index: int, node: Node, problem: str, warn: Callable[[str], None]) -> None:
-    """Warn that a node's list of GPUs is unchecked, as its host did not answer."""
-    if isinstance(node.gpus, tuple):
-        warn(f"{node.host}: {problem}; its list of GPUs is used unchecked")
-        return
-    from gputrain_tui.hosts.devices import DeviceUnavailableError
-
-    key = "gpus" if node.gpus is not None else "ranks"
-    value: Mapping[str, object] = {"gpus": node.gpus, "ranks": node.ranks}
-    unknown = f"is {value[key]!r}, but the GPUs of {node.host} are not known: {problem}"
-    where = recipe.where("cluster", "nodes", index, key)
-    raise DeviceUnavailableError(where, f"{unknown}; a count or a list of GPUs is accepted unchecked")
+    return {report.host: report for report in query(hosts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +124,7 @@ class Prepared:
 
 
 def prepare(recipe: Recipe) -> Prepared:
-    """Plan a run and check its machines.
-
-    Raises:
-        NotReadyError: the recipe is right, but the machines are not ready for it.
-        RequestError: the recipe contradicts itself, or would never end.
-    """
+    """Plan a run and check its machines; raise as ``plan_recipe`` and ``check_planned`` do."""
     return check_planned(recipe, plan_recipe(recipe))
 
 

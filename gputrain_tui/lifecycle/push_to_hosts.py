@@ -241,12 +241,7 @@ def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
     if listed.returncode == 0:
         names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
     else:
-        names = [
-            str((Path(parent) / file).relative_to(folder))
-            for parent, folders, files in os.walk(folder)
-            if folders.sort() is None  # sorts in place, for a stable order
-            for file in files
-        ]
+        names = [str(Path(parent, file).relative_to(folder)) for parent, _, files in os.walk(folder) for file in files]
     for name in sorted(set(names)):
         parts = Path(name).parts
         path = folder / name

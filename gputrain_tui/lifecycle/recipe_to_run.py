@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ from trainer.contract.option_rules import RESETS, require_consistent
 from trainer.contract.record.regular_file import open_regular
 
 
-def load(source: str | None, *, overrides: Sequence[str], resume: str | None, stdin: IO[str] | None) -> Recipe:
+def load(source: str | None, *, overrides: Sequence[str], resume: str | None) -> Recipe:
     """Read the recipe of a new run, or of one that continues another, by its id, a prefix of it or ``last``.
 
     Raises:
@@ -32,7 +32,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
             raise RequestError(
                 "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
             )
-        return load_recipe(source, overrides=list(overrides), stdin=stdin)
+        return load_recipe(source, overrides=list(overrides))
     run = find(resume)
     if run.status.archived is not None:
         raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
@@ -49,11 +49,11 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None, st
     owner = run_named_by(run.dir, checkpoint)
     settings = [*overrides, f"train.resume={checkpoint}", f"train.checkpoint_run={owner}"]
     source = source or recipe_of(run)
-    recipe = load_recipe(source, overrides=settings, stdin=stdin)
+    recipe = load_recipe(source, overrides=settings)
     # The resets of the run's own recipe are done; only overrides reset again.
     done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
     if done and source != "-":
-        recipe = load_recipe(source, overrides=[*done, *settings], stdin=stdin)
+        recipe = load_recipe(source, overrides=[*done, *settings])
     remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
     if remote is not None and first != remote.host:
         raise RequestError(
@@ -77,7 +77,7 @@ def recipe_text(recipe: Recipe) -> str:
     source = recipe.origin
     as_written = source.format == "toml" and not source.overridden and not source.origins and "name" in source.data
     if as_written:
-        return recipe.text
+        return source.text
     from gputrain_tui.recipe.toml_writer import dump_toml  # a slow import (tomlkit) that few runs need
 
     return dump_toml(recipe)
@@ -93,7 +93,6 @@ def evaluation_recipe(
     checkpoint: Path,
     run: str,
     split: Literal["test", "valid"] | None,
-    stdin: IO[str] | None = None,
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 
@@ -103,7 +102,7 @@ def evaluation_recipe(
     Raises:
         RequestError: the recipe is wrong, runs a script, or has a built-in task without the split.
     """
-    recipe = load_recipe(source, overrides=overrides, stdin=stdin)
+    recipe = load_recipe(source, overrides=overrides)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script, which evaluates itself; `gputrain eval` evaluates only tasks")
     schema = options_schema(recipe.train.task)

@@ -18,15 +18,13 @@ from gputrain_tui import paths
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
-from gputrain_tui.lifecycle.sink_state import read_sink_state
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ReportOptions
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.schema import check
-from trainer.host.proc_environ import RUN
-from trainer.host.processes import descendants
+from trainer.host.processes import RUN, descendants
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.run_status import RunStatusWriter
@@ -97,11 +95,10 @@ class RunReport:
         self._sinks: list[LiveSink] = []
 
     def begin(self) -> list[str]:
-        """Start the sinks that are not finished; return a line for each one that cannot be started."""
+        """Start the sinks; return a line for each one that cannot be started."""
         problems = []
         for name, target in (("tensorboard", self._options.tensorboard), ("wandb", self._options.wandb)):
-            state = read_sink_state(self._dir, name)
-            if target is None or (state is not None and state.finished):
+            if target is None:
                 continue
             try:
                 self._sinks.append(LiveSink(self._dir, name, target))

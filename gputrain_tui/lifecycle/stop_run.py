@@ -25,9 +25,8 @@ from trainer.contract.options import Distributed
 from trainer.contract.outcome import SAVE_TIMEOUT_S, node_outcome
 from trainer.contract.record import RunDir
 from trainer.contract.record.events import MAX_RANKS
-from trainer.host.proc_environ import SUPERVISOR
 from trainer.host.process_identity import HELD_S, is_alive
-from trainer.host.processes import is_held
+from trainer.host.processes import SUPERVISOR, is_held
 from trainer.host.stop_request import STOP_COMMAND_SIGNAL, STOP_REASONS
 
 SUPERVISOR_EXIT_S = 5.0
@@ -42,8 +41,7 @@ MAX_SUPERVISORS = 3
 def stop_by_name(wanted: str, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     """Stop a run by its id, a prefix of it or ``last``; also a run with processes but without a readable directory.
 
-    Raises:
-        RequestError: there is no such run, or it belongs to another machine.
+    Return one line about the end of the run, and the processes that do not end; raise as ``stop`` does.
     """
     lost = {name: path for name, path in living_runs(paths.runs_folder()).items() if open_run(path) is None}
     if wanted in lost:

@@ -27,7 +27,6 @@ from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import (
     Attempt,
     AttemptResult,
-    NodeProcess,
     attempt_result,
     delete_temporary_files,
     failed,
@@ -37,6 +36,7 @@ from gputrain_tui.lifecycle.attempt import (
 from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
 from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
@@ -44,9 +44,8 @@ from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
-from trainer.host import process_guard
-from trainer.host.descendants import kill_descendants, reap
-from trainer.host.proc_environ import RUN, SUPERVISOR
+from trainer.host.descendants import adopt_orphans, kill_descendants, reap
+from trainer.host.processes import RUN, SUPERVISOR
 from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 from trainer.host.temporary_folder import system_folder
 
@@ -92,7 +91,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes the poll
         self._stop_request.catch()
         self._poll.register(self._stop_request, select.POLLIN)
-        process_guard.adopt_orphans()
+        adopt_orphans()
         try:
             ended = self._adopt() if self._adopting else self._run_attempts()
         except BaseException as error:  # clean up and record the error before raising it

@@ -19,8 +19,8 @@ from gputrain_tui.hosts.host_names import CHANNELS
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
-from trainer.host.proc_environ import RUN, SUPERVISOR
 from trainer.host.process_identity import ProcessIdentity
+from trainer.host.processes import RUN, SUPERVISOR
 from trainer.host.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:

@@ -26,14 +26,7 @@ CORE_OPTIONS = ("-c", "--cpus", "--exclusive", "--oversubscribe")
 
 
 def sbatch_arguments(plan: Plan, options: SlurmOptions, *, name: str, output: str) -> list[str]:
-    """Return the arguments of ``sbatch`` for the nodes of a plan: a heterogeneous job if their GPU counts differ.
-
-    Args:
-        plan: the plan.
-        options: ``[slurm]`` of the recipe.
-        name: name of the job.
-        output: file for the output of the job's script.
-    """
+    """Return the arguments of ``sbatch`` for the nodes of a plan: a heterogeneous job if their GPU counts differ."""
     hosts = [address_of(node.host) for node in plan.nodes]
     counts = [_gpus(node) for node in plan.nodes]
     components = [(len(list(alike)), count) for count, alike in itertools.groupby(counts)]
@@ -105,16 +98,7 @@ def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
 
 
 def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str:
-    """Return a script for ``sbatch``.
-
-    Args:
-        plan: the plan; its interpreter, working directory and data must exist on every node.
-        name: name of the job.
-        options: ``[slurm]`` of the recipe.
-
-    Raises:
-        RequestError: nodes without Slurm names that need different numbers of GPUs.
-    """
+    """Return a script for ``sbatch``; interpreter, working directory and data of the plan must exist on every node."""
     counts = [_gpus(node) for node in plan.nodes]
     hosts = [address_of(node.host) for node in plan.nodes]
     nameless = [host for host in hosts if is_loopback(host) or is_address(host) or is_pending(host)]
@@ -172,8 +156,8 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
 def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
     lines = ["steps=()"]
     for node, gpus in zip(plan.nodes, counts, strict=True):
-        place = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
-        step = f"srun --nodes=1 --ntasks=1 --nodelist={place} --cpu-bind=none"
+        host = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
+        step = f"srun --nodes=1 --ntasks=1 --nodelist={host} --cpu-bind=none"
         if gpus:
             # Not --gpus-per-node: Slurm 22.05 holds it against the smallest node of an exclusive job.
             step += f" --gpus={gpus}"

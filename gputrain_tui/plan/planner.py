@@ -1,4 +1,4 @@
-"""Pure: computes one command per node from a recipe and the inventories of its machines.
+"""Pure: computes one command per node from a recipe and the inventories of its machines; a plan as shell commands.
 
 Ranks and world size are never input: they follow from the nodes. The flags are HetSeq's, in the order of its
 documentation, so that a plan can be compared with it and typed by hand.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, PENDING_HOST, THIS_MACHINE, LocalFacts, address_of, is_local
+from gputrain_tui.shell_words import shell_joined, shell_quoted
+from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
@@ -31,7 +33,6 @@ class PlannedNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The ranks, devices and command of one node."""
 
     node: Rank
-    """Index in the plan, from 0."""
     host: str
     first_rank: Rank
     ranks: list[Rank]
@@ -61,14 +62,8 @@ class Plan(msgspec.Struct, kw_only=True):
 def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFacts) -> Plan:
     """Compute the command of every node.
 
-    Args:
-        recipe: the recipe.
-        inventories: by host as in the recipe, ``localhost`` for this machine. A machine without one is assumed to
-            have the GPUs that the recipe counts or lists.
-        local: facts about this machine.
-
-    Raises:
-        RequestError: the machines lack devices of the recipe, or the recipe contradicts itself.
+    ``inventories`` are by host as in the recipe, ``localhost`` for this machine. A machine without one is assumed to
+    have the GPUs that the recipe counts or lists.
     """
     from gputrain_tui.hosts.devices import DeviceAllocator
 
@@ -81,7 +76,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
     for index, node in enumerate(recipe.cluster.nodes):
         machine = THIS_MACHINE if is_local(node.host, local) and not recipe.is_for_slurm else str(node.host)
         key = next((key for key in ("gpus", "cpu_ranks", "ranks") if getattr(node, key) is not None), None)
-        where = recipe.where("cluster", "nodes", index, key) if key else recipe.source
+        where = recipe.where("cluster", "nodes", index, key) if key else recipe.origin.name
         shown = "this machine" if machine == THIS_MACHINE else machine
         machines.append(machine)
         assignments.append(allocator.allocate(machine, shown, node, where=where))
@@ -93,16 +88,20 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
             f"{world_size} ranks: give the nodes {recipe.world_size}, or set it to {world_size}"
         )
     require_batch_sizes(recipe.train.batch_size, world_size, where=lambda name: recipe.where("train", name))
-    init_method = _init_method(recipe, machines, world_size, local)
-    backend = _backend(recipe, assignments)
+    run = Plan(
+        world_size=world_size,
+        init_method=_init_method(recipe, machines, world_size, local),
+        backend=_backend(recipe, assignments),
+        launcher=_launcher(recipe, machines, local),
+        nodes=[],
+    )
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
-    nodes: list[PlannedNode] = []
     first_rank = 0
     for index, assigned in enumerate(assignments):
         ranks = list(range(first_rank, first_rank + len(assigned.devices)))
-        flags = _distributed_flags(recipe, assigned, init_method, world_size, first_rank, len(assignments), backend)
+        flags = _distributed_flags(recipe, run, assigned, first_rank, is_only=len(assignments) == 1)
         node = recipe.cluster.of_node(index)
-        nodes.append(
+        run.nodes.append(
             PlannedNode(
                 node=index,
                 host=recipe.cluster.nodes[index].host or THIS_MACHINE,
@@ -110,27 +109,17 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
                 ranks=ranks,
                 devices=list(assigned.devices),
                 argv=[node.python or local.python, "-P", "-m", "trainer", *flags, *common_flags],
-                env={**node.env, **_environment(recipe, assigned, init_method, machines, local)},
+                env={**node.env, **_environment(recipe, assigned, run.init_method, machines, local)},
                 workdir=node.workdir or "",
                 setup=node.setup or "",
             )
         )
         first_rank += len(ranks)
-    return Plan(
-        world_size=world_size,
-        init_method=init_method,
-        backend=backend,
-        launcher=_launcher(recipe, machines, local),
-        nodes=nodes,
-    )
+    return run
 
 
 def _on_slurm(recipe: Recipe, local: LocalFacts) -> Recipe:
-    """Return the recipe with a host for every node: those of the allocation in order, placeholders without one.
-
-    Raises:
-        RequestError: the allocation has too few hosts, or a node wants GPUs that Slurm has not given it yet.
-    """
+    """Return the recipe with a host for every node: those of the allocation in order, placeholders without one."""
     named = {node.host for node in recipe.cluster.nodes}
     free = [host for host in local.slurm_hosts if host not in named]
     nodes = []
@@ -190,27 +179,20 @@ def task_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _distributed_flags(
-    recipe: Recipe,
-    assigned: NodeDevices,
-    init_method: str | None,
-    world_size: int,
-    first_rank: int,
-    nodes: int,
-    backend: str,
+    recipe: Recipe, run: Plan, assigned: NodeDevices, first_rank: int, *, is_only: bool
 ) -> list[str]:
-    local_world_size = len(assigned.devices)
-    flags = ["--distributed-init-method", init_method] if init_method is not None else []
-    flags += ["--distributed-world-size", str(world_size)]
-    if world_size > 1:
-        flags += ["--distributed-gpus", str(local_world_size)]
-    if nodes > 1:
+    flags = ["--distributed-init-method", run.init_method] if run.init_method is not None else []
+    flags += ["--distributed-world-size", str(run.world_size)]
+    if run.world_size > 1:
+        flags += ["--distributed-gpus", str(len(assigned.devices))]
+    if not is_only:
         flags += ["--distributed-rank", str(first_rank)]
     default = "gloo" if assigned.cpu or assigned.shared else "nccl"
-    if recipe.cluster.backend != "auto" or backend != default:
-        flags += ["--distributed-backend", backend]
-    if local_world_size == 1 and world_size > 1:
+    if recipe.cluster.backend != "auto" or run.backend != default:
+        flags += ["--distributed-backend", run.backend]
+    if len(assigned.devices) == 1 and run.world_size > 1:
         flags.append("--distributed-no-spawn")
-    if local_world_size == 1 and not assigned.cpu:
+    if len(assigned.devices) == 1 and not assigned.cpu:
         flags += ["--device-id", "0"]
     return [*flags, "--cpu"] if assigned.cpu else flags
 
@@ -264,14 +246,11 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
         if node.host is None or is_loopback(address_of(node.host)):
             known = f", such as {local.addresses[0]}" if local.addresses else ""
             away = peer if index == 0 else machines[0]
-            found = (
-                f"is {quoted(node.host)}, which the other node {away} cannot reach"
-                if node.host
-                else f"is missing, but the other node {away} must reach this one"
-            )
-            raise RequestError(
-                f"{recipe.where('cluster', 'nodes', index, 'host')} {found}: give this machine's address{known}"
-            )
+            problem = f"is missing, but the other node {away} must reach this one"
+            if node.host:
+                problem = f"is {quoted(node.host)}, which the other node {away} cannot reach"
+            where = recipe.where("cluster", "nodes", index, "host")
+            raise RequestError(f"{where} {problem}: give this machine's address{known}")
 
 
 def _backend(recipe: Recipe, assignments: Sequence[NodeDevices]) -> Literal["nccl", "gloo"]:
@@ -316,3 +295,28 @@ def _environment(
     if recipe.script is not None and len(machines) > 1:
         env["GROUP_WORLD_SIZE"] = str(len(machines))  # as torchrun; a node cannot compute it where nodes are unequal
     return env
+
+
+def shell_commands(plan: Plan) -> str:
+    """Return the command of each node, under a comment that names the node and its ranks."""
+    lines = []
+    for node in plan.nodes:
+        ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {rank_range(node.ranks)} of {plan.world_size}"
+        title = f"# node {node.node}, {node.host}: {ranks}, {devices_text(node.devices)}"
+        lines.append(printable(title))  # one line: the rest would run as a command
+        settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
+        lines.append(" ".join([*settings, shell_joined(node.argv)]))
+    return "\n".join(lines)
+
+
+def rank_range(ranks: Sequence[int]) -> str:
+    """Return consecutive ranks as text: ``4–7``, or ``14`` for one."""
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+
+def devices_text(devices: Sequence[int | str]) -> str:
+    """Return a node's devices as text: ``CPU × 4``, ``GPU 0, 1``."""
+    if devices[0] == "cpu":
+        return "CPU" if len(devices) == 1 else f"CPU × {len(devices)}"
+    shown = [str(name) if isinstance(name, int) else name[:12] for name in devices]
+    return f"GPU {', '.join(shown)}"

@@ -13,7 +13,7 @@ import msgspec
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local, is_pending
 from gputrain_tui.hosts.machine_facts import Folder
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
+from gputrain_tui.preflight.facts import START_CHECKS, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
@@ -84,27 +84,22 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
         usable = (
             f"{script.script} is run as a module" if script.module else f"{script.script} exists and is valid Python"
         )
-        yield _missing("script", facts.script) or ok("script", usable, key="train.script")
+        yield facts.script or ok("script", usable, key="train.script")
     else:
         yield ok("task", f"{task} is {'built in' if task in BUILT_IN else 'found'}", key="train.task")
     if facts.data_checked:
-        yield _missing("data", facts.data) or ok("data", "all of it can be read")
+        yield facts.data or ok("data", "all of it can be read")
     elif script is None:
         yield CheckResult(status="note", check="data", what="not checked: the task's own code reads it")
     start = start_option(recipe.train)
     if start and nodes[0].node == 0:  # rank 0 reads it for all
-        check = {"resume": "resume", "eval_only": "checkpoint", "finetune_from": "weights"}[start]
-        exists = ok(check, f"{getattr(recipe.train, start)} exists", key=f"train.{start}")
-        yield _missing(check, facts.resume) or exists
+        exists = ok(START_CHECKS[start], f"{getattr(recipe.train, start)} exists", key=f"train.{start}")
+        yield facts.resume or exists
 
 
 def _sinks(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
     if recipe.report.tensorboard or recipe.report.wandb:
-        yield _missing("report", facts.report) or ok("report", "the packages that it needs are installed")
-
-
-def _missing(check: str, missing: MissingInput | None) -> CheckResult | None:
-    return None if missing is None else error(check, missing.what, missing.fix, key=missing.key)
+        yield facts.report or ok("report", "the packages that it needs are installed")
 
 
 # --- rendezvous ------------------------------------------------------------------------------------------------------

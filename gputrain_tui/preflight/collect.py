@@ -20,7 +20,8 @@ from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.preflight.facts import MissingInput, PreflightFacts
+from gputrain_tui.preflight.facts import START_CHECKS, PreflightFacts
+from gputrain_tui.preflight.result import CheckResult, error
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
@@ -63,7 +64,7 @@ def collect_facts(
         home=folder_facts(paths.runs_folder()),
         save_dir=_save_dir(save_dir, recipe.train.resume) if save_dir and first else None,
         limits=limits,
-        shm_free_bytes=resource_limits.free_shm_bytes(),
+        shm_free_bytes=resource_limits.free_bytes(resource_limits.SHM),
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
         cores=usable_cores(),
@@ -77,7 +78,7 @@ def collect_facts(
 # --- files of the recipe ---------------------------------------------------------------------------------------------
 
 
-def _data(recipe: Recipe) -> MissingInput | None:
+def _data(recipe: Recipe) -> CheckResult | None:
     if recipe.train.task not in BUILT_IN:
         return None
     schema: Any = options_schema(recipe.train.task)
@@ -87,16 +88,16 @@ def _data(recipe: Recipe) -> MissingInput | None:
         return None
     what, _, fix = message.partition("; ")
     key = f"task.{_faulty_option(options, message)}"
-    return MissingInput(key=key, what=what, fix=fix or f"set {key} to its path")
+    return error("data", what, fix or f"set {key} to its path", key=key)
 
 
 def _data_problem(options: Any) -> str:
     try:
         check_data(options)
-    except RequestError as error:
-        return str(error)
-    except OSError as error:  # a parent folder without permission, a name that is too long
-        return f"{error.filename} cannot be read: {error.strerror}; check its path and permissions"
+    except RequestError as refused:
+        return str(refused)
+    except OSError as failure:  # a parent folder without permission, a name that is too long
+        return f"{failure.filename} cannot be read: {failure.strerror}; check its path and permissions"
     return ""
 
 
@@ -111,7 +112,7 @@ def _faulty_option(options: Any, message: str) -> str:
     return next(field.name for field in fields if field.required)
 
 
-def _script(recipe: Recipe) -> MissingInput | None:
+def _script(recipe: Recipe) -> CheckResult | None:
     """Return the problem of the script: missing, unreadable or no Python; None if it can be started."""
     if recipe.script is None:
         return None
@@ -124,24 +125,24 @@ def _script(recipe: Recipe) -> MissingInput | None:
     try:
         if not path.is_file():
             what = "is not a file" if path.exists() else f"does not exist in {Path.cwd()}"
-            return MissingInput(key=key, what=f"{path} {what}", fix="name a Python file")
+            return error("script", f"{path} {what}", "name a Python file", key=key)
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    except OSError as error:
-        return _unreadable(key, path, error)
-    except SyntaxError as error:
-        line = f", line {error.lineno}" if error.lineno else ""
-        return MissingInput(key=key, what=f"{path}{line} is not valid Python: {error.msg}", fix="fix the script")
-    except ValueError as error:
-        return MissingInput(key=key, what=f"{path} is not valid Python: {error}", fix="fix the script")
+    except OSError as failure:
+        return _unreadable("script", key, path, failure)
+    except SyntaxError as invalid:
+        line = f", line {invalid.lineno}" if invalid.lineno else ""
+        return error("script", f"{path}{line} is not valid Python: {invalid.msg}", "fix the script", key=key)
+    except ValueError as invalid:
+        return error("script", f"{path} is not valid Python: {invalid}", "fix the script", key=key)
     return None
 
 
-def _unreadable(key: str, path: Path, error: OSError) -> MissingInput:
-    what = f"{path} cannot be read: {error.strerror}"
-    return MissingInput(key=key, what=what, fix="check its path and permissions")
+def _unreadable(check: str, key: str, path: Path, failure: OSError) -> CheckResult:
+    what = f"{path} cannot be read: {failure.strerror}"
+    return error(check, what, "check its path and permissions", key=key)
 
 
-def _missing_sink(recipe: Recipe) -> MissingInput | None:
+def _missing_sink(recipe: Recipe) -> CheckResult | None:
     """Return the live sink whose package this interpreter, the supervisor's, cannot import; None if there is none."""
     for name in ("tensorboard", "wandb"):
         if not getattr(recipe.report, name):
@@ -150,7 +151,7 @@ def _missing_sink(recipe: Recipe) -> MissingInput | None:
         # A spec without origin is a mere folder of that name, such as the one in which wandb keeps its logs.
         if spec is None or spec.origin is None:
             what = f"{name} is not installed for {sys.executable}"
-            return MissingInput(key=f"report.{name}", what=what, fix=f"{sys.executable} -m pip install {name}")
+            return error("report", what, f"{sys.executable} -m pip install {name}", key=f"report.{name}")
     return None
 
 
@@ -170,23 +171,24 @@ def _save_dir(name: str, resume: str | None) -> Folder:
     return replace(folder, checkpoints=len(names), owner=owner)
 
 
-def _start_file(recipe: Recipe) -> MissingInput | None:
+def _start_file(recipe: Recipe) -> CheckResult | None:
     """Return the checkpoint or the weights from which the run starts, if they cannot be read."""
     name = start_option(recipe.train)
     if not name:
         return None
     key, path = f"train.{name}", Path(getattr(recipe.train, name))
+    check = START_CHECKS[name]
     takes_folder = name != "finetune_from"
     fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights"
     try:
         if not path.exists():
-            return MissingInput(key=key, what=f"{path} does not exist", fix=fix)
+            return error(check, f"{path} does not exist", fix, key=key)
         if path.is_dir() and not takes_folder:
-            return MissingInput(key=key, what=f"{path} is a folder", fix=fix)
+            return error(check, f"{path} is a folder", fix, key=key)
         if path.is_dir() and not any(path.glob("*.pt")):
-            return MissingInput(key=key, what=f"{path} holds no checkpoint", fix="name another folder")
-    except OSError as error:
-        return _unreadable(key, path, error)
+            return error(check, f"{path} holds no checkpoint", "name another folder", key=key)
+    except OSError as failure:
+        return _unreadable(check, key, path, failure)
     return None
 
 

@@ -9,31 +9,28 @@ import msgspec
 
 from gputrain_tui.hosts.environment_facts import Torch
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
+from gputrain_tui.preflight.result import CheckResult
 from trainer.host.resource_limits import ResourceLimits
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Inventory
 
 
-class MissingInput(msgspec.Struct, frozen=True, kw_only=True):
-    """A file, folder or package of a recipe's key that is missing or unusable."""
-
-    key: str
-    what: str
-    fix: str = ""
+START_CHECKS = {"resume": "resume", "eval_only": "checkpoint", "finetune_from": "weights"}
+"""Check of the checkpoint or the weights from which a run starts, by the option that names them."""
 
 
 class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about this machine; None and empty mean not collected or not known."""
 
-    data: MissingInput | None = None
+    data: CheckResult | None = None
     """The task's data, if it cannot be read."""
     data_checked: bool = False
     """Whether the data was checked: only the ranks of a user's own task can read its data."""
-    script: MissingInput | None = None
-    report: MissingInput | None = None
+    script: CheckResult | None = None
+    report: CheckResult | None = None
     """The package of a live sink, if it is not installed."""
-    resume: MissingInput | None = None
+    resume: CheckResult | None = None
     """The checkpoint or the weights from which the run starts, if they cannot be read."""
     port: Port | None = None
     rendezvous: RendezvousFile | None = None

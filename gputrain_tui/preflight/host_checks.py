@@ -69,7 +69,7 @@ def _key(recipe: Recipe, node: int, name: str) -> str:
 
 
 def _push(recipe: Recipe) -> str:
-    return f"gputrain push {shlex.quote(recipe.source)}"
+    return f"gputrain push {shlex.quote(recipe.origin.name)}"
 
 
 def _error(answer: HostAnswer, check: str, what: str, fix: str, key: str = "") -> CheckResult:

@@ -18,7 +18,7 @@ from trainer.contract.errors import RequestError, printable
 
 PROGRAM = """\
 import contextlib, io, json, os, subprocess, sys
-found = {}
+answer = {}
 class Captured(BaseException):
     pass
 try:
@@ -29,19 +29,19 @@ try:
         def run(args):
             parser = torchrun.get_args_parser()
             known = {action.dest: action for action in parser._actions}
-            found["torchrun"] = {
+            answer["torchrun"] = {
                 name: str(value) for name, value in vars(args).items()
                 if name in known and name not in ("help", "training_script", "training_script_args", "module")
                 and value is not None and value is not False and str(value) != str(known[name].default)
             }
-            found["env"] = dict(os.environ)
+            answer["env"] = dict(os.environ)
             raise Captured
         class Popen(subprocess.Popen):
             def __init__(self, command, *rest, env=None, **named):
                 if env is None:  # a program that it asks about the machine
                     super().__init__(command, *rest, **named)
                     return
-                found.update(command=list(map(str, command)), env=dict(env))
+                answer.update(command=list(map(str, command)), env=dict(env))
                 raise Captured
         args = launch.launch_command_parser().parse_args(json.loads(sys.argv[1]))
         if args.config_file is not None:
@@ -51,14 +51,14 @@ try:
         launch.subprocess.Popen = Popen
         launch.launch_command(args)
 except Captured:
-    found["env"] = {name: value for name, value in found["env"].items() if before.get(name) != value}
+    answer["env"] = {name: value for name, value in answer["env"].items() if before.get(name) != value}
 except SystemExit:
     sys.exit(2)
 except ModuleNotFoundError as error:
-    found = {"missing": error.name or str(error)}
+    answer = {"missing": error.name or str(error)}
 except BaseException as error:
-    found = {"problem": " ".join(str(error).split()) or type(error).__name__}
-print(json.dumps(found))
+    answer = {"problem": " ".join(str(error).split()) or type(error).__name__}
+print(json.dumps(answer))
 """
 """Runs accelerate's own launcher up to the moment in which it would start processes: torchrun's agent, or a command."""
 
@@ -67,27 +67,16 @@ class AccelerateLaunch(msgspec.Struct, kw_only=True):
     """The processes that accelerate would start."""
 
     env: dict[str, str] = {}
-    """Variables that accelerate sets."""
     torchrun: dict[str, str] | None = None
     """Flags of torchrun that it would give, without those at their default; None if it starts a command."""
     command: list[str] = []
-    """Command that it would start instead."""
     problem: str = ""
     """Reason why accelerate refuses; empty if it does not."""
     missing: str = ""
-    """Module that is not installed; empty if all are."""
 
 
 def ask_accelerate(python: str, argv: Sequence[str]) -> AccelerateLaunch:
-    """Return what ``accelerate launch WORDS`` would start.
-
-    Args:
-        python: interpreter in which accelerate is installed.
-        argv: flags, script and arguments.
-
-    Raises:
-        RequestError: accelerate is not installed there, or refuses the command.
-    """
+    """Return what ``accelerate launch WORDS`` would start; ``python`` is an interpreter that has accelerate."""
     timeout_s = 120.0  # importing accelerate and torch takes seconds, on a network disk a minute
     try:
         with tempfile.TemporaryDirectory(prefix="gputrain-") as folder:
@@ -106,15 +95,15 @@ def ask_accelerate(python: str, argv: Sequence[str]) -> AccelerateLaunch:
         raise RequestError(f"{python} cannot be started: {error.strerror}") from None
     lines = done.stdout.strip().splitlines()
     try:
-        found = msgspec.json.decode(lines[-1] if done.returncode == 0 and lines else "", type=AccelerateLaunch)
+        answer = msgspec.json.decode(lines[-1] if done.returncode == 0 and lines else "", type=AccelerateLaunch)
     except msgspec.MsgspecError:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise RequestError(f"accelerate refuses the command: {printable(last[0])}") from None
-    if found.missing:
+    if answer.missing:
         raise RequestError(
             f"the command has settings that accelerate itself must translate, and {Path(python)} has no "
-            f"{found.missing}: name the accelerate of the training by its path, or install it there"
+            f"{answer.missing}: name the accelerate of the training by its path, or install it there"
         )
-    if found.problem:
-        raise RequestError(f"accelerate refuses the command: {printable(found.problem)}")
-    return found
+    if answer.problem:
+        raise RequestError(f"accelerate refuses the command: {printable(answer.problem)}")
+    return answer

@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, SlurmOptions
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions, SlurmOptions
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, describe
@@ -47,7 +46,6 @@ EVERYWHERE = frozenset(
     )
 )  # fmt: skip
 """Variables of any login: their values are no secrets, and stand in tracebacks and in names of hosts."""
-
 _NUMBER = re.compile(r"[+-]?(\d+([.:]\d+)*|\.\d+)(e[+-]?\d+)?[KMGTkmgt%]?", re.ASCII)
 """A number, a size such as ``64G`` or a time such as ``1:00:00``."""
 _LONG_FLAG = re.compile(r"--[A-Za-z][\w-]{0,40}", re.ASCII)
@@ -70,7 +68,7 @@ def is_shown_variable(name: str) -> bool:
 def own_options() -> Mapping[str, Option]:
     """Return all options of recipes and of built-in tasks by their flags, aliases included."""
     schemas: list[type[Any]] = [Distributed, Training, Script, ClusterOptions, NodeOptions, SlurmOptions, ReportOptions]
-    schemas += [found for name in BUILT_IN if (found := options_schema(name)) is not None]
+    schemas += [schema for name in BUILT_IN if (schema := options_schema(name)) is not None]
     return {flag: option for kind in schemas for option in describe(kind) for flag in (option.flag, *option.aliases)}
 
 
@@ -88,12 +86,7 @@ class AllowList:
     """Replaces the values that are not shown, and remembers them."""
 
     def __init__(self, environment: Mapping[str, str], project: Path) -> None:
-        """Begin with the values of an environment that a program may have printed.
-
-        Args:
-            environment: variables of this process.
-            project: folder below which paths are shown.
-        """
+        """Begin with the values of an environment that a program may print; paths below ``project`` are shown."""
         self._projects: list[Path] = []
         self.add_project(project)
         self._home = os.fsencode(environment.get("HOME", ""))
@@ -163,14 +156,13 @@ class AllowList:
 
     def _argument(self, word: str) -> str:
         flag, equals, value = word.partition("=")
-        if equals and (_LONG_FLAG.fullmatch(flag) or flag in own_options()):
-            return word if self._is_shown_after(flag, value) else f"{flag}={self.hide(value)}"
         if word in own_options() or _LONG_FLAG.fullmatch(word) or _SHORT_FLAG.fullmatch(word):
             return word
-        return word if self.is_shown(word) or _RENDEZVOUS.fullmatch(word) else self.hide(word)
-
-    def _is_shown_after(self, flag: str, value: str) -> bool:
-        return self.is_shown(value) or _RENDEZVOUS.fullmatch(value) is not None
+        if not (equals and (_LONG_FLAG.fullmatch(flag) or flag in own_options())):
+            flag, value = "", word
+        if self.is_shown(value) or _RENDEZVOUS.fullmatch(value):
+            return word
+        return f"{flag}={self.hide(value)}" if flag else self.hide(value)
 
     def hide(self, value: Any) -> str:
         """Return the sign of a hidden value, which is remembered."""
@@ -199,14 +191,14 @@ class AllowList:
         file below the project is relative to it, libraries are shown from their folder on, and the home folder is ~.
         """
         masked, parts, at = self._mask_values(data), [], 0
-        for found in _CODE.finditer(data):
-            group = 1 if found[1] else 2
-            if found.start() < at:
+        for match in _CODE.finditer(data):
+            group = 1 if match[1] else 2
+            if match.start() < at:
                 continue  # a second one in a line
-            shown, end = self._shown_code(found[group]), data.find(b"\n", found.end())
+            shown, end = self._shown_code(match[group]), data.find(b"\n", match.end())
             end = end if end >= 0 else len(data)
-            parts += [masked[at : found.start(group)], shown, masked[found.end(group) : end]]
-            parts.append(b" " * (len(found[group]) - len(shown)))
+            parts += [masked[at : match.start(group)], shown, masked[match.end(group) : end]]
+            parts.append(b" " * (len(match[group]) - len(shown)))
             at = end
         return b"".join([*parts, masked[at:]])
 
@@ -228,7 +220,7 @@ class AllowList:
             return data
         if self._pattern is None:
             self._pattern = re.compile(b"|".join(map(re.escape, sorted(self._values, key=len, reverse=True))))
-        return self._pattern.sub(lambda found: b"*" * len(found[0]), data)
+        return self._pattern.sub(lambda match: b"*" * len(match[0]), data)
 
     @property
     def longest_bytes(self) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,13 +20,15 @@ from gputrain_tui.recipe.model import (
     Node,
     NodeOptions,
     Recipe,
+    ReportOptions,
     SlurmOptions,
     train_options,
 )
 from gputrain_tui.recipe.pytext import is_pytext, share_ranks, translate
-from gputrain_tui.recipe.report_options import ReportOptions
-from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source, override, parse, read
+from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, Source, override, parse, read
+from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value_text
+from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.option_rules import require_consistent
 from trainer.contract.options import Distributed, Script, Training
@@ -48,26 +49,13 @@ COMPUTED_FLAGS = {
 S = TypeVar("S")
 
 
-def load(source: str, *, overrides: Sequence[str] = (), stdin: IO[str] | None = None) -> Recipe:
-    """Read and check a recipe.
-
-    Args:
-        source: a TOML or JSON file, or ``-`` for standard input.
-        overrides: ``KEY=VALUE`` settings, applied in order.
-        stdin: the stream that ``-`` reads.
-
-    Raises:
-        RecipeError: the recipe cannot be read or is invalid.
-    """
-    return _build(read(source, stdin=stdin), overrides)
+def load(source: str, *, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe: a TOML or JSON file, or ``-`` for standard input, with ``KEY=VALUE`` settings."""
+    return _build(read(source), overrides)
 
 
 def build(text: str, *, name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Parse and validate the text of a recipe; messages call it ``name``.
-
-    Raises:
-        RecipeError: the recipe is invalid.
-    """
+    """Parse and validate the text of a recipe; messages call it ``name``."""
     return _build(parse(text, name=name), overrides)
 
 
@@ -86,17 +74,19 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     data = dict(source.data)
     for key in data:
         if key not in TOP_LEVEL_KEYS:
-            raise RecipeError(f"{source.where((key,))} is not known{_table_hint(key)}")
-    _refuse_unusable(source, data, ())
+            raise RequestError(f"{source.where((key,))} is not known{_table_hint(key)}")
+    _refuse_unusable_text(source, data, ())
     train, launch, script = _train(source)
-    slurm = _slurm(source)
+    slurm = _check(SlurmOptions, _table(source, "slurm"), source, "slurm") if "slurm" in source.data else None
     typed_options, task_options = _task_options(source, train.task)
     cluster = _with_slurm_nodes(_cluster(source), slurm, source)
     if slurm is not None and slurm.requeue and cluster.launcher not in ("auto", "slurm"):
         where = source.where(("slurm", "requeue"))
-        raise RecipeError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
+        raise RequestError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
     if script is None:
-        _require_consistent(source, train, typed_options)
+        require_consistent(
+            train, typed_options, where=lambda name: source.where(("train", name)), named=lambda name: f"train.{name}"
+        )
     return Recipe(
         name=_name(source),
         cluster=cluster,
@@ -106,8 +96,6 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
         script=script,
         task_options=task_options,
         report=_check(ReportOptions, _table(source, "report"), source, "report"),
-        source=source.name,
-        text=source.text,
         notes=notes,
         origin=source,
         world_size=world_size,
@@ -123,95 +111,87 @@ def _table_hint(key: str) -> str:
     return nearest(key, TOP_LEVEL_KEYS) or f"; known are {', '.join(TOP_LEVEL_KEYS)}"
 
 
-def _refuse_unusable(source: Source, value: Any, key: Key) -> None:
-    """Raise for values that no option takes or no command line can carry: infinities, NUL and surrogate characters."""
-    if isinstance(value, float) and not math.isfinite(value) and key != ("name",):
-        raise RecipeError(f"{source.where(key)} is {value}, but must be a finite number")
+def _refuse_unusable_text(source: Source, value: Any, key: Key) -> None:
+    """Raise for texts that no command line can carry: with NUL or surrogate characters."""
     if isinstance(value, str) and re.search(r"[\0\ud800-\udfff]", value):
-        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be UTF-8 text without NUL characters")
+        raise RequestError(f"{source.where(key)} is {quoted(value)}, but must be UTF-8 text without NUL characters")
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for part, item in items:
-            _refuse_unusable(source, item, (*key, part))
+            _refuse_unusable_text(source, item, (*key, part))
 
 
 def _name(source: Source) -> str:
-    name = source.data.get("name", source.default_name[:MAX_NAME_CHARS])
+    name, where = source.data.get("name", source.default_name[:MAX_NAME_CHARS]), source.where(("name",))
     if isinstance(name, bool | int | float):
         text = inline_toml(value_text(name))
         hint = f"--set 'name={text}'" if ("name",) in source.overridden else f"name = {text}"
-        raise RecipeError(f"{source.where(('name',))} is {value_text(name)}, but name is text: write {hint}")
+        raise RequestError(f"{where} is {value_text(name)}, but name is text: write {hint}")
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise RecipeError(f"{source.where(('name',))} is {quoted(name)}, but must be one line of text")
+        raise RequestError(f"{where} is {quoted(name)}, but must be one line of text")
     if len(name) > MAX_NAME_CHARS:
-        raise RecipeError(f"{source.where(('name',))} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed")
+        raise RequestError(f"{where} has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed")
     return name.strip()
 
 
-def _table(source: Source, *key: str) -> dict[str, Any]:
-    value: Any = source.data
-    for part in key:
-        value = value.get(part, {})
+def _table(source: Source, name: str) -> dict[str, Any]:
+    value = source.data.get(name, {})
     if not isinstance(value, dict):
-        raise RecipeError(f"{source.where(key)} is {quoted(value)}, but must be a table")
+        raise RequestError(f"{source.where((name,))} is {quoted(value)}, but must be a table")
     return value
 
 
 def _check(schema: type[S], values: Mapping[str, Any], source: Source, *table: str | int) -> S:
-    try:
-        return check(
-            schema,
-            values,
-            where=lambda name: source.where((*table, name)),
-            is_text=lambda name: source.is_text((*table, name)),
-        )
-    except RequestError as error:
-        raise RecipeError(str(error)) from None
+    options = check(
+        schema,
+        values,
+        where=lambda name: source.where((*table, name)),
+        is_text=lambda name: source.is_text((*table, name)),
+    )
+    for name, (pattern, rule) in PATTERNS.items() if table[0] == "cluster" else ():
+        value = getattr(options, name, None)
+        if value is not None and not re.fullmatch(pattern, value):
+            raise RequestError(f"{source.where((*table, name))} is {quoted(value)}, but must be {rule}")
+    return options
 
 
 def _cluster(source: Source) -> Cluster:
     table = _table(source, "cluster")
     for key in table:
         if key not in CLUSTER_KEYS:
-            raise RecipeError(f"{source.where(('cluster', key))} is not known{nearest(key, CLUSTER_KEYS)}")
+            raise RequestError(f"{source.where(('cluster', key))} is not known{nearest(key, CLUSTER_KEYS)}")
     given = {key: table[key] for key in table if key not in ("env", "nodes")}
     options = _check(ClusterOptions, given, source, "cluster")
     _check_init_method(options, source)
-    _check_place(options, source, "cluster")
     if options.on_stall == "restart" and not options.max_restarts:
         where = source.where(("cluster", "on_stall"))
-        raise RecipeError(f'{where} is "restart", but cluster.max_restarts is 0: set it to 1 or more')
-    scalars: dict[str, Any] = {key: getattr(options, key) for key in ClusterOptions.__struct_fields__}
-    scalars["env"] = _env(source, table.get("env", {}), "cluster")
+        raise RequestError(f'{where} is "restart", but cluster.max_restarts is 0: set it to 1 or more')
+    env = _env(source, table.get("env", {}), "cluster")
+    cluster = Cluster(**msgspec.structs.asdict(options), env=env)
     if "nodes" not in table:
-        return Cluster(**scalars)
+        return cluster
     where, nodes = source.where(("cluster", "nodes")), table["nodes"]
     if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
-        raise RecipeError(f"{where} must be a list of tables: write [[cluster.nodes]] before each node")
+        raise RequestError(f"{where} must be a list of tables: write [[cluster.nodes]] before each node")
     if not nodes:
-        raise RecipeError(f"{where} is empty: name at least one node, or leave it out to use this machine")
-    return Cluster(**scalars, nodes=tuple(_node(source, index, node) for index, node in enumerate(nodes)))
+        raise RequestError(f"{where} is empty: name at least one node, or leave it out to use this machine")
+    nodes = tuple(_node(source, index, node) for index, node in enumerate(nodes))
+    return msgspec.structs.replace(cluster, nodes=nodes)
 
 
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
-    rest = {key: value for key, value in values.items() if key != "env" and (key != "gpus" or value is None)}
-    options = _check(NodeOptions, rest, source, "cluster", "nodes", index)
-    _check_place(options, source, "cluster", "nodes", index)
-    env = _env(source, values.get("env", {}), "cluster", "nodes", index)
-    node = Node(**msgspec.structs.asdict(options), env=env)
+    key: Key = ("cluster", "nodes", index)
+    rest = {name: value for name, value in values.items() if name != "env" and (name != "gpus" or value is None)}
+    options = _check(NodeOptions, rest, source, *key)
+    node = Node(**msgspec.structs.asdict(options), env=_env(source, values.get("env", {}), *key))
     if values.get("gpus") is not None:
-        key: Key = ("cluster", "nodes", index, "gpus")
-        gpus = parse_gpus(values["gpus"], where=source.where(key), is_text=source.is_text(key))
+        gpus_key = (*key, "gpus")
+        gpus = parse_gpus(values["gpus"], where=source.where(gpus_key), is_text=source.is_text(gpus_key))
         node = msgspec.structs.replace(node, gpus=gpus)
-    if node.host is not None and not re.fullmatch(PATTERNS["host"], node.host):
-        where = source.where(("cluster", "nodes", index, "host"))
-        raise RecipeError(
-            f"{where} is {quoted(node.host)}, but must be a host name or an address, user@host or ssh://host:port"
-        )
-    given = [key for key in RANK_KEYS if getattr(node, key) is not None]
+    given = [name for name in RANK_KEYS if getattr(node, name) is not None]
     if len(given) != 1:
         what = f"has {' and '.join(given)}" if given else "has no ranks"
-        raise RecipeError(f"{source.where(('cluster', 'nodes', index))} {what}; give one of {', '.join(RANK_KEYS)}")
+        raise RequestError(f"{source.where(key)} {what}; give one of {', '.join(RANK_KEYS)}")
     return node
 
 
@@ -221,9 +201,9 @@ def _with_slurm_nodes(cluster: Cluster, slurm: SlurmOptions | None, source: Sour
         return cluster
     where = source.where(("slurm", "nodes"))
     if len(cluster.nodes) > 1:
-        raise RecipeError(f"{where} is {slurm.nodes}, but there are {len(cluster.nodes)} [[cluster.nodes]]; keep one")
+        raise RequestError(f"{where} is {slurm.nodes}, but there are {len(cluster.nodes)} [[cluster.nodes]]; keep one")
     if cluster.nodes[0].host is not None:
-        raise RecipeError(f"{where} is {slurm.nodes}, but cluster.nodes[0] has a host: remove it, as Slurm chooses")
+        raise RequestError(f"{where} is {slurm.nodes}, but cluster.nodes[0] has a host: remove it, as Slurm chooses")
     return msgspec.structs.replace(cluster, nodes=cluster.nodes * slurm.nodes)
 
 
@@ -233,94 +213,62 @@ def _check_init_method(options: ClusterOptions, source: Source) -> None:
         return
     url = parse_rendezvous_url(method)
     if url is None or url.scheme == "env":
-        raise RecipeError(
+        raise RequestError(
             f"{where} is {quoted(method)}, but must be auto, tcp://HOST:PORT, file:///SHARED/PATH (absolute) or env://"
         )
     if url.scheme == "file":
         return
     if not url.has_port:
-        raise RecipeError(f"{where} names port {url.port}, but a port is 1 to 65535")
+        raise RequestError(f"{where} names port {url.port}, but a port is 1 to 65535")
     if options.port not in (None, url.port):
-        raise RecipeError(
-            f"{source.where(('cluster', 'port'))} is {options.port}, but init_method names port {url.port}; keep one"
-        )
-
-
-def _check_place(options: NodeOptions | ClusterOptions, source: Source, *table: str | int) -> None:
-    """Raise if ``workdir`` is no absolute path, ``python`` no name of a program or ``setup`` not one line of shell."""
-    workdir, python, setup = options.workdir, options.python, options.setup
-    if workdir is not None and not re.fullmatch(PATTERNS["workdir"], workdir):
-        where = source.where((*table, "workdir"))
-        raise RecipeError(f"{where} is {quoted(workdir)}, but must be an absolute path, or start with ~/")
-    if python is not None and not re.fullmatch(PATTERNS["python"], python):
-        where = source.where((*table, "python"))
-        raise RecipeError(f"{where} is {quoted(python)}, but must be the path or the name of an interpreter")
-    if setup is not None and not re.fullmatch(PATTERNS["setup"], setup):
-        where = source.where((*table, "setup"))
-        raise RecipeError(f"{where} is {quoted(setup)}, but must be one line of shell; join several with &&")
+        where = source.where(("cluster", "port"))
+        raise RequestError(f"{where} is {options.port}, but init_method names port {url.port}; keep one")
 
 
 def _env(source: Source, values: Any, *table: str | int) -> dict[str, str]:
     return check_env(values, where=lambda *key: source.where((*table, *key)))
 
 
-def _slurm(source: Source) -> SlurmOptions | None:
-    return _check(SlurmOptions, _table(source, "slurm"), source, "slurm") if "slurm" in source.data else None
-
-
 def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
     table = _table(source, "train")
     known = {option.name for option in train_options()}
-    script_names = {option.name for option in describe(Script)}
     for key in table:
         where = source.where(("train", key))
         if key in known:
             continue
         if key in COMPUTED_FLAGS:
-            raise RecipeError(f"{where} is computed; {COMPUTED_FLAGS[key]}")
+            raise RequestError(f"{where} is computed; {COMPUTED_FLAGS[key]}")
         if key in Distributed.__struct_fields__:
-            raise RecipeError(f"{where} is computed for every node; remove it")
-        raise RecipeError(
-            f"{where} is not known{_task_table_hint(source, key) or _seed_hint(key) or nearest(key, known)}"
-        )
-    task_names = known - script_names - set(LAUNCH_OPTIONS)
-    train = _check(Training, {key: table[key] for key in table if key in task_names}, source, "train")
-    launch = _check(Distributed, {key: table[key] for key in table if key in LAUNCH_OPTIONS}, source, "train")
-    script: Script | None = None
-    if script_names & set(table):
-        script = _check(Script, {key: table[key] for key in table if key in script_names}, source, "train")
-    if script is not None and train.task:
-        raise RecipeError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
-    if script is not None:
-        _refuse_task_options(source, task_names)
-    if script is None and not train.task:
-        from trainer.contract.builtin_tasks import BUILT_IN
+            raise RequestError(f"{where} is computed for every node; remove it")
+        hint = _task_table_hint(table.get("task"), key) or _seed_hint(key) or nearest(key, known)
+        raise RequestError(f"{where} is not known{hint}")
 
-        missing = source.where(("train", "task"))
-        raise RecipeError(f"{missing} is missing: {', '.join(BUILT_IN)}, or your own as module:Class or path.py:Class")
+    def options(schema: type[S], names: Sequence[str]) -> S:
+        return _check(schema, {key: table[key] for key in table if key in names}, source, "train")
+
+    train = options(Training, Training.__struct_fields__)
+    launch = options(Distributed, LAUNCH_OPTIONS)
+    if not table.keys() & set(Script.__struct_fields__):
+        if not train.task:
+            where, tasks = source.where(("train", "task")), ", ".join(BUILT_IN)
+            raise RequestError(f"{where} is missing: {tasks}, or your own as module:Class or path.py:Class")
+        return train, launch, None
+    script = options(Script, Script.__struct_fields__)
+    if train.task:
+        raise RequestError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
+    for key in table:  # a script has its own loop and would not receive the options of ours
+        where = source.where(("train", key))
+        if key == "resume":
+            raise RequestError(f"{where} is for tasks: a script takes its own option in train.args")
+        if key in Training.__struct_fields__ and key != "task":
+            raise RequestError(f"{where} is for tasks, but train.script runs a script; use train.args")
     return train, launch, script
 
 
-def _refuse_task_options(source: Source, task_names: set[str]) -> None:
-    """Raise for options of the training loop: a script has its own loop and would not receive them."""
-    for key in source.data["train"]:
-        if key == "resume":
-            raise RecipeError(
-                f"{source.where(('train', key))} is for tasks: a script takes its own option in train.args"
-            )
-        if key in task_names and key != "task":
-            raise RecipeError(
-                f"{source.where(('train', key))} is for tasks, but train.script runs a script; use train.args"
-            )
-
-
-def _task_table_hint(source: Source, key: str) -> str:
+def _task_table_hint(task: Any, key: str) -> str:
     """Return the hint to use ``[task]`` if a key of ``[train]`` is an option of the built-in task; else empty."""
-    from trainer.contract.builtin_tasks import BUILT_IN, options_schema
-
-    task = source.data["train"].get("task")
     schema = options_schema(task) if isinstance(task, str) and task in BUILT_IN else None
-    known = {option.name for option in describe(schema)} if schema is not None else set()
+    known = [option.name for option in describe(schema)] if schema is not None else []
     return "; it belongs in [task]" if key in known else ""
 
 
@@ -337,29 +285,22 @@ def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
     values = _table(source, "task")
     if not task:
         if values:
-            raise RecipeError(
-                f"{source.where(('task',))} is for a task, but train.script runs a script; use train.args"
-            )
+            where = source.where(("task",))
+            raise RequestError(f"{where} is for a task, but train.script runs a script; use train.args")
         return None, {}
-    from gputrain_tui.recipe.task_description import describe_task
-    from trainer.contract.builtin_tasks import BUILT_IN, options_schema
-
     if task in BUILT_IN:
         typed: Any = _check(options_schema(task) or Any, values, source, "task")
         return typed, _plain({name: getattr(typed, name) for name in values})
     try:
         options = describe_task(task)
     except RequestError as error:
-        raise RecipeError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
-    try:
-        given = check_values(
-            options,
-            values,
-            where=lambda name: source.where(("task", name)),
-            is_text=lambda name: source.is_text(("task", name)),
-        )
-    except RequestError as error:
-        raise RecipeError(str(error)) from None
+        raise RequestError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
+    given = check_values(
+        options,
+        values,
+        where=lambda name: source.where(("task", name)),
+        is_text=lambda name: source.is_text(("task", name)),
+    )
     return None, _plain(given)
 
 
@@ -367,12 +308,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values as JSON has them, with lists for tuples."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(values))
     return plain
-
-
-def _require_consistent(source: Source, train: Training, task_options: Any) -> None:
-    try:
-        require_consistent(
-            train, task_options, where=lambda name: source.where(("train", name)), named=lambda name: f"train.{name}"
-        )
-    except RequestError as error:
-        raise RecipeError(str(error)) from None

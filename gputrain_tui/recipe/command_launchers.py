@@ -11,8 +11,6 @@ from typing import Any
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
 from trainer.contract.errors import RequestError, nearest, quoted
 
-UNKNOWN_HOST = "host{}"
-"""Placeholder for a host that the command does not name."""
 MAX_NODES = 10_000
 """Most nodes of a pasted command; more are a typing error."""
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_DEVICE_ORDER")
@@ -26,8 +24,6 @@ AskAccelerate = Callable[[Sequence[str]], AccelerateLaunch]
 class LaunchCommand:
     """A launch command as values of a recipe."""
 
-    launcher: str
-    """``torchrun``, ``accelerate``, ``deepspeed`` or ``python``."""
     script: str
     """Path of the script, or name of the module."""
     args: list[str]
@@ -35,11 +31,9 @@ class LaunchCommand:
     local_rank_flag: str | None = None
     """Flag with which the launcher gives each process its local rank."""
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    """``[[cluster.nodes]]``."""
     cluster: dict[str, Any] = field(default_factory=dict)
     """``[cluster]`` without nodes and ``env``."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables that the command sets."""
     ignores_visible_devices: bool = False
     """Whether the launcher chooses devices without regard to ``CUDA_VISIBLE_DEVICES``."""
     makes_group: bool | None = None
@@ -55,7 +49,6 @@ class LauncherFlags:
     switches: tuple[str, ...]
     """Flags without a value, written without leading dashes and with ``_`` for ``-``; all others take one."""
     short: Mapping[str, str]
-    """Short names → flags."""
     read: Callable[[LaunchCommand, dict[str, str], Context], None]
     """Removes the flags that it understands, and sets the values of the command; the others become notes."""
     others: tuple[str, ...] = ()
@@ -85,14 +78,14 @@ def _number(value: str, flag: str, *, least: int = 1) -> int:
 
 
 def _set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
-    """Set the nodes, all with the same ranks; a host that the command does not name is a placeholder."""
+    """Set the nodes, all with the same ranks; a host that the command does not name is the placeholder ``hostN``."""
     if count > MAX_NODES:
         raise RequestError(f"{count} nodes are too many; at most {MAX_NODES} are allowed")
     if count == 1:
         command.nodes = [ranks]
         return
     named = first_host if first_host and first_host not in LOOPBACK else None
-    hosts = [named or UNKNOWN_HOST.format(0), *(UNKNOWN_HOST.format(index) for index in range(1, count))]
+    hosts = [named or "host0", *(f"host{index}" for index in range(1, count))]
     command.nodes = [{"host": host, **ranks} for host in hosts]
     missing = [host for host in hosts if host != named]
     command.notes.append(
@@ -139,15 +132,16 @@ def _torchrun(command: LaunchCommand, flags: dict[str, str], _: Context) -> None
     nodes = _number(most or least, "nnodes")
     if colon and least != most:
         command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe always has {nodes} nodes")
-    per_node = pop_flag(flags, "nproc_per_node") or "1"
-    ranks: dict[str, Any] = {"gpus": "all"} if per_node in ("gpu", "auto") else {"ranks": 1}
-    if per_node.isdecimal():
-        ranks = {"ranks": _number(per_node, "nproc_per_node")}
-    elif per_node == "cpu":
-        ranks = {"cpu_ranks": 1}
-        command.notes.append("--nproc-per-node cpu is one rank per core: set cpu_ranks to the number of cores")
-    elif per_node not in ("gpu", "auto"):
-        raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
+    match pop_flag(flags, "nproc_per_node") or "1":
+        case "gpu" | "auto":
+            ranks: dict[str, Any] = {"gpus": "all"}
+        case "cpu":
+            ranks = {"cpu_ranks": 1}
+            command.notes.append("--nproc-per-node cpu is one rank per core: set cpu_ranks to the number of cores")
+        case per_node if per_node.isdecimal():
+            ranks = {"ranks": _number(per_node, "nproc_per_node")}
+        case per_node:
+            raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
     address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
     if endpoint := pop_flag(flags, "rdzv_endpoint"):
         host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")
@@ -161,7 +155,6 @@ ACCELERATE_ENVIRONMENT = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "num_cpu_threads_per_process": "OMP_NUM_THREADS",
 }
-"""Flags of accelerate → environment variables by which it passes them to the script."""
 ACCELERATE_FLAGS = (
     *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "mixed_precision"),
     *("num_cpu_threads_per_process", "cpu", "use_cpu", "multi_gpu", "machine_rank", "rdzv_backend", "same_network"),
@@ -172,51 +165,44 @@ CONFIG_FILE_KEYS = (
     *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port"),
     *("mixed_precision", "use_cpu", "machine_rank", "rdzv_backend", "same_network"),
 )
-"""Keys of accelerate's configuration file that are translated here."""
 CONFIG_FILE_DEFAULTS = {
     "compute_environment": ("LOCAL_MACHINE",),
     "distributed_type": ("NO", "MULTI_GPU", "MULTI_CPU"),
     "main_training_function": ("main",),
 }
-"""Values of further keys that change nothing but the kind of launch."""
 
 
 def _accelerate(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
-    kind, settings = "", dict[str, str]()
-    is_plain = True
+    settings, is_plain = dict[str, str](), True
     if path := flags.get("config_file"):
         try:
             settings, is_plain = _config_file(context.read_file(path))
         except OSError as error:
             raise RequestError(f"--config_file {path} cannot be read: {error.strerror}") from None
-        kind = settings.pop("distributed_type", "")
     if not is_plain or set(flags) - set(ACCELERATE_FLAGS):
         _take_captured(command, flags, context)
         return
     pop_flag(flags, "config_file")
     if not path and "num_processes" not in flags:
         command.notes.append("the file saved by `accelerate config` is not read: pass it with --config_file")
+    is_single = settings.pop("distributed_type", "") == "NO"
+    is_single &= pop_flag(flags, "multi_gpu") is None
     for name, value in settings.items():
         flags.setdefault(name, value)
-    is_multi_gpu = pop_flag(flags, "multi_gpu") is not None
     _leave_out(command, flags, ("machine_rank", "rdzv_backend", "same_network"))
     nodes = _number(pop_flag(flags, "num_machines") or "1", "num_machines")
-    total, ids, cpu = (
-        pop_flag(flags, "num_processes"),
-        pop_flag(flags, "gpu_ids"),
-        pop_flag(flags, "cpu", "use_cpu") is not None,
-    )
-    if kind == "NO" and not is_multi_gpu:
+    total, ids = pop_flag(flags, "num_processes"), pop_flag(flags, "gpu_ids")
+    cpu = pop_flag(flags, "cpu", "use_cpu") is not None
+    if is_single:
         total = "1"
     if total is not None and _number(total, "num_processes") % nodes:
         raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
-    per_node = None if total is None else int(total) // nodes
-    ranks: dict[str, Any] = {"cpu_ranks" if cpu else "ranks": per_node} if per_node else {"gpus": "all"}
-    if per_node is None and cpu:
-        ranks = {"cpu_ranks": 1}
     if ids and ids != "all":
-        devices = _devices(ids, "gpu_ids")
-        ranks = {"gpus": devices[:1] if kind == "NO" and not is_multi_gpu else devices}
+        ranks: dict[str, Any] = {"gpus": _devices(ids, "gpu_ids")[: 1 if is_single else None]}
+    elif total is not None:
+        ranks = {"cpu_ranks" if cpu else "ranks": int(total) // nodes}
+    else:
+        ranks = {"cpu_ranks": 1} if cpu else {"gpus": "all"}
     address, port = pop_flag(flags, "main_process_ip"), pop_flag(flags, "main_process_port")
     _set_nodes(command, nodes, address, ranks)
     _set_endpoint(command, address, port, nodes)
@@ -232,33 +218,32 @@ def _config_file(text: str) -> tuple[dict[str, str], bool]:
     for line in text.splitlines():
         if not line.strip() or line.lstrip().startswith("#") or line.strip() in ("---", "..."):
             continue
-        found = re.fullmatch(r"(\w+): *['\"]?([^'\"\n#]*?)['\"]? *(?:#.*)?", line)
-        name, value = (found[1], found[2]) if found is not None else ("", line)
+        setting = re.fullmatch(r"(\w+): *['\"]?([^'\"\n#]*?)['\"]? *(?:#.*)?", line)
+        name, value = setting.groups() if setting is not None else ("", line)
         if value in ("", "null", "no", "false", "{}", "[]") and name:
             continue
         if name in CONFIG_FILE_KEYS or value in CONFIG_FILE_DEFAULTS.get(name, ()):
             settings[name] = value
         else:
             is_plain = False
-    for name in ("compute_environment", "main_training_function"):
-        settings.pop(name, None)
-    return settings, is_plain
+    return {
+        name: value for name, value in settings.items() if name in (*CONFIG_FILE_KEYS, "distributed_type")
+    }, is_plain
 
 
 def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
     """Set the values of what accelerate itself would start."""
-    found = context.ask_accelerate(context.argv)
+    started = context.ask_accelerate(context.argv)
     flags.clear()  # accelerate has read them
-    environment = {name: value for name, value in found.env.items() if name not in RENDEZVOUS_VARIABLES}
+    environment = {name: value for name, value in started.env.items() if name not in RENDEZVOUS_VARIABLES}
     devices = environment.pop("CUDA_VISIBLE_DEVICES", None)
     command.env = {**environment, **command.env}
-    if found.torchrun is not None:
-        _torchrun(command, given := dict(found.torchrun), context)
-        flags.update(given)
-    elif PurePath(found.command[0]).name.startswith("python"):
+    if started.torchrun is not None:
+        flags |= started.torchrun
+        _torchrun(command, flags, context)
+    elif (program := PurePath(started.command[0]).name).startswith("python"):
         command.nodes = [{"cpu_ranks" if environment.get("ACCELERATE_USE_CPU") == "True" else "ranks": 1}]
     else:
-        program = PurePath(found.command[0]).name
         raise RequestError(f"accelerate would start {program} for this command: give init that command instead")
     command.notes.append(
         "the variables of [cluster.env] are those that accelerate sets for these flags and its configuration file"
@@ -266,10 +251,8 @@ def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Conte
     choose_devices(command, devices)
 
 
-DEEPSPEED_HOSTFILE = "/job/hostfile"
-"""Hostfile that deepspeed reads if the command names none."""
+DEEPSPEED_HOSTFILE = "/job/hostfile"  # which deepspeed reads if the command names none
 DEEPSPEED_ENVIRONMENT = ("~/.deepspeed_env", ".deepspeed_env")
-"""Files with variables that deepspeed sets on several nodes."""
 
 
 def _deepspeed(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
@@ -306,11 +289,11 @@ def _deepspeed_slots(hostfile: str | None, context: Context) -> dict[str, int | 
         if not hostfile:
             return {}
         raise RequestError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
-    found: dict[str, int | str] = {}
+    hosts: dict[str, int | str] = {}
     for host, *settings in filter(None, (line.partition("#")[0].split() for line in text.splitlines())):
         slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
-        found[host] = _number(slots, "hostfile") if slots else "all"
-    return found
+        hosts[host] = _number(slots, "hostfile") if slots else "all"
+    return hosts
 
 
 def _included_nodes(include: str, slots: Mapping[str, int | str]) -> list[dict[str, Any]]:
@@ -407,4 +390,3 @@ LAUNCHERS = {
         switches=("module", "O", "OO", "B", "E", "I", "s", "S", "v", "q", "P"), short={"-m": "module"}, read=_python
     ),
 }
-"""Flags of each launcher, by its name."""

@@ -7,13 +7,19 @@ a user's own task is passed in, because getting it takes a process.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
-from gputrain_tui.recipe.model import LAUNCH_OPTIONS, RANK_KEYS, ClusterOptions, NodeOptions, SlurmOptions
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import (
+    LAUNCH_OPTIONS,
+    RANK_KEYS,
+    ClusterOptions,
+    NodeOptions,
+    ReportOptions,
+    SlurmOptions,
+)
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_env, parse_gpus, parse_node_value, value_text
@@ -24,26 +30,16 @@ from trainer.contract.schema import Option, check_value, describe
 
 ONE_RANK = {"ranks": 1}
 """The node that a recipe without nodes gets when a second one is added."""
-R = TypeVar("R")
 
 
 class Draft:
     """A recipe's text with its unsaved changes."""
 
     def __init__(self, text: str, *, name: str) -> None:
-        """Start without changes.
-
-        Args:
-            text: TOML or JSON.
-            name: the file's name in messages.
-
-        Raises:
-            RecipeError: the text is neither TOML nor JSON.
-        """
+        """Start without changes; ``name`` is the file's name in messages."""
         self._text = text
         self.name = name
         self.changes: dict[str, Any] = {}
-        """Unsaved values by key."""
         self._source = parse(text, name=name)
         self._saved_kind = _kind(self._source.data)
         """Task, and whether there is a script, in the file."""
@@ -110,17 +106,13 @@ class Draft:
 
     def _unknown_keys(self, data: Mapping[str, Any]) -> list[str]:
         """Return the keys that the recipe has and its task or script does not take."""
-        if _has_script(data):
-            loop = {option.name for option in describe(Training)}
-            found = [f"train.{name}" for name in _table(data, "train") if name in loop]
-            return [*found, *(f"task.{name}" for name in _table(data, "task"))]
-        script = {option.name for option in describe(Script)}
-        found = [f"train.{name}" for name in _table(data, "train") if name in script]
-        described = self._task_options(_task_of(data))
-        if described is None:
-            return found
-        options = {option.name for option in described}
-        return [*found, *(f"task.{name}" for name in _table(data, "task") if name not in options)]
+        other = Training if _has_script(data) else Script
+        unknown = [f"train.{name}" for name in _table(data, "train") if name in other.__struct_fields__]
+        options = () if _has_script(data) else self._task_options(_task_of(data))
+        if options is None:
+            return unknown
+        known = {option.name for option in options}
+        return [*unknown, *(f"task.{name}" for name in _table(data, "task") if name not in known)]
 
     def add_task(self, task: str, options: Sequence[Option]) -> None:
         """Add the options of a user's own task."""
@@ -131,80 +123,73 @@ class Draft:
     def fields(self) -> list[Field]:
         """Return all fields in the order of the form."""
         data = self.data
+
+        def of(table: str, options: Iterable[Option], group: str = "") -> list[Field]:
+            return [self._field(data, f"{table}.{option.name}", group or option.group, option) for option in options]
+
         name = Option(name="name", kind="str", help="names the run", default=self._source.default_name)
-        found = [self._field(data, "name", "Recipe", name)]
-        found += self._task_fields(data)
-        found += self._node_fields(data)
-        found += [self._field(data, f"cluster.{o.name}", "Cluster", o) for o in (*describe(ClusterOptions), ENV)]
         launch = {option.name: option for option in describe(Distributed)}
-        found += [self._field(data, f"train.{name}", "Cluster", launch[name]) for name in LAUNCH_OPTIONS]
-        found += [self._field(data, f"slurm.{option.name}", "Slurm", option) for option in describe(SlurmOptions)]
+        loop = {option.name: option for option in describe(Training)}
+        task = loop.pop("task")
         unknown = self._unknown_keys(data)
-        for option in describe(Training):
-            key = f"train.{option.name}"
-            if option.name != "task" and (not _has_script(data) or key in unknown):
-                found.append(self._field(data, key, option.group, option))
-        found += [
-            self._field(data, f"report.{option.name}", option.group, option) for option in describe(ReportOptions)
+        if _has_script(data):
+            chosen = of("train", describe(Script), "Script")
+            loop = {name: option for name, option in loop.items() if f"train.{name}" in unknown}
+        else:
+            chosen = [*of("train", [task], "Task"), *of("task", self._task_options(self.task) or (), "Task")]
+        foreign = [
+            Option(name=key.removeprefix("task."), kind="str", help="not an option of this recipe; Reset removes it")
+            for key in unknown
+            if key.startswith("task.")
         ]
-        return found
+        return [
+            self._field(data, "name", "Recipe", name),
+            *chosen,
+            *of("task", foreign, "Task"),
+            *self._node_fields(data),
+            *of("cluster", (*describe(ClusterOptions), ENV), "Cluster"),
+            *of("train", (launch[name] for name in LAUNCH_OPTIONS), "Cluster"),
+            *of("slurm", describe(SlurmOptions), "Slurm"),
+            *of("train", loop.values()),
+            *of("report", describe(ReportOptions)),
+        ]
 
     def _field(self, data: Any, key: str, group: str, option: Option) -> Field:
-        value: Any = data
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        written = value is not None
+        value = _value_at(data, key)
         return Field(
             key=key,
             group=group,
             option=option,
-            value=value if written else option.default,
-            written=written,
+            value=option.default if value is None else value,
+            written=value is not None,
             changed=key in self.changes,
         )
-
-    def _task_fields(self, data: Any) -> list[Field]:
-        task = next(option for option in describe(Training) if option.name == "task")
-        if _has_script(data):
-            found = [self._field(data, f"train.{option.name}", "Script", option) for option in describe(Script)]
-        else:
-            found = [self._field(data, "train.task", "Task", task)]
-            for option in self._task_options(self.task) or ():
-                found.append(self._field(data, f"task.{option.name}", "Task", option))
-        for key in self._unknown_keys(data):
-            table, name = key.split(".", 1)
-            if table == "task":
-                option = Option(name=name, kind="str", help="not an option of this recipe; Reset removes it")
-                found.append(self._field(data, key, "Task", option))
-        return found
 
     def _task_options(self, task: str) -> Sequence[Option] | None:
         return describe_task(task) if task in BUILT_IN else self._described.get(task)
 
     def _node_fields(self, data: Any) -> list[Field]:
-        options = {option.name: option for option in (*describe(NodeOptions), ENV)}
         saved = self.nodes(self._source.data)
-        found = []
+        fields = []
         for index, node in enumerate(self.nodes(data)):
             before = saved[index] if index < len(saved) else {}
-            for name, option in options.items():
-                value = node.get(name)
-                found.append(
+            for option in (*describe(NodeOptions), ENV):
+                value = node.get(option.name)
+                fields.append(
                     Field(
-                        key=f"cluster.nodes[{index}].{name}",
+                        key=f"cluster.nodes[{index}].{option.name}",
                         group=f"Node {index}",
                         option=option,
                         value=value,
                         written=value is not None,
-                        changed=value != before.get(name),
+                        changed=value != before.get(option.name),
                     )
                 )
-        return found
+        return fields
 
     def nodes(self, data: Any = None) -> list[dict[str, Any]]:
         """Return the values of each node; one node without values, this machine, if the recipe has none."""
-        cluster = (self.data if data is None else data).get("cluster")
-        nodes = cluster.get("nodes") if isinstance(cluster, dict) else None
+        nodes = _value_at(self.data if data is None else data, "cluster.nodes")
         if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
             return [{}]
         return [dict(node) for node in nodes]
@@ -220,15 +205,18 @@ class Draft:
         if not self._undo:
             return None
         key, self.changes, text, self._changes_of = self._undo.pop()
-        if text != self._text:
-            self._text, self._source = text, parse(text, name=self.name)
+        self._put_text(text)
         return key
 
-    def _edit(self, key: str, change: Callable[[], R]) -> R:
+    def _put_text(self, text: str) -> None:
+        if text != self._text:
+            self._text, self._source = text, parse(text, name=self.name)
+
+    def _edit(self, key: str, change: Callable[[], None]) -> None:
         """Run a function that changes the recipe, and record the edit for ``undo``."""
         before = dict(self.changes), self._text, dict(self._changes_of)
         kind = _kind(self._all_data)
-        result = change()
+        change()
         if (self.changes, self._text) != before[:2]:
             self._undo.append((key, *before))
         if (now := _kind(self._all_data)) != kind:
@@ -236,7 +224,6 @@ class Draft:
                 self._changes_of[kind] = typed
             kept = {key: value for key, value in self.changes.items() if key not in typed}
             self.changes = kept | self._changes_of.pop(now, {})
-        return result
 
     def _set(self, key: str, text: str) -> None:
         node = NODE_KEY.fullmatch(key)
@@ -244,7 +231,7 @@ class Draft:
             if not text:
                 self._reset(key)  # the change, if there is one
                 self._reset(key)  # the key in the recipe
-            elif text == self._saved_text(key):
+            elif (saved := _value_at(self._source.data, key)) is not None and text == value_text(saved):
                 self.changes.pop(key, None)
             else:
                 self.changes[key] = parse_env(text) if key == "cluster.env" else text
@@ -257,13 +244,6 @@ class Draft:
                 entry.pop(rank_key, None)
             entry[node[2]] = parse_node_value(node[2], text)
         self._put_nodes(nodes)
-
-    def _saved_text(self, key: str) -> str | None:
-        """Return a value of the recipe's text as text; None if the key is absent."""
-        value: Any = self._source.data
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return None if value is None else value_text(value)
 
     def _put_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Replace the nodes; equal ones to those of the text are no change."""
@@ -300,9 +280,7 @@ class Draft:
         elif key in self.changes:
             del self.changes[key]
         else:
-            text = _without_keys(self._text, self._source.format, (key,))
-            if text != self._text:
-                self._text, self._source = text, parse(text, name=self.name)
+            self._put_text(_without_keys(self._text, self._source.format, (key,)))
 
     def add_node(self) -> int:
         """Add a node like the last one; return its index."""
@@ -324,14 +302,11 @@ class Draft:
         return True
 
     def set_gpus(self, index: int, gpus: Sequence[int]) -> None:
-        """Set the GPUs of a node."""
         nodes = self.nodes()
-        nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS}
-        nodes[index]["gpus"] = list(gpus)
+        nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS} | {"gpus": [*gpus]}
         self.set_nodes(nodes)
 
     def set_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all nodes."""
         self._edit("cluster.nodes[0].gpus", lambda: self._put_nodes(nodes))
 
     def mark_saved(self, text: str, *, name: str) -> None:
@@ -365,8 +340,14 @@ class Draft:
         return ""
 
 
+def _value_at(data: Any, key: str) -> Any:
+    """Return the value of a key without list positions; None if it is absent."""
+    for part in key.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
 def _settings(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes as arguments of ``--set``."""
     return [f"{key}={inline_toml(value)}" for key, value in changes.items()]
 
 
@@ -399,15 +380,13 @@ def _without_keys(text: str, format: Literal["toml", "json"], keys: tuple[str, .
     document: Any = tomlkit.parse(text) if format == "toml" else json.loads(text)
     removed = False
     for key in keys:
-        table, dot, name = key.partition(".")
-        table, name = (table, name) if dot else ("", table)
+        table, _, name = key.rpartition(".")
         holder = document.get(table, {}) if table else document
-        if name not in holder:
-            continue
-        del holder[name]
-        removed = True
-        if table == "slurm" and not holder:
-            del document["slurm"]  # an empty table would still submit the run to Slurm
+        if name in holder:
+            del holder[name]
+            removed = True
+            if table == "slurm" and not holder:
+                del document["slurm"]  # an empty table would still submit the run to Slurm
     if not removed:
         return text
     return tomlkit.dumps(document) if format == "toml" else json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -31,8 +31,8 @@ def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
     folders = (("recipes/", folder / "recipes"), ("this folder", folder), ("yours", own / "recipes"))
     named = [
         (path, group, name)
-        for group, place in folders
-        for path in _toml_files(place)
+        for group, parent in folders
+        for path in _toml_files(parent)
         if (name := recipe_name(path)) is not None
     ]
     uses = Counter(name for _, _, name in named)
@@ -41,25 +41,25 @@ def recipe_files(folder: Path, own: Path) -> list[RecipeFile]:
     ]
 
 
-def complete_path(text: str, folder: Path) -> tuple[str, list[str]]:
-    """Complete a path as a shell does.
-
-    Returns:
-        The path, extended to the common beginning of all matching names, and these names; folders end with a slash.
-    """
+def matching_names(text: str, folder: Path) -> list[str]:
+    """Return the names in the folder of a path that its last part begins, sorted; folders end with a slash."""
     head, slash, prefix = text.rpartition("/")
     try:
         with os.scandir(folder / expand_home(head + slash)) as entries:
-            names = sorted(
+            return sorted(
                 entry.name + "/" * entry.is_dir()
                 for entry in entries
                 if entry.name.startswith(prefix) and (prefix or not entry.name.startswith("."))
             )
     except (OSError, ValueError):
-        return text, []
-    if not names:
-        return text, []
-    return head + slash + os.path.commonprefix(names), names  # noqa: RUF071 - by characters
+        return []
+
+
+def complete_path(text: str, folder: Path) -> tuple[str, list[str]]:
+    """Return a path extended to the common beginning of all matching names, and these; folders end with a slash."""
+    head, slash, prefix = text.rpartition("/")
+    names = matching_names(text, folder)
+    return head + slash + (os.path.commonprefix(names) or prefix), names  # noqa: RUF071 - by characters
 
 
 def _toml_files(folder: Path) -> Iterable[Path]:

@@ -13,7 +13,6 @@ from trainer.contract.schema import Option
 
 NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
 MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task|report)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
-"""Pattern of a recipe's key in a message."""
 ENV = Option(name="env", kind="str", help="environment variables of the ranks, such as NCCL_DEBUG=INFO")
 """The table ``env`` of the cluster or of a node, as one line."""
 PATH_NAMES = ("resume", "finetune_from", "eval_only", "script", "task", "workdir", "python")
@@ -35,14 +34,11 @@ class Field:
     key: str
     """In the syntax of ``--set``: ``train.lr``, ``cluster.nodes[0].gpus``."""
     group: str
-    """Heading in a form."""
     option: Option
     value: Any
     """The recipe's value; the default if the key is absent."""
     written: bool
-    """Whether the recipe has the key."""
     changed: bool
-    """Whether the value is unsaved."""
 
     @property
     def name(self) -> str:

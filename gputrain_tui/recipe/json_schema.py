@@ -20,10 +20,10 @@ from gputrain_tui.recipe.model import (
     RANK_KEYS,
     ClusterOptions,
     NodeOptions,
+    ReportOptions,
     SlurmOptions,
     train_options,
 )
-from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import COMPUTED_VARIABLES, UUID, VARIABLE_NAME
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -36,14 +36,7 @@ NO_KEYS = {"maxProperties": 0}
 
 
 def recipe_schema(task: str = "") -> dict[str, Any]:
-    """Return the schema.
-
-    Args:
-        task: a user's own task whose options it has too, as ``module:Class`` or ``path.py:Class``.
-
-    Raises:
-        RequestError: the task does not exist or cannot be imported.
-    """
+    """Return the schema; ``task`` is a user's own task whose options it has too."""
     tasks = {name: describe_task(name) for name in (*BUILT_IN, *([task] if task else ()))}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -66,7 +59,10 @@ def recipe_schema(task: str = "") -> dict[str, Any]:
         "required": ["train"],
         "allOf": [
             {"if": _train_has(_any_of(Script.__struct_fields__)), "then": {"properties": {"task": NO_KEYS}}},
-            *(_of_task(name, _table_of(options, _rules(options))) for name, options in tasks.items()),
+            *(
+                _of_task(name, _table_of(options, {option.name: _rule(option) for option in options}))
+                for name, options in tasks.items()
+            ),
         ],
     }
 
@@ -104,7 +100,7 @@ def _train() -> dict[str, Any]:
 
 def _cluster() -> dict[str, Any]:
     cluster, node = _table(ClusterOptions), _table(NodeOptions)
-    places = {name: {"pattern": f"^(?:{pattern})$"} for name, pattern in PATTERNS.items()}
+    places = {name: {"pattern": f"^(?:{pattern})$"} for name, (pattern, _) in PATTERNS.items()}
     init_method = {"pattern": f"^(?:auto|env://|{TCP_URL}|{FILE_URL})$"}
     env = {
         "description": "environment variables of the ranks",
@@ -137,7 +133,6 @@ def _cluster() -> dict[str, Any]:
 
 
 def _table(schema: type[Any]) -> dict[str, Any]:
-    """Return the schema of a table with the options of a class."""
     _, components = msgspec.json.schema_components([schema], ref_template="{name}")
     made = components[schema.__name__]["properties"]
     return _table_of(describe(schema), made)
@@ -154,12 +149,7 @@ def _table_of(options: Sequence[Option], made: Mapping[str, dict[str, Any]]) -> 
     }
 
 
-def _rules(options: Iterable[Option]) -> dict[str, dict[str, Any]]:
-    return {option.name: _rule(option) for option in options}
-
-
 def _rule(option: Option) -> dict[str, Any]:
-    """Return the schema of an option's type and range."""
     types = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
     kind = option.item_kind or "str" if option.kind == "list" else option.kind
     one: dict[str, Any] = {"enum": list(option.choices)} if option.choices else {"type": types[kind]}
@@ -176,10 +166,8 @@ def _rule(option: Option) -> dict[str, Any]:
 def _value(option: Option, made: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of an option's value.
 
-    Args:
-        option: the option.
-        made: what msgspec makes of its type, which lacks what the loader takes besides: other spellings of a choice,
-            one item in place of a list, a number in place of a text.
+    ``made`` is what msgspec makes of its type, which lacks what the loader takes besides: other spellings of a choice,
+    one item in place of a list, a number in place of a text.
     """
     # TOML has no null: an option that may be None is left out.
     rule = next((part for part in made.get("anyOf", ()) if {"type": "null"} in made["anyOf"]), made)

@@ -1,13 +1,16 @@
 """Translates a command line of torchrun, accelerate, DeepSpeed or python into the values of a recipe.
 
-Pure: the caller passes the function that reads the files of a command, such as a hostfile.
+Pure: the caller passes the function that reads the files of a command, such as a hostfile or the script. The script's
+text says whether it makes a process group: ranks without one each train a copy of their own.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
@@ -21,18 +24,11 @@ from gputrain_tui.recipe.command_launchers import (
     choose_devices,
     pop_flag,
 )
-from gputrain_tui.recipe.script_group import makes_group, without_group
 from trainer.contract.errors import RequestError, nearest, quoted
-
-# --- words ------------------------------------------------------------------------------------------------------------
 
 
 def split_command(text: str) -> list[str]:
-    """Split pasted text into words, without prompts, comments and continued line ends.
-
-    Raises:
-        RequestError: an unclosed quote, no command, or several.
-    """
+    """Split pasted text into words, without prompts, comments and continued line ends."""
     lines = [re.sub(r"^[$>%] +", "", line.strip()) for line in text.replace("\\\n", " ").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if len(lines) != 1:
@@ -65,9 +61,6 @@ def read_launch_command(
         argv: the command; it may begin with settings of environment variables.
         read_file: returns the text of a file that the command names; raises OSError.
         ask_accelerate: returns what accelerate would start; gets its interpreter, None for this one, and its words.
-
-    Raises:
-        RequestError: the command has another program, no script or an invalid value.
     """
     rest, env = list(argv), dict[str, str]()
     if rest[:1] == ["env"]:
@@ -91,7 +84,7 @@ def read_launch_command(
         raise RequestError(f"the {name} command names no script")
     # argparse, by which all launchers but python itself read their words, takes a -- after the script as its own.
     args = rest[2:] if rest[1:2] == ["--"] and name != "python" else rest[1:]
-    command = LaunchCommand(launcher=name, script=rest[0], args=args, module=is_module)
+    command = LaunchCommand(script=rest[0], args=args, module=is_module)
     if python is not None:
         command.cluster["python"] = python
     visible = env.pop("CUDA_VISIBLE_DEVICES", None)
@@ -103,7 +96,7 @@ def read_launch_command(
             f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
         )
     command.env = env
-    context = Context(argv=given, read_file=read_file, ask_accelerate=lambda asked: ask_accelerate(python, asked))
+    context = Context(argv=given, read_file=read_file, ask_accelerate=lambda argv: ask_accelerate(python, argv))
     file = command.script.replace(".", "/") + ".py" if command.module else command.script
     command.makes_group = makes_group(file, read_file)
     launcher.read(command, flags, context)
@@ -156,7 +149,7 @@ def _after_launch(name: str, argv: list[str]) -> list[str]:
 
 def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's flags with their values, and the script with its arguments."""
-    found: dict[str, str] = {}
+    flags: dict[str, str] = {}
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word, equals, value = rest.pop(0).partition("=")
@@ -164,13 +157,13 @@ def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str
             break
         flag = _whole_flag(launcher, word)
         if (short := launcher.short.get(word[:2])) not in (None, *launcher.switches) and word[2:]:  # -Hhosts
-            found[short or ""] = word[2:] + equals + value
+            flags[short or ""] = word[2:] + equals + value
         elif equals:
-            found[flag] = value
+            flags[flag] = value
         else:  # an unknown switch of a newer version is followed by the script or another flag, not by a value
             takes_value = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])
-            found[flag] = rest.pop(0) if takes_value else ""
-    return found, rest
+            flags[flag] = rest.pop(0) if takes_value else ""
+    return flags, rest
 
 
 def _whole_flag(launcher: LauncherFlags, word: str) -> str:
@@ -181,3 +174,67 @@ def _whole_flag(launcher: LauncherFlags, word: str) -> str:
     known = {*launcher.switches, *launcher.short.values(), *launcher.others}
     longer = [each for each in known if each.startswith(name)] if word.startswith("--") else []
     return longer[0] if name not in known and len(longer) == 1 else name
+
+
+MAKES_GROUP = re.compile(r"\b(init_process_group|init_device_mesh|init_distributed|distributed_init)\b")
+WITHOUT_GROUP = frozenset(
+    (
+        "torch", "torchvision", "torchaudio", "torchtext", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL",
+        "cv2", "tqdm", "yaml", "requests", "einops", "tiktoken", "tokenizers", "safetensors", "tensorboard", "wandb",
+    )
+)  # fmt: skip
+"""Packages that make no process group by themselves; others, such as accelerate and lightning, may."""
+
+
+def makes_group(script: str, read_file: ReadFile) -> bool | None:
+    """Return whether a script, or a module beside it that it imports, makes a process group; None if unknown."""
+    folder, pending, seen, unknown = PurePath(script).parent, [script], {script}, False
+    max_files = 50  # most files of a script that are read
+    while pending:
+        name = pending.pop()
+        try:
+            text = read_file(name)
+            modules = list(_imports(ast.parse(text)))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            if name == script:
+                return None
+            continue  # no module beside the script
+        if MAKES_GROUP.search(text):
+            return True
+        for module in modules:
+            top = module.partition(".")[0]
+            if top in WITHOUT_GROUP or top in sys.stdlib_module_names:
+                continue
+            beside = [str(folder / f"{module.replace('.', '/')}{end}") for end in (".py", "/__init__.py")]
+            if not any(_is_file(each, read_file) for each in beside):
+                unknown = True
+            pending += [each for each in beside if each not in seen]
+            seen.update(beside)
+        if len(seen) > max_files:
+            return None
+    return None if unknown else False
+
+
+def without_group(script: str) -> str:
+    """Return a note for a script that makes no process group."""
+    return (
+        f"{script} makes no process group, so it is for one rank: of more, each would train a copy of its own; for "
+        "several call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel"
+    )
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules that a file imports; relative ones as if they were beside the script."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ([node.module] if node.module else [alias.name for alias in node.names])
+
+
+def _is_file(name: str, read_file: ReadFile) -> bool:
+    try:
+        read_file(name)
+    except (OSError, ValueError):
+        return False
+    return True

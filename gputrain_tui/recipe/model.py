@@ -12,34 +12,63 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gputrain_tui.recipe.report_options import ReportOptions
 from gputrain_tui.recipe.source import Source
 from trainer.contract.options import Distributed, Script, Training
-from trainer.contract.schema import Option, describe
+from trainer.contract.schema import Option, describe, option_meta
+
+
+class ReportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of ``[report]``."""
+
+    tensorboard: (
+        Annotated[
+            str,
+            option_meta(
+                "Report",
+                "write TensorBoard event files during the run: true for a folder in the run directory, or a folder "
+                "that gets a subfolder for each run",
+                or_kind="bool",
+                min_length=1,
+            ),
+        ]
+        | None
+    ) = None
+    wandb: (
+        Annotated[str, option_meta("Report", "Weights & Biases project to log to during the run", min_length=1)] | None
+    ) = None
+    on_end: (
+        Annotated[
+            str,
+            option_meta(
+                "Report", "shell command to run at the end, with GPUTRAIN_RUN_STATUS and others set", min_length=1
+            ),
+        ]
+        | None
+    ) = None
+
+    def __post_init__(self) -> None:
+        if self.tensorboard == "false":
+            msgspec.structs.force_setattr(self, "tensorboard", None)
+
 
 Gpus = int | tuple[int | str, ...] | Literal["all", "free"]
 """A count, device ids (indices or UUIDs), all GPUs of the machine, or its free ones."""
-
 LAUNCH_OPTIONS = ("distributed_timeout", "join_timeout", "stop_grace", "start_method", "share_devices")
 """Options of ``trainer.contract.options.Distributed`` that ``[train]`` takes; the plan computes the others."""
-
 MAX_NAME_CHARS = 100
 """Limit of a recipe's name, which lists of runs show."""
-
 RANK_KEYS = ("gpus", "cpu_ranks", "ranks")
 """Keys of a node, exactly one of which is set, for the number of its ranks."""
-
 MAX_RANKS_PER_NODE = 1024
 """More than the cores or GPUs of any machine: a larger number is a typing error."""
-
 PATTERNS = {
     # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
-    "host": r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*",
-    "workdir": r"~?/[\s\S]*|~",
-    "python": r"[^-\s].*",
-    "setup": r"[^\n\r]*\S[^\n\r]*\n?",
+    "host": (r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", "a host name or an address, user@host or ssh://host:port"),
+    "workdir": (r"~?/[\s\S]*|~", "an absolute path, or start with ~/"),
+    "python": (r"[^-\s].*", "the path or the name of an interpreter"),
+    "setup": (r"[^\n\r]*\S[^\n\r]*\n?", "one line of shell; join several with &&"),
 }
-"""Regular expressions of the values of a node's and a cluster's keys."""
+"""Regular expressions of the values of a node's and a cluster's keys, in words too."""
 
 Workdir = Annotated[str, Meta(description="working directory of the ranks on a host; default: the same path as here")]
 Python = Annotated[str, Meta(description="Python interpreter with torch on a host; default: the same path as here")]
@@ -77,7 +106,6 @@ class Node(NodeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of ``[[cluster.nodes]]``; ``workdir``, ``python`` and ``setup`` default to those of the cluster."""
 
     env: dict[str, str] = {}
-    """Environment variables of its ranks, added to the cluster's."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +163,6 @@ class Cluster(ClusterOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     """``[cluster]``; without nodes, the ranks run on this machine."""
 
     env: dict[str, str] = {}
-    """Environment variables of all ranks."""
     nodes: tuple[Node, ...] = (Node(),)
 
     def of_node(self, index: int) -> Node:
@@ -174,7 +201,6 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 CLUSTER_KEYS = (*ClusterOptions.__struct_fields__, "env", "nodes")
-"""The keys of ``[cluster]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,19 +211,13 @@ class Recipe:
     """Name of its runs; by default the file's name without suffix."""
     cluster: Cluster
     slurm: SlurmOptions | None
-    """The ``[slurm]`` table; None without one."""
     train: Training
-    """Options of ``python -m trainer``."""
     launch: Distributed
     """Options of the launch: only ``LAUNCH_OPTIONS`` may differ from their defaults."""
     script: Script | None
     task_options: Mapping[str, Any]
     """The options in ``[task]``, in the types of the task's schema; those that the recipe does not set are absent."""
     report: ReportOptions
-    source: str
-    """The file as the user named it, or ``stdin``."""
-    text: str
-    """The recipe's text, comments included."""
     notes: tuple[str, ...]
     """A line for each key of another program's configuration that is accepted without effect."""
     origin: Source

@@ -1,4 +1,4 @@
-"""Writes the text of a new recipe, with comments."""
+"""Writes the text of a new recipe, with comments; the example recipes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,11 @@ COMMENTS = {
     "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
-"""Comments of a new recipe, by key."""
 
 ONE_RANK = dict.fromkeys(("ranks", "gpus", "cpu_ranks"), "more than one: only once the script makes a process group")
 """Comments in their place where the script makes no process group."""
-
 MAX_INLINE_VARIABLES = 2
 """Environment variables on one line of a recipe; more are a table."""
-
 REPORT = """\
 # [report]                # other places to report the run to
 # tensorboard = true      # event files in the run directory; or a folder, such as "runs"
@@ -91,14 +88,9 @@ class NewRecipe:
 
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
+    names = ("script", "module", "local_rank_flag", "args")
+    train = {name: value for name in names if (value := getattr(command, name))}
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
-    train: dict[str, Any] = {"script": command.script}
-    if command.module:
-        train["module"] = True
-    if command.local_rank_flag is not None:
-        train["local_rank_flag"] = command.local_rank_flag
-    if command.args:
-        train["args"] = command.args
     return NewRecipe(
         name=(command.script.rpartition(".")[2] if command.module else PurePath(command.script).stem) or "recipe",
         origin=typed,
@@ -111,11 +103,7 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
 
 
 def from_argv(argv: Sequence[str]) -> NewRecipe:
-    """Return the recipe of a launch command.
-
-    Raises:
-        RequestError: the command cannot be translated.
-    """
+    """Return the recipe of a launch command."""
     command = read_launch_command(argv, read_file=read_text_file, ask_accelerate=_ask_accelerate)
     return from_command(command, typed=_shown(argv, command))
 
@@ -140,9 +128,6 @@ def from_text(text: str) -> NewRecipe:
     """Return the recipe of a task's name, of a script with its arguments, or of a launch command.
 
     Required options of a task are left to be set: its recipe is incomplete without them.
-
-    Raises:
-        RequestError: the text is none of these, or its file does not exist.
     """
     argv = split_command(text)
     first = argv[0]
@@ -160,11 +145,7 @@ def from_text(text: str) -> NewRecipe:
 
 
 def _require_file(name: str) -> None:
-    """Require a Python file that exists, relative to the working folder.
-
-    Raises:
-        RequestError: one line with the folder and the nearest file below it.
-    """
+    """Require a Python file that exists, relative to the working folder."""
     path = Path(name).expanduser()
     if path.is_file():
         return
@@ -200,3 +181,35 @@ def _line(key: str, value: Any, comments: dict[str, str] | None = None) -> str:
     text = f"{key} = {tomlkit.item(value).as_string()}"
     comment = None if comments is None else comments.pop(key, None)
     return text if comment is None else f"{text:<24}  # {comment.format(value=value)}"
+
+
+FOLDERS = (Path(__file__).with_name("examples"), Path(__file__).parents[2] / "recipes")
+"""The folder in an installed package, and that of the repository."""
+SCRIPT = "train_script.py"
+"""The script that the example ``script`` trains, in the same folder."""
+
+
+def examples_folder() -> Path:
+    """Return the folder of the examples."""
+    return next((path for path in FOLDERS if path.is_dir()), FOLDERS[0])
+
+
+def example_names() -> list[str]:
+    """Return the names of the examples, in alphabetical order."""
+    return sorted(path.stem for path in examples_folder().glob("*.toml"))
+
+
+def example_path(name: str) -> Path:
+    """Return the file of an example."""
+    names = example_names()
+    if name not in names:
+        raise RequestError(
+            f"init: {quoted(name)} is not an example{nearest(name, names) or '; there are ' + ', '.join(names)}"
+        )
+    return examples_folder() / f"{name}.toml"
+
+
+def example_text(name: str, *, file: str, script: str) -> str:
+    """Return an example as it reads outside the repository, with its own ``file`` and its copy of ``script``."""
+    text = example_path(name).read_text(encoding="utf-8").replace(f"recipes/{SCRIPT}", script)
+    return re.sub(r"\A#:schema .*\n", "", text).replace(f"recipes/{name}.toml", file)

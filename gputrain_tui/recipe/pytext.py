@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from gputrain_tui.recipe.model import RANK_KEYS
-from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, RecipeError, Source
-from trainer.contract.errors import nearest, quoted
+from gputrain_tui.recipe.source import TOP_LEVEL_KEYS, Key, Source
+from trainer.contract.errors import RequestError, nearest, quoted
 
 DOC_CLASSIFICATION_TASKS = ("DocClassificationTask", "DocumentClassificationTask")
-"""PyText's names of the task ``docnn``."""
 
 OPTIMIZERS = {"Adam": "adam", "AdamW": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}
 
@@ -23,7 +22,6 @@ CLASS_NAMES = {
     *("Trainer", "TaskTrainer", *OPTIMIZERS),
 }
 """Keys by which newer versions of PyText give a table's class: ``{"Data": {…}}``."""
-
 DEFAULTS: dict[Key, Any] = {
     ("train", "batch_size"): 16,
     ("train", "max_epochs"): 10,
@@ -34,15 +32,12 @@ DEFAULTS: dict[Key, Any] = {
     ("train", "best_metric"): "accuracy",
 }
 """PyText's own defaults that differ from the trainer's."""
-
 SCHEMA_NAMES = {"text": "text", "label": "label", "doc_label": "label"}
 """PyText's names of the task's columns → the kind of ``docnn``'s column."""
-
 FIELD_NAMES: tuple[Key, ...] = (("data_handler", "columns_to_read"), ("data", "source", "field_names"))
 """Keys that list a file's columns; such a file has no header."""
 COLUMN_MAPPING: Key = ("data", "source", "column_mapping")
 """Key of the table that maps the file's names of columns to PyText's."""
-
 KEY_MAP: dict[Key, Key] = {
     ("data_handler", "train_path"): ("task", "train_path"),
     ("data_handler", "eval_path"): ("task", "eval_path"),
@@ -72,7 +67,6 @@ KEY_MAP: dict[Key, Key] = {
     ("model", "representation", "cnn", "kernel_sizes"): ("task", "kernel_sizes"),
 }
 """Path within PyText's task, without class names → the recipe's key."""
-
 IGNORED_KEYS = {
     "version": "the keys of all versions are read the same way",
     "use_tensorboard": "all values are in the run's record; `gputrain attach` plots them",
@@ -85,15 +79,6 @@ IGNORED_KEYS = {
     "modules_save_dir": "checkpoints hold the whole model",
     "report_eval_results": "every validation is in the record",
 }
-"""Keys beside the task that are accepted without effect → reason."""
-
-
-def is_pytext(data: Mapping[str, Any]) -> bool:
-    """Whether a recipe is a PyText configuration, with or without its ``config`` wrapper."""
-    if "config" in data or WORLD_SIZE in data or CUDA in data:
-        return True
-    task = data.get("task")
-    return isinstance(task, dict) and _task_class(task) is not None and "train" not in data
 
 
 WORLD_SIZE, CUDA = "distributed_world_size", "use_cuda_if_available"
@@ -101,105 +86,79 @@ WORLD_SIZE, CUDA = "distributed_world_size", "use_cuda_if_available"
 NODES: Key = ("cluster", "nodes")
 
 
-def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
-    """Return the configuration as a recipe's values, and notes about keys without effect.
+class _Values:
+    """Values by the recipe's keys, and the configuration's keys from which they come."""
 
-    Raises:
-        RecipeError: a key without counterpart in a recipe, or an invalid value.
-    """
+    def __init__(self) -> None:
+        self.values: dict[Key, Any] = {}
+        self.origins: dict[Key, Key] = {}
+
+    def set(self, key: Key, value: Any, written: Key) -> None:
+        self.values[key], self.origins[key] = value, written
+
+
+def is_pytext(data: Mapping[str, Any]) -> bool:
+    """Whether a recipe is a PyText configuration, with or without its ``config`` wrapper."""
+    if "config" in data or WORLD_SIZE in data or CUDA in data:
+        return True
+    return _task_class(data.get("task")) is not None and "train" not in data
+
+
+def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
+    """Return the configuration as a recipe's values, and notes about keys without effect."""
     prefix: Key = ("config",) if "config" in source.data else ()
-    config = source.data["config"] if prefix else source.data
-    if not isinstance(config, dict):
-        raise RecipeError(f"{source.where(prefix)} is {quoted(config)}, but must be a table")
-    if prefix:
-        for key in source.data:
-            if key != "config":
-                raise RecipeError(f"{source.where((key,))} is outside of config, where PyText has all keys")
-    values: dict[Key, Any] = {}
-    origins: dict[Key, Key] = {}
+    config = _require_table(source, prefix, source.data["config"] if prefix else source.data)
+    if outside := [key for key in source.data if prefix and key != "config"]:
+        raise RequestError(f"{source.where((outside[0],))} is outside of config, where PyText has all keys")
+    made = _Values()
     notes: list[str] = []
-    tables: dict[str, Any] = {}
-    task = config.get("task")
-    task_class = _task_class(task) if isinstance(task, dict) else None
+    data: dict[str, Any] = {}
+    task_class = _task_class(config.get("task"))
     for key, value in config.items():
         written = (*prefix, key)
-        where = source.where(written)
-        if key in (WORLD_SIZE, CUDA):
-            continue
         if key == "task" and task_class is not None:
-            _doc_classification(source, task_class, value[task_class], (*written, task_class), values, origins)
+            _doc_classification(source, task_class, value[task_class], (*written, task_class), made)
         elif key in TOP_LEVEL_KEYS:
-            if key != "name" and not isinstance(value, dict):
-                raise RecipeError(f"{where} is {quoted(value)}, but must be a table")
-            tables[key] = value
-            for inner in _paths(value, (key,)):
-                origins[inner] = (*prefix, *inner)
+            data[key] = value if key == "name" else dict(_require_table(source, written, value))
+            made.origins |= {inner: (*prefix, *inner) for inner in _paths(value, (key,))}
         elif key == "random_seed":
-            values[("train", "seed")], origins[("train", "seed")] = value, written
+            made.set(("train", "seed"), value, written)
         elif key == "use_fp16":
-            if not isinstance(value, bool):
-                raise RecipeError(f"{where} is {quoted(value)}, but must be true or false")
-            values[("train", "precision")] = "fp16" if value else "fp32"
-            origins[("train", "precision")] = written
+            made.set(("train", "precision"), "fp16" if _require_bool(source, written, value) else "fp32", written)
         elif key in IGNORED_KEYS:
-            notes.append(f"{where} has no effect: {IGNORED_KEYS[key]}")
-        elif value not in (None, False, "", [], {}):
+            notes.append(f"{source.where(written)} has no effect: {IGNORED_KEYS[key]}")
+        elif key not in (WORLD_SIZE, CUDA) and value not in (None, False, "", [], {}):
             known = [*TOP_LEVEL_KEYS, *IGNORED_KEYS, WORLD_SIZE, CUDA, "random_seed"]
-            raise RecipeError(f"{where} is not understood{nearest(key, known)}")
-    _add_node(source, config, prefix, tables, values, origins, is_pytext_task=task_class is not None)
-    data = {key: dict(value) if isinstance(value, dict) else value for key, value in tables.items()}
-    for path, value in values.items():
-        _set_path(data, path, value)
-    return replace(source, data=data, origins=origins), tuple(notes)
+            raise RequestError(f"{source.where(written)} is not understood{nearest(key, known)}")
+    cuda = _require_bool(source, (*prefix, CUDA), config.get(CUDA, True))
+    for key in (WORLD_SIZE, CUDA):
+        made.origins[(key,)] = (*prefix, key)
+    if "nodes" not in data.get("cluster", {}) and (task_class is not None or WORLD_SIZE in config or not cuda):
+        ranks = "ranks" if cuda else "cpu_ranks"
+        made.values[NODES] = [{ranks: config.get(WORLD_SIZE, 1)}]  # one node, this machine
+        made.origins |= dict.fromkeys((NODES, (*NODES, 0), (*NODES, 0, ranks)), (*prefix, WORLD_SIZE))
+    for (table, name), value in made.values.items():
+        data.setdefault(str(table), {})[name] = value
+    return replace(source, data=data, origins=made.origins), tuple(notes)
 
 
-def _add_node(
-    source: Source,
-    config: Mapping[str, Any],
-    prefix: Key,
-    tables: Mapping[str, Any],
-    values: dict[Key, Any],
-    origins: dict[Key, Key],
-    *,
-    is_pytext_task: bool,
-) -> None:
-    """Translate world size and ``use_cuda_if_available`` into one node, this machine, unless nodes are given.
+def _require_table(source: Source, written: Key, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{source.where(written)} is {quoted(value)}, but must be a table")
+    return value
 
-    Raises:
-        RecipeError: ``use_cuda_if_available`` is no boolean.
-    """
-    cuda = config.get(CUDA, True)
-    if not isinstance(cuda, bool):
-        where = source.where((*prefix, CUDA))
-        raise RecipeError(f"{where} is {quoted(cuda)}, but must be true or false")
-    origins[(WORLD_SIZE,)] = (*prefix, WORLD_SIZE)
-    origins[(CUDA,)] = (*prefix, CUDA)
-    cluster = tables.get("cluster")
-    if isinstance(cluster, dict) and "nodes" in cluster:
-        return
-    if not is_pytext_task and WORLD_SIZE not in config and cuda:
-        return
-    key = "ranks" if cuda else "cpu_ranks"
-    values[NODES] = [{key: config.get(WORLD_SIZE, 1)}]
-    for path in (NODES, (*NODES, 0), (*NODES, 0, key)):
-        origins[path] = (*prefix, WORLD_SIZE)
+
+def _require_bool(source: Source, written: Key, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{source.where(written)} is {quoted(value)}, but must be true or false")
+    return value
 
 
 def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:
     """Reconcile the world size of a configuration with nodes that are given beside it, in a table or by ``--set``.
 
-    Nodes without a number of ranks share the world size equally: 40 ranks on five servers are eight on each.
-
-    Args:
-        config: the configuration.
-        source: its translation, with all overrides.
-
-    Returns:
-        The translation with the ranks of all nodes, and the world size that they must have together; None if no nodes
-        are given.
-
-    Raises:
-        RecipeError: the world size is no number of ranks or cannot be shared, or CUDA is switched off for GPUs.
+    Nodes without a number of ranks share the world size equally: 40 ranks on five servers are eight on each. Returns
+    the translation with the ranks of all nodes, and the world size that given nodes must have together, else None.
     """
     keys = config.data.get("config", config.data)
     cluster = source.data.get("cluster")
@@ -211,18 +170,18 @@ def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:
     cuda = keys.get(CUDA, True)
     for index, node in enumerate(nodes):
         if not cuda and "cpu_ranks" not in node and (used := [key for key in RANK_KEYS if key in node]):
-            raise RecipeError(
+            raise RequestError(
                 f"{source.where((CUDA,))} is false, but cluster.nodes[{index}] has {used[0]}: use cpu_ranks for CPUs"
             )
     if WORLD_SIZE not in keys:
         return source, None
     world_size, where = keys[WORLD_SIZE], source.where((WORLD_SIZE,))
     if type(world_size) is not int or world_size < 1:
-        raise RecipeError(f"{where} is {quoted(world_size)}, but must be an integer >= 1")
+        raise RequestError(f"{where} is {quoted(world_size)}, but must be an integer >= 1")
     if any(key in node for node in nodes for key in RANK_KEYS):
         return source, world_size
     if world_size % len(nodes):
-        raise RecipeError(
+        raise RequestError(
             f"{where} is {world_size}, which {len(nodes)} nodes cannot share equally: give each of cluster.nodes its "
             f"{'gpus' if cuda else 'cpu_ranks'}"
         )
@@ -231,86 +190,79 @@ def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:
     return replace(source, data=shared), world_size
 
 
-def _doc_classification(
-    source: Source, name: str, table: Any, written: Key, values: dict[Key, Any], origins: dict[Key, Key]
-) -> None:
-    """Translate the table of PyText's document classification, at key ``written``, into values and their origins."""
+def _doc_classification(source: Source, name: str, table: Any, written: Key, made: _Values) -> None:
     if name not in DOC_CLASSIFICATION_TASKS:
-        raise RecipeError(
+        raise RequestError(
             f"{source.where(written)} has no counterpart here{nearest(name, DOC_CLASSIFICATION_TASKS)}; "
             f"of PyText's tasks {DOC_CLASSIFICATION_TASKS[0]} is supported, as docnn"
         )
-    if not isinstance(table, dict):
-        raise RecipeError(f"{source.where(written)} is {quoted(table)}, but must be a table")
-    values[("train", "task")], origins[("train", "task")] = "docnn", written
-    values |= {path: value for path, value in DEFAULTS.items() if path not in values}
+    made.set(("train", "task"), "docnn", written)
+    made.values = DEFAULTS | made.values
     names: tuple[Any, Key] | None = None
     mapping: dict[str, tuple[Any, Key]] = {}
     for path, value in _leaves(table, ()):
-        place = (*written, *path)
-        where = source.where(place)
+        key = (*written, *path)
         for part in path:
             if part in OPTIMIZERS:
-                values[("train", "optimizer")], origins[("train", "optimizer")] = OPTIMIZERS[str(part)], place
+                made.set(("train", "optimizer"), OPTIMIZERS[str(part)], key)
         class_free = tuple(part for part in path if part not in CLASS_NAMES)
         if value is None or value == {}:
             continue
         if class_free in FIELD_NAMES:
-            names = (value, place)
-            continue
-        if class_free == COLUMN_MAPPING:
-            raise RecipeError(
-                f"{where} is {quoted(value)}, but must be a table from the file's columns to text and label"
-            )
-        if class_free[:-1] == COLUMN_MAPPING:
-            mapping[str(class_free[-1])] = (value, place)
-            continue
-        target = KEY_MAP.get(class_free)
-        if target is None:
+            names = (value, key)
+        elif class_free == COLUMN_MAPPING:
+            rule = "a table from the file's columns to text and label"
+            raise RequestError(f"{source.where(key)} is {quoted(value)}, but must be {rule}")
+        elif class_free[:-1] == COLUMN_MAPPING:
+            mapping[str(class_free[-1])] = (value, key)
+        elif class_free in KEY_MAP:
+            target = KEY_MAP[class_free]
+            is_optimizer = target == ("train", "optimizer") and isinstance(value, str)
+            made.set(target, value.lower() if is_optimizer else value, key)
+        else:
             known = [".".join(map(str, rule)) for rule in (*KEY_MAP, *FIELD_NAMES, COLUMN_MAPPING)]
-            raise RecipeError(f"{where} is not understood{nearest('.'.join(map(str, class_free)), known)}")
-        if target == ("train", "optimizer") and isinstance(value, str):
-            value = value.lower()
-        values[target], origins[target] = value, place
+            guess = nearest(".".join(map(str, class_free)), known)
+            raise RequestError(f"{source.where(key)} is not understood{guess}")
     if names is not None:
-        values[("task", "format")], origins[("task", "format")] = "no_header", names[1]
-    for column, (name, place) in _columns(source, names, mapping).items():
-        values[("task", column)], origins[("task", column)] = name, place
+        made.set(("task", "format"), "no_header", names[1])
+    for column, (name, key) in _columns(source, names, mapping).items():
+        made.set(("task", column), name, key)
 
 
 def _columns(
     source: Source, names: tuple[Any, Key] | None, mapping: Mapping[str, tuple[Any, Key]]
 ) -> dict[str, tuple[str, Key]]:
     """Return ``docnn``'s columns with the keys that give them: numbers if PyText lists a file's columns, else names."""
-    for value, place in mapping.values():
+    for value, key in mapping.values():
         if not isinstance(value, str) or value not in SCHEMA_NAMES:
             guess = nearest(value, SCHEMA_NAMES) if isinstance(value, str) else ""
-            raise RecipeError(f"{source.where(place)} is {quoted(value)}, but must be text or label{guess}")
-    listed, where = names or (None, ())
+            raise RequestError(f"{source.where(key)} is {quoted(value)}, but must be text or label{guess}")
+    listed, names_key = names or (None, ())
     columns = {name: name for name in mapping}
     if names is not None:
         if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            raise RecipeError(f"{source.where(where)} is {quoted(listed)}, but must be a list of column names")
+            raise RequestError(f"{source.where(names_key)} is {quoted(listed)}, but must be a list of column names")
         columns = {name: str(index) for index, name in enumerate(listed)}
-        for name, (_, place) in mapping.items():
+        for name, (_, key) in mapping.items():
             if name not in columns:
-                raise RecipeError(f"{source.where(place)} is not a column in {quoted(listed)}{nearest(name, columns)}")
-    found: dict[str, tuple[str, Key]] = {}
+                raise RequestError(f"{source.where(key)} is not a column in {quoted(listed)}{nearest(name, columns)}")
+    kinds: dict[str, tuple[str, Key]] = {}
     for name, column in columns.items():
-        value, place = mapping.get(name, (name, where))
+        value, key = mapping.get(name, (name, names_key))
         kind = SCHEMA_NAMES.get(value)
-        if kind in found:
-            raise RecipeError(f"{source.where(place)}: two columns map to {kind}; keep one of them")
+        if kind in kinds:
+            raise RequestError(f"{source.where(key)}: two columns map to {kind}; keep one of them")
         if kind is not None:
-            found[kind] = (column, place)
-    if names is not None and len(found) < 2:
-        raise RecipeError(f'{source.where(where)} is {quoted(listed)}, but must have a "text" and a "doc_label"')
-    return {f"{kind}_column": column for kind, column in found.items()}
+            kinds[kind] = (column, key)
+    if names is not None and len(kinds) < 2:
+        rule = 'must have a "text" and a "doc_label"'
+        raise RequestError(f"{source.where(names_key)} is {quoted(listed)}, but {rule}")
+    return {f"{kind}_column": column for kind, column in kinds.items()}
 
 
-def _task_class(task: Mapping[str, Any]) -> str | None:
-    """Return the class of a PyText task: its only key, if capitalised; else None."""
-    if len(task) != 1:
+def _task_class(task: Any) -> str | None:
+    """Return the class of a PyText task: the only key of its table, if capitalised and a table; else None."""
+    if not isinstance(task, dict) or len(task) != 1:
         return None
     name, table = next(iter(task.items()))
     return name if name[:1].isupper() and isinstance(table, dict) else None
@@ -329,10 +281,3 @@ def _paths(value: Any, path: Key) -> Iterator[Key]:
     if isinstance(value, dict | list):
         for part, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _paths(item, (*path, part))
-
-
-def _set_path(data: dict[str, Any], path: Key, value: Any) -> None:
-    node: Any = data
-    for part in path[:-1]:
-        node = node.setdefault(part, {})
-    node[path[-1]] = value

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from trainer.contract.errors import RequestError, nearest, quoted
 
@@ -21,24 +22,15 @@ Key = tuple[str | int, ...]
 """Path of a value: table names and list positions."""
 
 TOP_LEVEL_KEYS = ("name", "cluster", "slurm", "train", "task", "report")
-
 STDIN = "stdin"
-"""Name of standard input in messages."""
-
 MAX_RECIPE_BYTES = 1 << 20
 """Limit of a recipe's file: recipes have a few KiB, a larger file was named by mistake."""
-
 MAX_DEPTH = 32
 """Limit of nested tables and lists; a recipe needs five, and recursive functions read them."""
-
 MAX_INT_BITS = 1000
 """Limit of an integer: a larger one fits no ``float``, and Python refuses to print more than 4,300 digits."""
-
+TOO_DEEP = "is nested too deeply to be a recipe"
 TOO_MANY_DIGITS = "contains a number with too many digits"
-
-
-class RecipeError(RequestError):
-    """A recipe is invalid; the message is one line with file, line, key, the value found and the allowed ones."""
 
 
 def dotted(key: Key) -> str:
@@ -59,7 +51,6 @@ class Source:
     format: Literal["toml", "json"]
     data: Mapping[str, Any]
     overridden: frozenset[Key] = frozenset()
-    """Keys set by ``--set``."""
     origins: Mapping[Key, Key] = field(default_factory=dict)
     """Key of the values → key of the text, if the text was translated."""
 
@@ -86,50 +77,35 @@ class Source:
                 return f"--set {dotted(path)}"
         if written not in self.lines and any(path[: len(key)] == key for path in self.overridden):
             return f"--set {dotted(key)}"
-        for length in range(len(written), 0, -1):
-            line = self.lines.get(written[:length])
-            if line is not None:
-                return f"{self.name}:{line}: {dotted(written)}"
-        return f"{self.name}: {dotted(written)}"
+        known = (self.lines.get(written[:length]) for length in range(len(written), 0, -1))
+        line = next((f"{line}:" for line in known if line is not None), "")
+        return f"{self.name}:{line} {dotted(written)}"
 
 
-def read(source: str, *, stdin: IO[str] | None = None) -> Source:
-    """Read a recipe's text from a file, or from standard input for ``-``, and parse it.
-
-    Raises:
-        RecipeError: the file cannot be read, or is neither TOML nor JSON.
-    """
-    if source == "-":
-        if stdin is None:
-            raise RecipeError("the recipe is '-', but there is no standard input to read it from")
-        return parse(_decode(_read_stdin(stdin), STDIN), name=STDIN)
+def read(source: str) -> Source:
+    """Read a recipe's text from a file, or from standard input for ``-``, and parse it."""
+    if source == "-":  # bytes, since a recipe is UTF-8 in any locale
+        return parse(_decode(sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1), STDIN), name=STDIN)
     if not source:
-        raise RecipeError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
+        raise RequestError("the recipe's name is empty; it is a TOML or JSON file, or - for standard input")
     path = Path(source)
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError(f"{source}: there is no such file{_similar_file(path)}") from None
+        raise RequestError(f"{source}: there is no such file{_similar_file(path)}") from None
     except OSError as error:
-        raise RecipeError(f"{source} cannot be read: {error.strerror}") from None
+        raise RequestError(f"{source} cannot be read: {error.strerror}") from None
     return parse(_decode(content, source), name=source)
-
-
-def _read_stdin(stdin: IO[str]) -> bytes:
-    """Return bytes, since a recipe is UTF-8 in any locale."""
-    binary = getattr(stdin, "buffer", None)
-    content = stdin.read(MAX_RECIPE_BYTES + 1) if binary is None else binary.read(MAX_RECIPE_BYTES + 1)
-    return content if isinstance(content, bytes) else str(content).encode("utf-8", "surrogateescape")
 
 
 def _decode(content: bytes, name: str) -> str:
     if len(content) > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, too long for a recipe")
+        raise RequestError(f"{name} is longer than {MAX_RECIPE_BYTES >> 20} MiB, too long for a recipe")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{name} is not UTF-8 text (byte {error.start})") from None
+        raise RequestError(f"{name} is not UTF-8 text (byte {error.start})") from None
 
 
 def _similar_file(path: Path) -> str:
@@ -142,102 +118,70 @@ def _similar_file(path: Path) -> str:
 
 
 def parse(text: str, *, name: str) -> Source:
-    """Parse a recipe's text as JSON when it starts with a brace, as TOML otherwise.
-
-    Raises:
-        RecipeError: the text is invalid; the message has the line.
-    """
+    """Parse a recipe's text as JSON when it starts with a brace, as TOML otherwise."""
     text = text.replace("\r\n", "\n")
-    json_like = text.lstrip()[:1] == "{" or name.endswith(".json")
+    is_json = name.endswith(".json") or re.match(r"\s*(?:\[\s*)?\{", text) is not None
+    data = _readable(lambda: _json(text, name) if is_json else _toml(text, name), where=name)
+    return Source(name=name, text=text, format="json" if is_json else "toml", data=data)
+
+
+def _readable(parse: Callable[[], Any], *, where: str) -> Any:
+    """Return parsed values; raise for those that are nested too deeply, and for numbers that are too large."""
     try:
-        data = _json(text, name) if json_like else _toml(text, name)
+        data = parse()
+        problem = _excess(data)
     except RecursionError:
-        raise RecipeError(f"{name}: is nested too deeply to be a recipe") from None
-    except RecipeError:
+        problem = TOO_DEEP
+    except (RequestError, tomllib.TOMLDecodeError):
         raise
     except ValueError:  # of int(): the parsers let it through
-        raise RecipeError(f"{name}: {TOO_MANY_DIGITS}") from None
-    if is_too_deep(data):
-        raise RecipeError(f"{name}: is nested too deeply to be a recipe")
-    if holds_huge_number(data):
-        raise RecipeError(f"{name}: {TOO_MANY_DIGITS}")
-    return Source(name=name, text=text, format="json" if json_like else "toml", data=data)
+        problem = TOO_MANY_DIGITS
+    if problem:
+        raise RequestError(f"{where}: {problem}")
+    return data
 
 
-def is_too_deep(data: Any) -> bool:
-    """Whether tables and lists are nested more deeply than ``MAX_DEPTH``."""
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        within = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
-        level = [item for item in within if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
-
-
-def holds_huge_number(value: Any) -> bool:
-    """Whether an integer exceeds ``MAX_INT_BITS``, as TOML's hexadecimal ones can."""
+def _excess(value: Any, depth: int = 0) -> str:
+    """Return what exceeds ``MAX_DEPTH`` or, as TOML's hexadecimal integers can, ``MAX_INT_BITS``; empty if nothing."""
     if isinstance(value, dict | list):
-        return any(map(holds_huge_number, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and value.bit_length() > MAX_INT_BITS
+        if depth == MAX_DEPTH:
+            return TOO_DEEP
+        items = value.values() if isinstance(value, dict) else value
+        return next(filter(None, (_excess(item, depth + 1) for item in items)), "")
+    return TOO_MANY_DIGITS if isinstance(value, int) and value.bit_length() > MAX_INT_BITS else ""
 
 
 def _toml(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        if text.lstrip()[:1] == "[" and _is_json(text):
-            _json(text, name)  # raises the better message: a list is no recipe
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
             message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
-        raise RecipeError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return False
-    return True
+        raise RequestError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
 
 
 def _json(text: str, name: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Refuse a key that an object has twice: ``json`` would silently keep the last value."""
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                positions = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(key))}\s*:", text)]
+                # More than two matches: the key is in other objects as well, and the line is unknown.
+                line = f":{text.count(chr(10), 0, positions[1]) + 1}" if len(positions) == 2 else ""
+                raise RequestError(f"{name}{line}: {quoted(key)} occurs twice in one object; keep one of them")
+            values[key] = value
+        return values
+
     try:
-        data = json.loads(text, object_pairs_hook=_unique_keys)
-    except _DuplicateKeyError as error:
-        positions = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(error.key))}\s*:", text)]
-        # More than two matches: the key is in other objects as well, and the line is unknown.
-        line = f":{text.count(chr(10), 0, positions[1]) + 1}" if len(positions) == 2 else ""
-        raise RecipeError(f"{name}{line}: {quoted(error.key)} occurs twice in one object; keep one of them") from None
+        data = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        raise RecipeError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
+        raise RequestError(f"{name}:{error.lineno}: is not valid JSON: {error.msg}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{name}: a JSON recipe must be an object in braces, but this is {_json_type(data)}")
+        kind = "a list" if isinstance(data, list) else quoted(data)
+        raise RequestError(f"{name}: a JSON recipe must be an object in braces, but this is {kind}")
     return data
-
-
-class _DuplicateKeyError(ValueError):
-    """A JSON object has a key twice; ``json`` would silently keep the last value."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _DuplicateKeyError(next(key for index, key in enumerate(keys) if key in keys[:index]))
-    return result
-
-
-def _json_type(data: Any) -> str:
-    """Return the type of a JSON value in words."""
-    if data is None or isinstance(data, bool):
-        return json.dumps(data)
-    return "a list" if isinstance(data, list) else "a string" if isinstance(data, str) else "a number"
 
 
 _TOKEN = re.compile(
@@ -245,7 +189,7 @@ _TOKEN = re.compile(
     (?P<skip>[ \t\r]+|\#[^\n]*)
     |(?P<quoted>\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*')
     |(?P<newline>\n)
-    |(?P<mark>[\[\]{}=:,.])
+    |(?P<punctuation>[\[\]{}=:,.])
     |(?P<bare>[^\s\[\]{}=:,.#"']+)
     """,
     re.VERBOSE | re.DOTALL,
@@ -267,102 +211,96 @@ class _Scanner:
             line += match[0].count("\n")
         self.tokens.append(("end", "", line))
 
+    @property
+    def line(self) -> int:
+        return self.tokens[self.position][2]
+
     def peek(self) -> str:
         kind, text, _ = self.tokens[self.position]
-        return text if kind in ("mark", "newline", "end") else kind
+        return text if kind in ("punctuation", "newline", "end") else kind
 
-    def skip(self, *marks: str) -> None:
-        while self.peek() in marks:
+    def skip(self, *tokens: str) -> None:
+        while self.peek() in tokens:
             self.position += 1
 
-    def key(self, table: Key) -> tuple[Key, int]:
-        """Consume ``a."b".c``; return its path, which begins with ``table``, and its line."""
-        line = self.tokens[self.position][2]
-        parts: list[str] = []
+    def names(self) -> list[str]:
+        """Consume ``a."b".c``."""
+        names = []
         while self.peek() in ("bare", "quoted", "."):
             kind, text, _ = self.tokens[self.position]
-            if kind == "quoted":
-                parts.append(_unquoted(text))
-            elif kind == "bare":
-                parts.append(text)
+            if kind != "punctuation":
+                names.append(_unquoted(text) if kind == "quoted" else text)
             self.position += 1
-        path = (*table, *parts)
-        for length in range(len(table) + 1, len(path) + 1):
-            self.lines.setdefault(path[:length], line)
-        return path, line
+        return names
+
+    def key(self, table: Key) -> Key:
+        """Consume ``a."b".c`` and record it; return its path, which begins with ``table``."""
+        line, path = self.line, table
+        for name in self.names():
+            path = (*path, name)
+            self.lines.setdefault(path, line)
+        return path
 
     def value(self, path: Key) -> None:
         """Consume a value and record the keys inside it."""
-        mark = self.peek()
-        if mark == "[":
-            self.position += 1
-            index = 0
-            self.skip("\n", ",")
-            while self.peek() not in ("]", ""):
-                self.lines[(*path, index)] = self.tokens[self.position][2]
-                self.value((*path, index))
-                index += 1
-                self.skip("\n", ",")
-            self.position += 1
-        elif mark == "{":
-            self.position += 1
-            self.skip("\n", ",")
-            while self.peek() not in ("}", ""):
-                inner, _ = self.key(path)
-                self.skip("\n")
-                self.skip("=", ":")
-                self.skip("\n")
-                self.value(inner)
-                self.skip("\n", ",")
-            self.position += 1
-        else:
+        opening = self.peek()
+        if opening not in ("[", "{"):
             while self.peek() not in (",", "]", "}", "\n", ""):
                 self.position += 1
+            return
+        self.position += 1
+        self.skip("\n", ",")
+        index = 0
+        while self.peek() not in ("]", "}", ""):
+            if opening == "[":
+                inner: Key = (*path, index)
+                self.lines[inner] = self.line
+                index += 1
+            else:
+                inner = self.key(path)
+                self.skip("\n", "=", ":")
+            self.value(inner)
+            self.skip("\n", ",")
+        self.position += 1
 
     def toml(self) -> None:
         table: Key = ()
         counts: dict[Key, int] = {}
+        self.skip("\n")
         while self.peek() != "":
-            self.skip("\n")
-            if self.peek() == "":
-                break
             if self.peek() == "[":
-                self.position += 1
-                is_array = self.peek() == "["
-                self.skip("[")
-                header, line = self._header(counts, is_array)
-                if is_array:
-                    counts[header] = counts.get(header, 0) + 1
-                    header = (*header, counts[header] - 1)
-                self.lines[header] = line
-                table = header
-                self.skip("]")
+                table = self.header(counts)
             else:
-                path, _ = self.key(table)
+                path = self.key(table)
                 self.skip("=")
                 self.value(path)
+            self.skip("\n")
 
-    def _header(self, counts: Mapping[Key, int], is_array: bool) -> tuple[Key, int]:
-        """Consume a table's header; return its line and its path, with the latest position in each array of tables."""
-        lines = dict(self.lines)
-        names, line = self.key(())
-        self.lines = lines  # without those that key() records: the path below has list positions
+    def header(self, counts: dict[Key, int]) -> Key:
+        """Consume a table's header; return its path, with the latest position in each array of tables."""
+        line = self.line
+        self.position += 1
+        is_array = self.peek() == "["
+        self.skip("[")
         path: Key = ()
-        for position, name in enumerate(names):
+        names = self.names()
+        for depth, name in enumerate(names, start=1):
             path = (*path, name)
-            if path in counts and not (is_array and position == len(names) - 1):
-                path = (*path, counts[path] - 1)
             self.lines.setdefault(path, line)
-        return path, line
+            if is_array and depth == len(names):
+                counts[path] = counts.get(path, 0) + 1
+            if path in counts:
+                path = (*path, counts[path] - 1)
+        self.lines[path] = line
+        self.skip("]")
+        return path
 
 
 def _unquoted(text: str) -> str:
-    if text.startswith('"'):
-        try:
-            return str(json.loads(text))
-        except ValueError:
-            return text.strip('"')
-    return text.strip("'")
+    try:
+        return str(json.loads(text)) if text.startswith('"') else text.strip("'")
+    except ValueError:  # an escape that JSON does not have
+        return text.strip('"')
 
 
 def key_lines(text: str, format: Literal["toml", "json"]) -> dict[Key, int]:
@@ -380,9 +318,6 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
     """Return the values with ``KEY=VALUE`` settings applied, and the keys that they set.
 
     A value is TOML, or else plain text: words need no quotes.
-
-    Raises:
-        RecipeError: a setting without ``=``, or a key below a value that is no table.
     """
     result = copy.deepcopy(dict(data))
     keys: set[Key] = set()
@@ -390,12 +325,10 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
         name, equals, text = setting.partition("=")
         parts = [part.strip() for part in re.sub(r"\[(\d+)\]", r".\1", name.strip()).split(".")]
         if not equals or not all(parts):
-            raise RecipeError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
-        value = _parse_setting(text.strip(), name.strip())
-        if len(parts) > MAX_DEPTH or is_too_deep([value]):
-            raise RecipeError(f"--set {parts[0]}: is nested too deeply to be a recipe")
-        if holds_huge_number(value):
-            raise RecipeError(f"--set {name.strip()}: {TOO_MANY_DIGITS}")
+            raise RequestError(f"--set {setting} is not KEY=VALUE, such as --set train.lr=0.5")
+        value = _parse_setting(text.strip(), where=f"--set {name.strip()}")
+        if len(parts) > MAX_DEPTH:
+            raise RequestError(f"--set {parts[0]}: {TOO_DEEP}")
         keys.add(_assign(result, parts, value, name.strip()))
     return result, frozenset(keys)
 
@@ -408,14 +341,14 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
         if isinstance(node, list):
             if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
                 known = f"0 to {len(node) - 1}" if node else "none: the list is empty"
-                raise RecipeError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known})")
+                raise RequestError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known})")
             step: str | int = int(part)
         elif isinstance(node, dict):
             step = part
             if not last:
                 node.setdefault(part, {})
         else:
-            raise RecipeError(f"--set {name}: {dotted(key)} is {quoted(node)}, which has no keys")
+            raise RequestError(f"--set {name}: {dotted(key)} is {quoted(node)}, which has no keys")
         key = (*key, step)
         if last:
             node[step] = value
@@ -424,15 +357,11 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
     return key
 
 
-def _parse_setting(text: str, name: str) -> Any:
+def _parse_setting(text: str, *, where: str) -> Any:
     if "\n" in text:
         return text
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = _readable(lambda: tomllib.loads(f"value = {text}")["value"], where=where)
     except tomllib.TOMLDecodeError:
         return text
-    except RecursionError:
-        raise RecipeError(f"--set {name}: is nested too deeply to be a recipe") from None
-    except ValueError:
-        raise RecipeError(f"--set {name}: {TOO_MANY_DIGITS}") from None
     return value if isinstance(value, bool | int | float | str | list | dict) else text

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -26,19 +27,11 @@ class TaskDescription(msgspec.Struct, kw_only=True):
     """A cache entry for a user's task."""
 
     mtime_ns: int
-    """Modification time of the task's file."""
     options: list[Option]
 
 
 def describe_task(task: str) -> Sequence[Option]:
-    """Return the options of a task.
-
-    Args:
-        task: a built-in task's name, or ``module:Class`` or ``path.py:Class``.
-
-    Raises:
-        RequestError: the task does not exist or cannot be imported.
-    """
+    """Return the options of a task: a built-in one's name, or ``module:Class`` or ``path.py:Class``."""
     if task in BUILT_IN:
         schema = options_schema(task)
         assert schema is not None, f"the built-in task {task} declares no options"
@@ -56,8 +49,8 @@ def _task_options(task: str) -> list[Option]:
     import hashlib  # loads OpenSSL, which is slow and which built-in tasks do not need
 
     mtime_ns = file.stat().st_mtime_ns
-    digest = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
-    cached = cache_folder() / "tasks" / f"{digest}.json"
+    key = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
+    cached = cache_folder() / "tasks" / f"{key}.json"
     try:
         entry = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
         if entry.mtime_ns == mtime_ns:
@@ -65,19 +58,12 @@ def _task_options(task: str) -> list[Option]:
     except (OSError, msgspec.DecodeError):
         pass  # not cached, or in the format of another version
     options = _describe_in_subprocess(task)
-    _write_cache(cached, TaskDescription(mtime_ns=mtime_ns, options=options))
+    with suppress(OSError):  # it only costs another import
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        draft = cached.with_suffix(f".{os.urandom(4).hex()}.tmp")
+        draft.write_bytes(msgspec.json.encode(TaskDescription(mtime_ns=mtime_ns, options=options)))
+        draft.replace(cached)
     return options
-
-
-def _write_cache(path: Path, described: TaskDescription) -> None:
-    """Write a cache entry; a failure only costs another import."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.urandom(4).hex()}.tmp")
-        draft.write_bytes(msgspec.json.encode(described))
-        draft.replace(path)
-    except OSError:
-        return
 
 
 def task_file(task: str) -> Path | None:
@@ -97,7 +83,6 @@ def task_file(task: str) -> Path | None:
 
 
 def _describe_in_subprocess(task: str) -> list[Option]:
-    """Return the options that ``python -m trainer --describe-task`` prints after importing the task."""
     argv = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
     describe_timeout_s = 120.0  # time limit of importing torch and a task, which takes seconds
     try:

@@ -10,12 +10,11 @@ import msgspec
 import tomlkit
 from tomlkit import items
 
-from gputrain_tui.recipe.model import CLUSTER_KEYS, LAUNCH_OPTIONS, Recipe
+from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Cluster, Recipe, ReportOptions, SlurmOptions
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import describe
 
 TABLES = ("cluster", "slurm", "train", "task", "report")
-"""Tables of a recipe, in their order."""
 HEAD = "head"
 """Place of a new table below the keys without a table."""
 PLACE = "place of new tables: "
@@ -26,14 +25,15 @@ Body = list[tuple[items.Key | None, items.Item]]
 
 def dump_toml(recipe: Recipe) -> str:
     """Return TOML that loads to the same recipe, with the comments of its text if the text is TOML."""
-    wanted = _explicit_values(recipe)
     if recipe.origin.format == "json":
-        return tomlkit.dumps(_document(wanted))
-    written = tomllib.loads(recipe.text)
-    spelled = _with_written_spelling(wanted, written, recipe)
+        return tomlkit.dumps(_document({"name": recipe.name, **_spelled(recipe, {})}))
+    written = tomllib.loads(recipe.origin.text)
+    spelled = _spelled(recipe, written)
+    if "name" in written or recipe.name != recipe.origin.default_name:
+        spelled = {"name": recipe.name, **spelled}
     if spelled == written:
-        return recipe.text
-    document = tomlkit.parse(recipe.text if recipe.text.endswith("\n") else f"{recipe.text}\n")
+        return recipe.origin.text
+    document = tomlkit.parse(recipe.origin.text if recipe.origin.text.endswith("\n") else f"{recipe.origin.text}\n")
     for table in TABLES:
         if table in document and _last_body(document, table) is None and spelled.get(table) != written[table]:
             del document[table]  # tomlkit adds no table to an inline one or to dotted keys: it gets a header
@@ -93,98 +93,66 @@ def _with_tables(document: tomlkit.TOMLDocument, new: Mapping[str, Any], ends: M
     if head:
         document.body.insert(head[-1] + 1, (None, tomlkit.comment(PLACE + HEAD)))
     text = tomlkit.dumps(document)
-    for place in tables:
-        before, mark, after = text.partition(f"# {PLACE}{place}\n")
-        if mark:
-            gap = "\n" if tables[place] and not kept[place] and after.strip() and not after.startswith("\n") else ""
-            text = before + tables[place] + kept[place] + gap + after
+    for anchor in tables:
+        before, comment, after = text.partition(f"# {PLACE}{anchor}\n")
+        if comment:
+            gap = "\n" if tables[anchor] and not kept[anchor] and after.strip() and not after.startswith("\n") else ""
+            text = before + tables[anchor] + kept[anchor] + gap + after
     return text
 
 
 def _table_text(table: str, values: Any) -> str:
-    """Return the text of a new table, after a blank line."""
     return "\n" + tomlkit.dumps(_document({table: values})).strip("\n") + "\n"
 
 
-def _explicit_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that differ from the defaults."""
-    train = _non_defaults(recipe.train, Training)
-    launch = _non_defaults(recipe.launch, Distributed)
-    cluster = {key: getattr(recipe.cluster, key) for key in CLUSTER_KEYS if key != "nodes"}
-    default = type(recipe.cluster)()
-    cluster = {key: value for key, value in cluster.items() if value != getattr(default, key)}
-    if recipe.cluster.nodes != default.nodes:
-        cluster["nodes"] = _node_tables(recipe)
-    script = {} if recipe.script is None else _script_values(recipe.script)
-    task = {key: value for key, value in recipe.task_options.items() if value is not None}
-    slurm = {} if recipe.slurm is None else _set_values(recipe.slurm)
-    report = _set_values(recipe.report)
-    tables = {"cluster": cluster, "slurm": slurm, "train": train | launch | script, "task": task, "report": report}
-    return {"name": recipe.name, **{key: table for key, table in tables.items() if table}}
-
-
-def _script_values(script: Script) -> dict[str, Any]:
-    values: dict[str, Any] = msgspec.to_builtins(script)
-    defaults = {option.name: option.default for option in describe(Script)}
-    return {name: value for name, value in values.items() if name in ("script", "args") or value != defaults[name]}
-
-
-def _node_tables(recipe: Recipe) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in msgspec.to_builtins(node).items() if value not in (None, {})}
-        for node in recipe.cluster.nodes
-    ]
-
-
-def _set_values(options: Any) -> dict[str, Any]:
-    return {key: value for key, value in msgspec.to_builtins(options).items() if value}
-
-
-def _non_defaults(options: Any, schema: type[Any]) -> dict[str, Any]:
-    default = schema()
-    names = [name for name in schema.__struct_fields__ if schema is Training or name in LAUNCH_OPTIONS]
-    found = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
-    plain: dict[str, Any] = msgspec.to_builtins(found)
-    return {name: _unwrap_single(value) for name, value in plain.items() if value is not None}
-
-
-def _unwrap_single(value: Any) -> Any:
-    """Return the item of a list of one, which a recipe may have in place of the list; any other value as it is."""
-    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-
-
-def _with_written_spelling(wanted: Mapping[str, Any], written: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return the wanted values, each as the text writes it if both mean the same."""
+def _spelled(recipe: Recipe, written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that differ from the defaults or are written, each as the text writes it if that means it."""
+    defaults = _defaults()
     result: dict[str, Any] = {}
-    if "name" in written or recipe.name != recipe.origin.default_name:
-        result["name"] = wanted["name"]
-    for table in TABLES:
+    for table, values in _values(recipe).items():
         before = written.get(table, {})
-        after = dict(wanted.get(table, {}))
-        for key, value in before.items():
-            now = _current_value(recipe, table, key)
-            if _means_same(value, now):
-                after[key] = value
-            elif now is not None and key not in after:
-                after[key] = _unwrap_single(now) if table == "train" else now
-        if table in written or after:
-            result[table] = after
+        for key, value in values.items():
+            if key in before and _means_same(before[key], value):
+                values[key] = before[key]
+            elif key not in before and value == defaults[table].get(key):
+                values[key] = None
+            elif table == "train" and isinstance(value, list | tuple) and len(value) == 1:
+                values[key] = value[0]
+        if table in written or any(value is not None for value in values.values()):
+            result[table] = {key: value for key, value in values.items() if value is not None}
     return result
 
 
-def _current_value(recipe: Recipe, table: str, key: str) -> Any:
-    """Return the recipe's value of a key, defaults included."""
-    if table == "task":
-        return recipe.task_options.get(key)
-    if (table, key) == ("cluster", "nodes"):
-        return _node_tables(recipe)
-    if table in ("cluster", "slurm", "report"):
-        value = getattr(getattr(recipe, table), key)
-    elif key in Script.__struct_fields__:
-        value = getattr(recipe.script, key, None)
-    else:
-        value = getattr(recipe.launch if key in LAUNCH_OPTIONS else recipe.train, key)
-    return msgspec.to_builtins(value)
+def _values(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Return all values of a recipe by table, defaults included."""
+    nodes = [msgspec.to_builtins(node) for node in recipe.cluster.nodes]
+    nodes = [{key: value for key, value in node.items() if value not in (None, {})} for node in nodes]
+    return {
+        "cluster": msgspec.to_builtins(recipe.cluster) | {"nodes": nodes},
+        "slurm": {} if recipe.slurm is None else msgspec.to_builtins(recipe.slurm),
+        "train": _builtins(recipe.train, recipe.launch, recipe.script),
+        "task": dict(recipe.task_options),
+        "report": msgspec.to_builtins(recipe.report),
+    }
+
+
+def _builtins(train: Training, launch: Distributed, script: Script | None) -> dict[str, Any]:
+    plain = msgspec.to_builtins(launch)
+    own = {} if script is None else msgspec.to_builtins(script)
+    return {**msgspec.to_builtins(train), **{name: plain[name] for name in LAUNCH_OPTIONS}, **own}
+
+
+def _defaults() -> dict[str, dict[str, Any]]:
+    cluster, slurm, report = map(msgspec.to_builtins, (Cluster(), SlurmOptions(), ReportOptions()))
+    train = _builtins(Training(), Distributed(), None)
+    script = {option.name: option.default for option in describe(Script) if option.name != "args"}
+    return {
+        "cluster": cluster | {"nodes": [{}]},
+        "slurm": slurm,
+        "train": train | script,
+        "task": {},
+        "report": report,
+    }
 
 
 def _means_same(written: Any, now: Any) -> bool:

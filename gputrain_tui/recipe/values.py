@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gputrain_tui.recipe.model import MAX_RANKS_PER_NODE, RANK_KEYS, Gpus
-from gputrain_tui.recipe.source import RecipeError
-from trainer.contract.errors import nearest, quoted
+from trainer.contract.errors import RequestError, nearest, quoted
 
 COMPUTED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "set gpus of a node in [[cluster.nodes]]",
@@ -19,9 +18,7 @@ COMPUTED_VARIABLES = {
     "MASTER_PORT": "set cluster.port",
 }
 """Environment variables that the plan computes → the recipe's key to set instead."""
-
 VARIABLE_NAME = "[A-Za-z_][A-Za-z0-9_]*"
-"""Name of an environment variable."""
 
 UUID_PREFIXES = ("GPU-", "MIG-")
 """Beginnings of the driver's UUIDs: of a whole GPU and of a MIG instance."""
@@ -30,30 +27,23 @@ UUID = r"(?:GPU|MIG)-[0-9A-Za-z/_-]*"
 
 
 def check_env(values: Any, *, where: Callable[..., str]) -> dict[str, str]:
-    """Check a table ``env``: names of environment variables, each with text or a number.
-
-    Raises:
-        RecipeError: the table is invalid; ``where`` returns the location of its key path for the message.
-    """
+    """Check a table ``env``; ``where`` returns the location of a key path for messages."""
     if not isinstance(values, dict):
-        raise RecipeError(f'{where("env")} is {quoted(values)}, but must be a table, such as {{ NCCL_DEBUG = "INFO" }}')
+        example = '{ NCCL_DEBUG = "INFO" }'
+        raise RequestError(f"{where('env')} is {quoted(values)}, but must be a table, such as {example}")
     for name, value in values.items():
-        place = where("env", name)
+        location = where("env", name)
         if not re.fullmatch(VARIABLE_NAME, name):
-            raise RecipeError(f"{place} is not a valid name of an environment variable: use letters, digits and _")
+            raise RequestError(f"{location} is not a valid name of an environment variable: use letters, digits and _")
         if name in COMPUTED_VARIABLES:
-            raise RecipeError(f"{place} is computed; {COMPUTED_VARIABLES[name]}")
+            raise RequestError(f"{location} is computed; {COMPUTED_VARIABLES[name]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RecipeError(f"{place} is {quoted(value)}, but must be text or a number")
+            raise RequestError(f"{location} is {quoted(value)}, but must be text or a number")
     return {name: str(value) for name, value in values.items()}
 
 
 def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
-    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``; with ``is_text`` also as text, as in a form.
-
-    Raises:
-        RecipeError: any other value.
-    """
+    """Parse ``gpus``: ``4``, ``[0, 2]``, ``"all"`` or ``"free"``; with ``is_text`` also as text, as in a form."""
     if isinstance(value, str):
         text = value.strip() if is_text else value
         if text in ("all", "free"):
@@ -64,22 +54,22 @@ def parse_gpus(value: Any, *, where: str, is_text: bool = True) -> Gpus:
             value = _parse_devices(text)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         if value > MAX_RANKS_PER_NODE:
-            raise RecipeError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
+            raise RequestError(f"{where} is {value}, but one machine has at most {MAX_RANKS_PER_NODE} ranks")
         return value
     if isinstance(value, list) and value and all(_is_device(item) for item in value):
         return tuple(value)
     guess = nearest(value, ("all", "free")) if isinstance(value, str) else ""
     if value == 0:
         guess = "; for a node without GPUs set cpu_ranks"
-    raise RecipeError(
+    raise RequestError(
         f'{where} is {quoted(value)}, but must be a count >= 1, a list of device ids, "all" or "free"{guess}'
     )
 
 
 def _parse_devices(text: str) -> list[int | str]:
     """Parse a list of indices and UUIDs, with or without brackets and quotes."""
-    words = (word.strip(" \"'") for word in text.strip("[]").split(","))
-    ids = ((word, whole_number(word)) for word in words if word)
+    parts = (word.strip(" \"'") for word in text.strip("[]").split(","))
+    ids = ((word, whole_number(word)) for word in parts if word)
     return [word if index is None else index for word, index in ids]
 
 

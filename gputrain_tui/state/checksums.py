@@ -17,7 +17,6 @@ class ModelDifference(NamedTuple):
 
     step: int
     tensors: str
-    """``parameters`` or ``buffers``."""
     ranks: tuple[int, ...]
     """The minority, ascending; of two equal groups the one without the lowest rank."""
 
@@ -31,12 +30,9 @@ class DesyncState:
         self.non_finite: tuple[int, ...] = ()
         """Ranks with NaN or infinite parameters at that comparison."""
         self.difference: ModelDifference | None = None
-        """The difference at that comparison."""
         self._open: dict[int, dict[int, Checksum]] = {}
-        """Checksums by step and rank."""
 
     def add(self, checksum: Checksum, world_size: int) -> None:
-        """Add a rank's checksum."""
         checksums = self._open.setdefault(checksum.step, {})
         checksums[checksum.rank] = checksum
         if len(checksums) >= world_size:

@@ -37,7 +37,6 @@ class RunFigures(Throughput):
     loss: float | None = None
     """Mean of the ranks' losses at ``step``, nats."""
     step_ms: float | None = None
-    """Mean duration of a step over the ranks."""
     sync_ms: float | None = None
     """Mean wait for the gradient synchronisation per step, over the ranks."""
     compute_share: float | None = None
@@ -54,11 +53,8 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
     all_sums = [sums for _, _, sums in reporting]
     timed_steps = sum(sums.timed_steps for sums in all_sums)
     synced_steps = sum(sums.synced_steps for sums in all_sums)
-    rates = _throughput([(view, sums) for view, _, sums in reporting])
     return RunFigures(
-        samples_per_s=rates.samples_per_s,
-        tokens_per_s=rates.tokens_per_s,
-        mfu=rates.mfu,
+        **vars(_throughput([(view, sums) for view, _, sums in reporting])),
         step=step,
         epoch=epoch,
         loss=mean_loss(

@@ -14,8 +14,8 @@ SIGNAL = re.compile(r"\bSIG[A-Z0-9]+\b|\bsignal \d+\b")
 def failure_words(failure: Failure) -> str:
     """Return the kind of a failure in words, such as ``out of memory``; of a signal with its name."""
     if failure.kind == "signal":
-        found = SIGNAL.search(failure.message)
-        return f"killed ({found[0]})" if found else "killed"
+        signal = SIGNAL.search(failure.message)
+        return f"killed ({signal[0]})" if signal else "killed"
     return "exited" if failure.kind == "exit" else failure.kind.replace("_", " ")
 
 
@@ -107,16 +107,12 @@ def marking(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def run_mark(findings: Iterable[Finding]) -> str:
-    """Return what stands of a run in a few words, such as ``NaN since step 60 on rank 1``; empty without findings.
-
-    Args:
-        findings: those that stand.
-    """
-    found = marking(findings)
-    if not found:
+    """Return standing findings in a few words, such as ``NaN since step 60 on rank 1``; empty without any."""
+    if not (standing := marking(findings)):
         return ""
-    more = f" and {len(found) - 1:,} more finding{'s' * (len(found) > 2)}" if len(found) > 1 else ""
-    return f"{_state(found[0])}{more}"
+    first, *others = standing
+    more = f" and {len(others):,} more finding{'s' * (len(others) > 1)}" if others else ""
+    return f"{_state(first)}{more}"
 
 
 def _state(finding: Finding) -> str:

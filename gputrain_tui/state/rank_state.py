@@ -23,7 +23,6 @@ class RankView:
 
     rank: int
     history: InitVar[int] = 0
-    """Step events to keep."""
     state: str | None = None
     """State of its last ``rank_state``; None before it was spawned."""
     node: int | None = None
@@ -34,7 +33,6 @@ class RankView:
     threads: int | None = None
     """Threads on which torch computes on the CPU."""
     starts: int = 0
-    """How often it was spawned."""
     message: str | None = None
     failure: Failure | None = None
     """Reported by the rank or its node agent."""
@@ -45,7 +43,6 @@ class RankView:
     first_step_time: float | None = None
     """Time of its first step event, Unix seconds."""
     last: Step | None = None
-    """Its newest step event."""
     before: Step | None = None
     """The step event before ``last``, for the loss at the newest step of all ranks, which may not be in ``last``."""
     doing: Doing | None = None
@@ -55,11 +52,9 @@ class RankView:
     validation_turns: int = 0
     """Begins and ends of validations since it was last started; odd during a validation."""
     events: int = 0
-    """Step events seen."""
     rss_peak_bytes: int | None = None
     """Maximum memory of its process over the samples."""
     totals: Totals = ZERO_TOTALS
-    """Totals over the whole run."""
     totals_at_start: Totals = ZERO_TOTALS
     """Totals of the rank when it was last started."""
     flops: ModelFlops | None = None
@@ -81,9 +76,7 @@ class RankView:
     gpu_bytes: deque[tuple[float, int]] = field(init=False)
     """Likewise its GPU's."""
     process: Any = None
-    """Newest ``RankSample`` of its process."""
     gpu: Any = None
-    """Newest ``GpuSample`` of its device."""
 
     def __post_init__(self, history: int) -> None:
         self.steps = deque(maxlen=history)
@@ -91,12 +84,10 @@ class RankView:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
         return self.last.step if self.last is not None else 0
 
     @property
     def loss(self) -> float | None:
-        """Its loss at its newest step, nats."""
         return self.loss_at(self.step)
 
     def loss_at(self, step: int) -> float | None:
@@ -129,7 +120,6 @@ class RankView:
 
     @property
     def recent(self) -> Totals:
-        """Sums over the last events."""
         return self.totals.since(self.totals_window[0])
 
     @property
@@ -160,24 +150,17 @@ STOPPED = "stopped"
 RANK_OUTCOMES = (LOST_PEER, STOPPED)
 
 
-def rank_outcome(
-    rank: int, state: str | None, failure: Failure | None, cause: Failure | None, ended: RunEnded | None
-) -> str | None:
+def rank_outcome(view: RankView, cause: Failure | None, ended: RunEnded | None) -> str | None:
     """Return how a rank ended because of another one or the run; None for every other rank.
 
-    Args:
-        rank: the rank.
-        state: its last state.
-        failure: its failure, as it or its node agent reported it.
-        cause: root cause of the run's failure.
-        ended: how the run ended.
+    ``cause`` is the root cause of the run's failure.
     """
-    if state == "failed":
-        if cause is None or cause.rank == rank:
+    if view.state == "failed":
+        if cause is None or cause.rank == view.rank:
             return None
-        kind = failure.kind if failure is not None else "stopped"
+        kind = view.failure.kind if view.failure is not None else "stopped"
         if kind in ("lost_peer", "join_timeout"):
             return LOST_PEER
         return STOPPED if kind in ("signal", "exit", "stopped") else None
     over = ended is not None and ended.status != "finished"
-    return STOPPED if over and state not in (None, "finished") else None
+    return STOPPED if over and view.state not in (None, "finished") else None

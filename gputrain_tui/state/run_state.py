@@ -4,38 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from gputrain_tui.state.checksums import DesyncState
-from gputrain_tui.state.elapsed import elapsed_s, time_by_boot
+from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan
-from gputrain_tui.state.pace import Pace
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
+from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, root_cause
-from trainer.contract.record import (
-    AnyEvent,
-    Checkpoint,
-    Checksum,
-    Doing,
-    Event,
-    Failure,
-    Finding,
-    Joining,
-    Lost,
-    ModelFlops,
-    NodeSample,
-    Queued,
-    RankStacks,
-    RankState,
-    RunEnded,
-    RunStarted,
-    Sample,
-    Step,
-    TrainingPlan,
-    Validation,
-)
 from trainer.contract.record.downsampled import DownsampledBlock
 
 RECORD_INCOMPLETE = "record_incomplete"
@@ -52,95 +31,82 @@ class RunState:
     """
 
     def __init__(self, *, world_size: int = 0, max_updates: int = 0, max_epochs: int = 0, history: int = 0) -> None:
-        """Start without events; limits are 0 where there is none.
-
-        The diagnosis needs the last ``history`` step events of each rank, views do not.
-        """
+        """Start without events; the diagnosis needs the last ``history`` step events of each rank, views do not."""
         self.version = 0
         self._history = history
         self.run = ""
-        """Run id."""
         self.recipe = ""
         self.run_dir = ""
         self.world_size = world_size
-        self.max_updates = max_updates
-        """0: no limit."""
+        self.max_updates = max_updates  # 0: no limit, as below
         self.max_epochs = max_epochs
-        """0: no limit."""
-        self.plan: TrainingPlan | None = None
+        self.plan: record.TrainingPlan | None = None
         self.started: float | None = None
-        """Unix seconds."""
-        self.ended: RunEnded | None = None
-        self.queued: Queued | None = None
+        self.ended: record.RunEnded | None = None
+        self.queued: record.Queued | None = None
         """Newest report about the queued job, until the scheduler starts it."""
         self.time = 0.0
-        """Newest time of any event, Unix seconds."""
         self.step_time = 0.0
         """Newest time of a step event, Unix seconds."""
         self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
-        self.joining: Joining | None = None
+        self.joining: record.Joining | None = None
         """Newest report of the ranks that have joined; None once training began."""
-        self.validations: deque[Validation] = deque(maxlen=KEPT)
-        self.checkpoints: deque[Checkpoint] = deque(maxlen=KEPT)
-        self.failures: deque[Failure] = deque(maxlen=KEPT)
-        self.root_cause: Failure | None = None
+        self.validations: deque[record.Validation] = deque(maxlen=KEPT)
+        self.checkpoints: deque[record.Checkpoint] = deque(maxlen=KEPT)
+        self.failures: deque[record.Failure] = deque(maxlen=KEPT)
+        self.root_cause: record.Failure | None = None
         """The supervisor's failure, or else the earliest one of the last attempt that is no consequence of another."""
-        self.findings: dict[tuple[str, int | None], Finding] = {}
+        self.findings: dict[tuple[str, int | None], record.Finding] = {}
         """Findings that were raised and not cleared, by kind and rank."""
-        self.past_findings: deque[Finding] = deque(maxlen=KEPT)
-        """Every finding as it was raised or cleared."""
+        self.past_findings: deque[record.Finding] = deque(maxlen=KEPT)
         self.unmeasured = ""
         """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
-        """Whether the ranks hold the same model."""
-        self.nodes: dict[int, NodeSample] = {}
-        """Newest machine sample per node."""
-        self.sample: Sample | None = None
+        self.nodes: dict[int, record.NodeSample] = {}
+        self.sample: record.Sample | None = None
         self.silence_changed_at = 0.0
         """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
-        self.stacks: dict[int, RankStacks] = {}
+        self.stacks: dict[int, record.RankStacks] = {}
         """By rank, the newest answer to a request for its stacks."""
         self._pace = Pace()
         self._attempt = 1
-        """Number of the last attempt: the most starts of any rank."""
         self._attempt_began = 0.0
         """Time at which the last restart spawned its first rank, Unix seconds."""
         self._figures = RunFigures()
         self._late: dict[int, float] = {}
         self._figures_version = self._late_version = -1
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
-            RunStarted: self._run_started,
-            RankState: self._rank_state,
-            Joining: self._joining,
-            TrainingPlan: self._training_plan,
-            ModelFlops: self._count_flops,
-            Step: self._step,
+        self._handlers: dict[type[record.Event], Callable[[Any], None]] = {
+            record.RunStarted: self._run_started,
+            record.RankState: self._rank_state,
+            record.Joining: partial(setattr, self, "joining"),
+            record.TrainingPlan: self._training_plan,
+            record.ModelFlops: self._count_flops,
+            record.Step: self._step,
             DownsampledBlock: self._step,
-            Doing: self._doing,
-            Validation: self.validations.append,
-            Checkpoint: self.checkpoints.append,
-            Checksum: self._checksum,
-            Sample: self._sample,
-            NodeSample: self._node_sample,
-            Finding: self._finding,
-            Failure: self._failure,
-            RankStacks: self._rank_stacks,
-            Lost: self._lost,
-            RunEnded: self._run_ended,
-            Queued: self._queued,
+            record.Doing: self._doing,
+            record.Validation: self.validations.append,
+            record.Checkpoint: self.checkpoints.append,
+            record.Checksum: lambda event: self.desync.add(event, self.world_size),
+            record.Sample: partial(setattr, self, "sample"),
+            record.NodeSample: self._node_sample,
+            record.Finding: self._finding,
+            record.Failure: self._failure,
+            record.RankStacks: self._rank_stacks,
+            record.Lost: self._lost,
+            record.RunEnded: self._run_ended,
+            record.Queued: partial(setattr, self, "queued"),
         }
 
-    def apply(self, event: AnyEvent | DownsampledBlock) -> None:
+    def apply(self, event: record.AnyEvent | DownsampledBlock) -> None:
         """Apply one event, or a downsampled block."""
         if event.time > self.time:
             self.time = event.time
         self._handlers[type(event)](event)
         self.version += 1
 
-    def apply_all(self, events: Iterable[AnyEvent]) -> None:
-        """Apply several events."""
+    def apply_all(self, events: Iterable[record.AnyEvent]) -> None:
         for event in events:
             self.apply(event)
 
@@ -162,7 +128,6 @@ class RunState:
 
     @property
     def figures(self) -> RunFigures:
-        """Step, loss and rates of the whole run, as every view shows them."""
         if self._figures_version != self.version:
             self._figures, self._figures_version = run_figures(self.ranks.values()), self.version
         return self._figures
@@ -193,7 +158,6 @@ class RunState:
 
     @property
     def progress(self) -> float | None:
-        """Share of the training that is done, 0 to 1."""
         total = self.updates_total
         return min(self.step / total, 1.0) if total else None
 
@@ -207,24 +171,20 @@ class RunState:
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the loss that the task has named, such as ``nats``; empty: none."""
         return self.plan.loss_unit if self.plan is not None else ""
 
     @property
     def updates_per_s(self) -> float | None:
-        """Optimizer steps per second of wall time, over about the last minute."""
         return self._pace.updates_per_s
 
     @property
     def joined(self) -> list[int]:
-        """Ranks that have joined the process group."""
         joined_states = ("ready", "training", "validating", "saving", "finished")
         done = {rank for rank, view in self.ranks.items() if view.state in joined_states}
         return sorted(done | set(self.joining.joined if self.joining is not None else ()))
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not joined yet."""
         joined = set(self.joined)
         return [rank for rank in sorted(self.ranks) if rank not in joined]
 
@@ -237,9 +197,9 @@ class RunState:
     @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
-        found = {rank for _, rank in self.findings if rank is not None}
+        named = {rank for _, rank in self.findings if rank is not None}
         failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
-        return found.union(failed)
+        return named.union(failed)
 
     def lateness(self) -> dict[int, float]:
         """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
@@ -260,20 +220,18 @@ class RunState:
         late = self.lateness()
         if len(late) < 2:
             return None
-        found = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
-        rank = max(found or late, key=lambda r: (late[r], -r))
+        stragglers = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
+        rank = max(stragglers or late, key=lambda r: (late[r], -r))
         return rank, late[rank]
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """Lower bound of the slowest link's bandwidth while gradients are reduced."""
         return bus_bytes_per_s(self.ranks.values(), self.world_size)
 
-    def last_validation(self, split: str = "valid") -> Validation | None:
-        """Return the newest evaluation of a split."""
+    def last_validation(self, split: str = "valid") -> record.Validation | None:
         return next((v for v in reversed(self.validations) if v.split == split), None)
 
-    def last_test(self) -> Validation | None:
+    def last_test(self) -> record.Validation | None:
         """Return the newest evaluation with a ``weights_step``: a test, or a run of ``eval``."""
         return next((v for v in reversed(self.validations) if v.weights_step is not None), None)
 
@@ -288,7 +246,7 @@ class RunState:
             self.world_size = max(self.world_size, rank + 1)
         return view
 
-    def _step(self, event: Step) -> None:
+    def _step(self, event: record.Step) -> None:
         view = self.ranks.get(event.rank) or self.rank(event.rank)
         if self._history:
             self._leave_stage(view, event.time)
@@ -310,13 +268,13 @@ class RunState:
             view.time = event.time
             view.state = "training"
             if view.outcome is not None or self.ended is not None:
-                view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+                self._update_outcome(view)
         view.totals = totals = view.totals.plus(event)
         view.totals_window.append(totals)
         if event.rank == 0:
             self._pace.note(time_by_boot(event), event.step)
 
-    def _doing(self, event: Doing) -> None:
+    def _doing(self, event: record.Doing) -> None:
         view = self.rank(event.rank)
         if event.part in ("sync", "group"):  # it has done its own part, and waits for the others
             self._record_stay(view, event.time - event.waited_ms / 1e3)
@@ -329,11 +287,10 @@ class RunState:
         view.entered = time
 
     def _record_stay(self, view: RankView, until: float) -> None:
-        """Record the length of a rank's stay in its stage."""
         if view.entered is not None and until - view.entered > self.longest_stay_s.get(view.stage, -1.0):
             self.longest_stay_s[view.stage] = until - view.entered
 
-    def _run_started(self, event: RunStarted) -> None:
+    def _run_started(self, event: record.RunStarted) -> None:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir
         self.world_size = event.world_size
         self.started = event.time if self.started is None else self.started
@@ -342,7 +299,7 @@ class RunState:
             self.rank(rank)
         self._update_outcomes()
 
-    def _rank_state(self, event: RankState) -> None:
+    def _rank_state(self, event: record.RankState) -> None:
         view = self.rank(event.rank)
         if event.state == "spawned":
             view.starts += 1
@@ -367,7 +324,7 @@ class RunState:
         view.message = event.message
         if event.state != "failed":
             view.failure = None
-        view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+        self._update_outcome(view)
         for name in ("local_rank", "node", "host", "device", "pid", "threads"):
             value = getattr(event, name)
             if value is not None:
@@ -385,23 +342,14 @@ class RunState:
         self.desync.drop_rank(view.rank)
         self._pace.reset()
 
-    def _joining(self, event: Joining) -> None:
-        self.joining = event
-
-    def _training_plan(self, event: TrainingPlan) -> None:
+    def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
-    def _count_flops(self, event: ModelFlops) -> None:
+    def _count_flops(self, event: record.ModelFlops) -> None:
         self.rank(event.rank or 0).flops = event
 
-    def _checksum(self, event: Checksum) -> None:
-        self.desync.add(event, self.world_size)
-
-    def _sample(self, event: Sample) -> None:
-        self.sample = event
-
-    def _node_sample(self, event: NodeSample) -> None:
+    def _node_sample(self, event: record.NodeSample) -> None:
         self.nodes[event.node] = event
         for process in event.ranks:
             view = self.rank(process.rank)
@@ -417,7 +365,7 @@ class RunState:
                 if self._history and view.steps and gpu.memory_used_bytes is not None:
                     view.gpu_bytes.append((event.time, gpu.memory_used_bytes))
 
-    def _finding(self, event: Finding) -> None:
+    def _finding(self, event: record.Finding) -> None:
         self.past_findings.append(event)
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
@@ -432,13 +380,13 @@ class RunState:
             for view in self.ranks.values():
                 view.loss_is_nan = is_nan
 
-    def _failure(self, event: Failure) -> None:
+    def _failure(self, event: record.Failure) -> None:
         self.failures.append(event)
         if event.rank is not None:
             view = self.rank(event.rank)
             view.state, view.time, view.failure = "failed", event.time, event
         if not self._attribute() and event.rank is not None:
-            view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            self._update_outcome(view)
 
     def _attribute(self) -> bool:
         """Attribute the failures of the last attempt to their root cause; return whether that has changed."""
@@ -448,20 +396,17 @@ class RunState:
             self._update_outcomes()
         return self.root_cause is not before
 
-    def _queued(self, event: Queued) -> None:
-        self.queued = event
-
-    def _rank_stacks(self, event: RankStacks) -> None:
+    def _rank_stacks(self, event: record.RankStacks) -> None:
         self.stacks[event.rank] = event
 
-    def _lost(self, event: Lost) -> None:
+    def _lost(self, event: record.Lost) -> None:
         self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
 
     def add_gap(self, time: float, message: str) -> None:
         """Add the finding that events are missing in the record, so that every view says so."""
-        self._finding(Finding(time=time, kind=RECORD_INCOMPLETE, message=message, advice=RECORD_ADVICE))
+        self._finding(record.Finding(time=time, kind=RECORD_INCOMPLETE, message=message, advice=RECORD_ADVICE))
 
-    def _run_ended(self, event: RunEnded) -> None:
+    def _run_ended(self, event: record.RunEnded) -> None:
         self.ended = event
         if RECORD_END_MISSING in (event.message or ""):
             self.add_gap(event.time, event.message or "")
@@ -471,4 +416,7 @@ class RunState:
         """Update the outcome of every rank, and whether the run has ended."""
         for view in self.ranks.values():
             view.over = self.ended is not None
-            view.outcome = rank_outcome(view.rank, view.state, view.failure, self.root_cause, self.ended)
+            self._update_outcome(view)
+
+    def _update_outcome(self, view: RankView) -> None:
+        view.outcome = rank_outcome(view, self.root_cause, self.ended)

@@ -1,12 +1,46 @@
-"""The time since the last step, by the clock of the process that follows the run: the nodes' clocks may differ."""
+"""The time since the last step, by the clock of the process that follows the run: the nodes' clocks may differ.
+
+Steps are only known as far as the record of each node is whole: a full disk loses steps and machine samples alike.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from gputrain_tui.state.record_watch import RecordWatch
 from gputrain_tui.state.run_state import RunState
 from gputrain_tui.tables import duration
+
+MIN_RECORD_BYTES = 16 << 10
+"""Space on the disk of a record below which events may be missing."""
+RECORD_LAG_S = 5.0
+"""Age of a node's newest sample, which it takes once a second, from which its record may have stopped."""
+
+
+class RecordWatch:
+    """Arrival of the nodes' machine samples that show space for their records, by the clock of the reader."""
+
+    def __init__(self) -> None:
+        self._recorded_at: dict[int, float] = {}
+        """By node, the arrival of its newest such sample; 0 for none. Nodes whose samples lack the space are absent."""
+        self._samples: dict[int, object] = {}
+
+    def note(self, state: RunState, now: float) -> None:
+        for node, sample in state.nodes.items():
+            if sample is self._samples.get(node):
+                continue
+            self._samples[node] = sample
+            if sample.record_free_bytes is not None:
+                is_free = sample.record_free_bytes >= MIN_RECORD_BYTES
+                self._recorded_at[node] = now if is_free else self._recorded_at.get(node, 0.0)
+
+    def whole_until(self, node: int | None, now: float) -> float:
+        """Return the time up to which the record of a node is known to be whole; now if nothing speaks against it."""
+        recorded_at = now if node is None else self._recorded_at.get(node, now)
+        return now if now - recorded_at < RECORD_LAG_S else recorded_at
+
+    def is_whole(self, now: float) -> bool:
+        return all(self.whole_until(node, now) == now for node in self._recorded_at)
+
 
 MIN_STANDSTILL_S = 2.0
 """Longer than the record of another host takes to arrive."""
@@ -23,7 +57,6 @@ class Standstill(NamedTuple):
     """A run without a step for the time of several steps."""
 
     seconds: float
-    """Since the last step."""
     is_long: bool
     """Whether rates and the time left are out of date."""
     activity: str = ""
@@ -31,7 +64,6 @@ class Standstill(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The time in words."""
         return f"{self.activity or 'no step for'} {duration(self.seconds)}"
 
 
@@ -42,7 +74,6 @@ class StepWatch:
         self._step_time = 0.0
         """Time of the newest step, by the clock of its rank."""
         self._arrived_at = 0.0
-        """Time at which it was read."""
         self._record = RecordWatch()
 
     def note(self, state: RunState, now: float, *, live: bool = True) -> None:

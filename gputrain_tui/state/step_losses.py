@@ -22,11 +22,7 @@ def loss_at(events: Iterable[Step], step: int) -> float | None:
 
 
 def newest_loss(ranks: Iterable[Sequence[Step]]) -> tuple[int, float | None]:
-    """Return the newest step that all ranks have done, and the mean of their losses at that step, nats.
-
-    Args:
-        ranks: the newest events of each rank; ranks without any are left out.
-    """
+    """Return the newest step that all ranks with events have done, and the mean of their losses at that step, nats."""
     reporting = [events for events in ranks if events]
     step = min((max(event.step for event in events) for events in reporting), default=0)
     return step, mean_loss(loss_at(events, step) for events in reporting)

@@ -49,7 +49,6 @@ class Totals(NamedTuple):
     synced_steps: int = 0
     """Those steps."""
     loss: float = 0.0
-    """Sum over steps."""
     loss_steps: int = 0
     token_ms: float = 0.0
     """Durations of the steps whose tokens are known."""
@@ -120,12 +119,10 @@ class Totals(NamedTuple):
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss per step, nats."""
         return self.loss / self.loss_steps if self.loss_steps else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of stepping."""
         return 1000 * self.timed_samples / self.step_ms if self.step_ms > 0 else None
 
     @property
@@ -135,16 +132,13 @@ class Totals(NamedTuple):
 
     @property
     def mean_step_ms(self) -> float | None:
-        """Mean duration of a step, ms."""
         return self.step_ms / self.timed_steps if self.timed_steps else None
 
     @property
     def mean_exposed_ms(self) -> float | None:
-        """Mean wait for the gradient synchronisation per step, ms."""
         return self.exposed_ms / self.synced_steps if self.synced_steps else None
 
     def mean_phase_ms(self, phase: Phase) -> float | None:
-        """Return the mean duration of a phase per step, ms."""
         return self.phase_ms(phase) / self.whole_steps if self.whole_steps else None
 
     def phase_ms(self, phase: Phase) -> float:
@@ -160,7 +154,6 @@ class Totals(NamedTuple):
 
     @property
     def compute_share(self) -> float | None:
-        """Share of step time in forward and backward, 0 to 1."""
         return (self.forward_ms + self.backward_ms) / self.whole_ms if self.whole_ms > 0 else None
 
 

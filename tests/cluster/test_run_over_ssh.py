@@ -99,6 +99,11 @@ class SshCluster:
         found = [json.loads(line) for line in text.splitlines() if f'"{kind}"' in line]
         return [finding.get("state", "raised") for finding in found]
 
+    def logins(self) -> list[int]:
+        """How often each of the hosts with ranks was connected to."""
+        logs = [self.lab.folder / f"sshd.{host.name}.log" for host in (self.h1, self.h2, self.h3)]
+        return [log.read_text().count("Accepted publickey") for log in logs]
+
     def supervisor(self) -> int:
         return int(self.status()["supervisor"]["pid"])
 
@@ -173,9 +178,11 @@ def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(
 
 def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_and_resumed(cluster: SshCluster) -> None:
     cluster.write(**ENDLESS)
+    before = cluster.logins()
     code, name = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, name
     cluster.train()
+    assert [now - then for now, then in zip(cluster.logins(), before, strict=True)] == [1, 1, 1], "the checks' go on"
     (client,) = (pid for pid, words in cluster.on(cluster.h0).items() if words.startswith("ssh ") and " h2 " in words)
     os.kill(client, signal.SIGKILL)
     broken = time.time()

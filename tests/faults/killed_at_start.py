@@ -1,7 +1,7 @@
 """Program of test_kills.py in a PID namespace: at each moment of a start, the command or its node agent is killed.
 
 Prints a line for each kill: the moment, the killed one, and what is left. The last line is of a node agent that refuses
-its request while its fork server loads torch.
+its request.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from bench import Bench  # noqa: E402
 from waiting import until  # noqa: E402
 
 from gputrain_tui.lifecycle import leftovers  # noqa: E402
-from trainer.host.unmarked_processes import unmarked_processes  # noqa: E402
+from trainer.host.process_identity import unmarked_processes  # noqa: E402
 
 SCRIPT = """\
 import subprocess, time

@@ -11,7 +11,7 @@ import pytest
 from pid_namespace import run_in_namespace
 
 from gputrain_tui.lifecycle import leftovers
-from trainer.host.proc_environ import RUN
+from trainer.host.processes import RUN
 
 PROGRAM = Path(__file__).with_name("any_run_directory.py")
 

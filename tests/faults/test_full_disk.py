@@ -17,7 +17,7 @@ from bench import FOR_EVER, LIMIT_S, Bench, until
 from checkpoint_log import newest
 from small_disk import small_file_system
 
-from gputrain_tui.console.widgets.run_condition import run_condition
+from gputrain_tui.console.widgets.run_header import run_condition
 from gputrain_tui.diagnosis import Diagnosis
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run

@@ -17,9 +17,9 @@ from epoch_batches import batches, read, samples_of
 from torch.utils.data import DataLoader, TensorDataset
 from waiting import LIMIT_S
 
-from trainer.agent.log_tail import error_line
+from trainer.agent.rank_failure import error_line
 from trainer.contract.errors import RequestError
-from trainer.data.worker_start import start_method
+from trainer.data.loader import start_method
 
 # ---------------------------------------------------------------------------------------------------------- workers
 

@@ -228,7 +228,7 @@ def test_ctrl_c_while_the_supervisor_loads_its_modules_stops_the_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
-    recipe = recipe_to_run.load(str(bench.recipe(FOR_EVER)), overrides=[], resume=None, stdin=None)
+    recipe = recipe_to_run.load(str(bench.recipe(FOR_EVER)), overrides=[], resume=None)
     run, supervisor = start.launch(prepare(recipe), leased=False)
     supervisor.send_signal(signal.SIGINT)  # its interpreter has not even begun
     assert supervisor.wait(LIMIT_S) == 130

@@ -6,7 +6,7 @@ import sys
 # Counts page faults of blocks that are made and freed again and again, as a step's temporaries are.
 PROGRAM = """\
 import resource
-from trainer.host.allocator import keep_freed_memory
+from trainer.host.memory import keep_freed_memory
 {call}
 blocks = [bytearray(6 << 20) for _ in range(4)]
 del blocks

@@ -12,10 +12,8 @@ from screen_frames import console, played, press, rows, settle
 from screens_at_rest import toasts
 from textual.events import Click, Key
 
-from gputrain_tui.commands import attach
-from gputrain_tui.console.app import GputrainApp
+from gputrain_tui.console.app import GputrainApp, Palette
 from gputrain_tui.console.live import LiveRun
-from gputrain_tui.console.palette import Palette
 from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
@@ -24,7 +22,7 @@ from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
-from gputrain_tui.recipe.examples import example_path
+from gputrain_tui.recipe.new_recipe import example_path
 from trainer.contract.record import AnyEvent
 
 
@@ -69,10 +67,10 @@ async def test_a_run_at_rest_is_read_less_often_until_something_comes(home: Path
     reader = CountingReader(run.dir)
     app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, source=reader), runs=list)
 
-    def polls(beats: int) -> int:
+    def polls(calls: int) -> int:
         before = reader.polls
-        for _ in range(beats):
-            app.beat()
+        for _ in range(calls):
+            app.poll()
         return reader.polls - before
 
     async with app.run_test(size=(80, 24)) as pilot:
@@ -356,7 +354,7 @@ def test_the_console_without_a_terminal_is_one_line() -> None:
 
 def test_attaching_to_a_missing_run_is_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gputrain_tui", attach.NAME, "nothing"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gputrain_tui", "attach", "nothing"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert "there is no run" in done.stderr
@@ -364,8 +362,8 @@ def test_attaching_to_a_missing_run_is_one_line() -> None:
 
 NATIVE = """
 import os, sys
-from gputrain_tui.console.stderr_guard import guarded
-with guarded():
+from gputrain_tui.console.terminal import captured_stderr
+with captured_stderr():
     os.write(2, b"noise of a library\\n")
     print("the screen", file=sys.__stderr__, flush=True)
 print("afterwards", file=sys.stderr)

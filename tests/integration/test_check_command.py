@@ -37,7 +37,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> Command:
 
 def test_check_lists_every_check_and_exits_with_3(folder: Path, check: Command) -> None:
     wanted = recipe()
-    (folder / "one.toml").write_text(wanted.text)
+    (folder / "one.toml").write_text(wanted.origin.text)
     ready = check("one.toml")
     assert (ready.returncode, ready.stderr) == (0, "")
     assert ready.stdout.startswith("one: ready\n✓ task")
@@ -54,7 +54,7 @@ def test_check_lists_every_check_and_exits_with_3(folder: Path, check: Command) 
 
 
 def test_a_wrong_recipe_is_2_and_not_3(folder: Path, check: Command) -> None:
-    (folder / "one.toml").write_text(recipe(train='task = "lm"').text)
+    (folder / "one.toml").write_text(recipe(train='task = "lm"').origin.text)
     wrong = check("one.toml")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "one.toml:5: train.max_updates is 0, and nothing would end this training" in wrong.stderr
@@ -78,7 +78,7 @@ def test_a_file_that_the_run_would_start_from_is_looked_for(
     text = recipe(
         train=f'task = "lm"\nmax_updates = 1\neval_split = "valid"\n{key} = "{value}"', task='data = "stdlib"'
     )
-    (folder / "one.toml").write_text(text.text)
+    (folder / "one.toml").write_text(text.origin.text)
     found = msgspec.json.decode(check("one.toml", "--json").stdout)
     assert [(result["key"], result["what"]) for result in found["results"] if result["status"] == "error"] == [
         (f"train.{key}", what)
@@ -96,7 +96,7 @@ def test_something_else_in_place_of_the_lock_is_refused_before_the_start(
     else:
         (kept / ".lock").mkdir()
     (folder / "one.toml").write_text(
-        recipe(train='task = "lm"\nmax_updates = 1\nsave_dir = "kept"', task='data = "stdlib"').text
+        recipe(train='task = "lm"\nmax_updates = 1\nsave_dir = "kept"', task='data = "stdlib"').origin.text
     )
     ended = check("one.toml", "--json")
     assert ended.returncode == 3

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -46,15 +45,13 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_help_of_a_command_agrees_with_the_list_of_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module, help_line = cli.COMMANDS[name]
-    command = importlib.import_module(module)
-    assert name == command.NAME
-    assert help_line == command.HELP
+def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main([name, "--help"])
     assert left.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: gputrain {name}")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"usage: gputrain {name}")
+    assert cli.COMMANDS[name][1:] in text
 
 
 @pytest.mark.parametrize(

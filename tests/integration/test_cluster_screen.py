@@ -27,8 +27,7 @@ from gputrain_tui.console.host_choice import (
 )
 from gputrain_tui.console.screens.cluster_screen import ClusterScreen
 from gputrain_tui.console.widgets.drawing import bar
-from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host
-from gputrain_tui.console.widgets.machine import draw_machine
+from gputrain_tui.console.widgets.gpu_table import GpuTable, columns_for, draw_gpu, draw_host, draw_machine
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.hostfile import HostEntry
 from gputrain_tui.hosts.inventory import Gpu, Inventory

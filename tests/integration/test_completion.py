@@ -37,16 +37,12 @@ def completions(home: Path, command: list[str]) -> str:
 
 
 def in_bash(home: Path, line: str) -> list[str]:
-    """Return what bash would put in place of the last word of a line, split as readline does it."""
-    words = [part for word in line.split(" ") for part in ([word[: word.index("=")], "=", word[word.index("=") + 1 :]]
-             if "=" in word else [word])]  # fmt: skip
-    words = words[:-1] if words[-1] == "" and "=" in line.split(" ")[-1] else words
+    """Return what bash would put in place of the last word of a line."""
     script = f"""
         eval "$(gputrain completion bash)"
         compopt() {{ :; }}  # readline's, which a script has not
-        COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)} COMP_CWORD={len(words) - 1}
-        COMP_WORDS=({" ".join(map(shlex.quote, words))})
-        _gputrain && printf '%s\\n' "${{COMPREPLY[@]}}"
+        COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}
+        _python_argcomplete gputrain && printf '%s\\n' "${{COMPREPLY[@]}}"
     """
     return [line for line in completions(home, ["bash", "--norc", "-c", script]).splitlines() if line]
 
@@ -70,6 +66,8 @@ CASES = [
     ("gputrain gpus --hostfile no", ["notes.txt"]),
     ("gputrain run x.toml --set train.optim", ["train.optimizer="]),
     ("gputrain completion f", ["fish"]),
+    ("gputrain help s", ["scripts", "ssh", "slurm"]),
+    ("gputrain init --example d", ["demo", "docnn_sst2"]),
     ("gputrain nothing ", []),
     ("gputrain stop last extra", []),
 ]
@@ -95,19 +93,29 @@ def test_zsh_completes(home: Path, line: str, found: list[str]) -> None:
     script = f"""
         compdef() {{ :; }}
         eval "$(gputrain completion zsh)"
-        compadd() {{ print -rl -- "${{(@P)@[-1]}}"; }}  # the completion system's, which a script has not
+        _describe() {{ print -rl -- "${{completions[@]}}"; }}  # the completion system's, which a script has not
         words=({" ".join(shlex.quote(word) if word else "''" for word in line.split(" "))}) CURRENT=$#words
-        _gputrain; true
+        BUFFER={shlex.quote(f"cd x && A=1 {line}")} CURSOR=$#BUFFER
+        _python_argcomplete; true
     """
-    assert sorted(completions(home, ["zsh", "-f", "-c", script]).splitlines()) == sorted(
-        word.replace("\\", "") for word in found
+    shown = completions(home, ["zsh", "-f", "-c", script]).splitlines()
+    assert sorted(word.partition(":")[0] for word in shown if word) == sorted(found)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_says_where_to_put_it(home: Path, shell: str) -> None:
+    assert completions(home, [str(GPUTRAIN), "completion", shell]).startswith(
+        f"# Completion of gputrain for {shell}. In ~"
     )
 
 
-@pytest.mark.parametrize("words", [["ru"], ["run", ""], ["logs", ""], ["export", "last", "--to", ""]])
-def test_completing_a_word_loads_neither_torch_nor_textual(home: Path, words: list[str]) -> None:
+@pytest.mark.parametrize("line", ["gputrain ru", "gputrain run ", "gputrain logs ", "gputrain export last --to "])
+def test_completing_a_word_loads_neither_torch_nor_textual(home: Path, line: str) -> None:
     program = (
-        "import sys; from gputrain_tui import cli; cli.main(sys.argv[1:]);"
-        "print([name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules])"
+        "import os, sys; os.environ |= {'_ARGCOMPLETE': '1', 'COMP_LINE': (line := sys.argv[1])};"
+        "os.environ['COMP_POINT'] = str(len(line)); os.dup2(1, 8);"
+        "loaded = lambda: [name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules];"
+        "os._exit = lambda code: sys.exit(print(' loaded', loaded()));"
+        "from gputrain_tui import cli; cli.main([])"
     )
-    assert completions(home, [sys.executable, "-c", program, "__complete", *words]).splitlines()[-1] == "[]"
+    assert completions(home, [sys.executable, "-c", program, line]).endswith(" loaded []\n")

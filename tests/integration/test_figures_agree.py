@@ -20,11 +20,10 @@ from screen_frames import console, press, rows, settle
 from gputrain_tui import cli
 from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.widgets.loss_curves import CurveReader
-from gputrain_tui.console.widgets.run_list import LOSS, STEP, TOOK, cells_of
+from gputrain_tui.console.widgets.run_list import cell_text
 from gputrain_tui.console.widgets.step_bars import phases_of
 from gputrain_tui.headless.closing_report import closing_lines, status_line
-from gputrain_tui.headless.progress import plain_line, progress_line
-from gputrain_tui.headless.styled_text import paint
+from gputrain_tui.headless.progress import paint, plain_line, progress_line
 from gputrain_tui.history.run_folders import Run, create, open_run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import read_status, write_status
@@ -228,12 +227,12 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
 
     # Elapsed, step, loss and what stands.
     took = duration(entry["duration_s"])
-    for shown in (took, cells_of(entry)[TOOK], after("elapsed", [header]), after("elapsed", page)):
+    for shown in (took, cell_text(entry, "took"), after("elapsed", [header]), after("elapsed", page)):
         assert shown.split(":")[0] == "57", "minutes: a run that goes on takes longer while it is shown"
-    assert cells_of(entry)[STEP] == f"{STEPS}"
+    assert cell_text(entry, "step") == f"{STEPS}"
     assert after("loss", [header]) == after("loss", [line]) == "nan"
     if ended:
-        assert cells_of(entry)[LOSS] == "nan"
+        assert cell_text(entry, "loss") == "nan"
         closing = [paint(pieces, colour=False) for pieces in closing_lines(state, 200)]
         assert in_column(closing[0], closing[1], "step ms") == f"{step_ms:.1f}"
         assert in_column(closing[0], closing[2], "late ms") == f"{late:.1f}"

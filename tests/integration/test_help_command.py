@@ -73,8 +73,3 @@ def test_the_help_names_the_command_and_needs_neither_torch_nor_textual() -> Non
         "assert not {'torch', 'textual', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_topics_are_completed() -> None:
-    done = gputrain("__complete", "help", "s")
-    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["scripts", "ssh", "slurm"]

@@ -201,7 +201,7 @@ async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three
         names = [run.id.rpartition("-")[2] for run in reversed(three_runs)]
 
         def listed() -> list[str]:
-            return [entry["id"].rpartition("-")[2] for entry in app.screen.query_one(RunList).entries or ()]
+            return [entry["id"].rpartition("-")[2] for entry in app.screen.query_one(RunList).lines]
 
         assert listed() == names == ["broken", "fast", "slow"]
         await pilot.press("s", "s", "s")

@@ -119,7 +119,7 @@ def test_an_example_is_copied_with_the_script_that_it_runs(tmp_path: Path) -> No
     assert recipe.script is not None
     assert recipe.script.script == "sub/train_script.py"
     assert (tmp_path / "sub/train_script.py").is_file()
-    assert "gputrain run sub/mine.toml" in recipe.text
+    assert "gputrain run sub/mine.toml" in recipe.origin.text
 
 
 def test_no_file_is_written_if_one_of_an_example_is_in_the_way(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def test_gpus_are_read_through_nvml_each_query_on_its_own(driver: Path) -> None:
     ("program", "answer"),
     [
         (
-            "from trainer.agent.node_sampler import Gpus; gpus = Gpus({4: 'GPU-aaaa', 5: 'GPU-bbbb', 6: 'GPU-cccc'});"
+            "from trainer.agent.node_sampler import gpus_of;"
+            "gpus = gpus_of({4: 'cuda:0 GPU-aaaa', 5: 'cuda:1 GPU-bbbb', 6: 'cuda:2 GPU-cccc'});"
             "print(*((s.index, s.rank, s.utilization_percent, s.memory_used_bytes, s.power_watts, s.throttle_reasons)"
             "for s in gpus.sample())); gpus.close()",
             f"(0, 4, 97, {20 * GIB}, 412.345, ['power_cap', 'thermal_software']) (1, 5, None, {GIB // 4}, None, [])",

@@ -12,7 +12,7 @@ from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 from small_disk import small_file_system
 
-from gputrain_tui.console.validate_recipe import remarks_by_field, validate_recipe
+from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
 from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import draw_preflight
 from gputrain_tui.history.run_folders import list_runs
@@ -80,7 +80,7 @@ def test_the_gravest_of_several_results_stands_beside_a_field() -> None:
         result("note", "cluster.nodes[0].cpu_ranks", "many"),
         result("error", "", "of no field"),
     ]
-    assert remarks_by_field(fields, found) == {
+    assert ValidatedRecipe(settings=(), results=tuple(found)).messages(fields) == {
         "task.data": FieldMessage("gone; look for it", "error"),
         "cluster.nodes[0].cpu_ranks": FieldMessage("many", "note"),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from made_runs import NOON, make_run
+from waiting import LIMIT_S
 
-from gputrain_tui.commands.completion import complete
 from gputrain_tui.console.widgets.run_list import RunList
 from gputrain_tui.history.notes import Notes, write_notes
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, find, list_runs, newest_runs, run_id
@@ -83,14 +85,19 @@ def test_a_prefix_of_very_many_runs_is_refused_after_a_few_are_read(runs: Path) 
     assert not any("-old/" in path for path in opened)
 
 
-def test_completion_offers_the_newest_runs_and_by_a_prefix_any(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUTRAIN_HOME", str(runs.parent))
-    commands = {"logs": ("gputrain_tui.commands.logs", "")}
-    offered = [word for word, _ in complete(["logs", ""], commands)]
-    assert offered[:2] == ["last", run_id("new", NOON + RECENT_RUNS - 1)]
-    assert not any("-old" in word for word in offered)
+def test_completion_offers_the_newest_runs_and_by_a_prefix_any(runs: Path, tmp_path: Path) -> None:
+    def offered(line: str) -> list[str]:
+        words = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
+        words |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+        environment = {**os.environ, "GPUTRAIN_HOME": str(runs.parent), **words}
+        subprocess.run([sys.executable, "-P", "-m", "gputrain_tui"], env=environment, check=True, timeout=LIMIT_S)
+        return (tmp_path / "words").read_text().split("\v")
+
+    newest = offered("gputrain logs ")
+    assert newest[:2] == ["last", run_id("new", NOON + RECENT_RUNS - 1)]
+    assert not any("-old" in word for word in newest)
     oldest = run_id("old", NOON - 60.0 * OLD)
-    assert [word for word, _ in complete(["logs", oldest[:-3]], commands)] == [oldest]
+    assert offered(f"gputrain logs {oldest[:-3]}") == [oldest]
 
 
 def test_a_listing_shows_the_newest_first_and_then_ever_more(runs: Path) -> None:
@@ -130,6 +137,6 @@ def test_a_listing_reads_an_ended_run_again_only_after_it_has_changed(tmp_path: 
 def test_a_list_says_how_many_older_runs_are_not_read_yet(runs: Path) -> None:
     first = next(RunListing(runs).read(now=NOON))
     listing = RunList(id="runs")
-    listing.entries = listing.listed = first.entries
+    listing.lines = listing.listed = first.entries
     listing.unread = first.unread
     assert "reading 1,000 older" in "".join(text for text, _ in listing.head(120)[0])

@@ -161,7 +161,7 @@ def test_the_archive_of_a_running_run_is_no_running_run(call: Command, run: Run,
     with pytest.raises(RequestError, match="is an archive; it has no processes to stop"):
         stop_by_name("x.tar.gz")
     with pytest.raises(RequestError, match="is an archive, which holds no checkpoints"):
-        load(None, overrides=(), resume="x.tar.gz", stdin=None)
+        load(None, overrides=(), resume="x.tar.gz")
     stderr = call("export", "x.tar.gz", "--to", "csv", "-o", "-").stderr
     assert f"{run.id} has no end, it was archived while it ran: its record goes to step 40" in stderr
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers.ssh_launcher import SshLauncher, forwarded_environment
 from gputrain_tui.lifecycle.leftovers import processes_of
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.plan.planner import PlannedNode
 from trainer.contract.record import RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel

@@ -12,9 +12,9 @@ import torch
 
 from trainer.contract.record import Doing, EventWriter, decode_events
 from trainer.host.user_code import innermost_line
-from trainer.telemetry.instrument import compilation
-from trainer.telemetry.stack_position import is_compiling
+from trainer.telemetry import torch_compile
 from trainer.telemetry.step_tracker import StepTracker
+from trainer.telemetry.torch_compile import is_compiling
 
 
 def tracker() -> StepTracker:
@@ -109,9 +109,9 @@ def test_a_compilation_is_seen_while_it_lasts_and_not_when_the_compiled_code_run
 def test_a_compilation_before_the_first_step_is_recorded_once_while_it_lasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "LONG_COMPILATION_S", 0.0)
+    monkeypatch.setattr(torch_compile, "LONG_COMPILATION_S", 0.0)
     writer = EventWriter(tmp_path / "0.ndjson", rank=0)
-    report = compilation.CompilationReport(writer, 0, lambda: True)
+    report = torch_compile.CompilationReport(writer, 0, lambda: True)
 
     def backend(graph: Any, _inputs: Any) -> Any:
         report.check(False)

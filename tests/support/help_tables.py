@@ -20,8 +20,7 @@ from gputrain_tui.console.actions import ACTIONS, EVERYWHERE, of_place
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.help_topics import FOLDER
 from gputrain_tui.recipe.json_schema import recipe_schema
-from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, SlurmOptions, train_options
-from gputrain_tui.recipe.report_options import ReportOptions
+from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions, SlurmOptions, train_options
 from trainer.contract import errors
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode

@@ -18,7 +18,8 @@ from gputrain_tui.console.validate_recipe import ValidatedRecipe
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import PreflightFacts, run_checks
-from gputrain_tui.preflight.facts import Folder, MissingInput, Port
+from gputrain_tui.preflight.facts import Folder, Port
+from gputrain_tui.preflight.result import error
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.form_fields import message_key
 from trainer.contract.errors import RequestError
@@ -75,7 +76,7 @@ READY = PreflightFacts(
     cores=8,
     home=Folder(path="home/runs", free_bytes=200 << 30),
 )
-MISSING = MissingInput(key="task.data", what="data/books does not exist", fix="set task.data to its path")
+MISSING = error("data", "data/books does not exist", "set task.data to its path", key="task.data")
 NOT_READY = msgspec.structs.replace(
     READY,
     data=MISSING,
@@ -100,6 +101,8 @@ def validate_on_fixed_machine(
         planned = plan(recipe, {}, local=HERE)
     except RequestError as error:
         return ValidatedRecipe(settings=tuple(settings), problem=str(error), key=message_key(str(error)))
+    if planned.launcher == "ssh":  # which queries all hosts
+        facts = msgspec.structs.replace(facts, queried=frozenset(node.host for node in planned.nodes))
     results = tuple(run_checks(recipe, planned, facts, local=HERE))
     return ValidatedRecipe(settings=tuple(settings), recipe=recipe, plan=planned, results=results)
 

@@ -18,8 +18,7 @@ def _unreported(_: RankReport) -> None:
 def main(target: str, run_dir: str, start_method: str = "light", init_method: str = "", kind: str = "task") -> int:
     """Run two ranks; ``light`` is a fork server without torch, which most targets do not need."""
     world = 2
-    if start_method == "light":
-        forkserver.PRELOADED = ["trainer.agent.preload_first", "node_agent_targets"]
+    light = ("trainer.agent.preload_first", "node_agent_targets")
     assignments = [
         RankAssignment(
             rank=rank,
@@ -47,6 +46,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
         start_method="spawn" if start_method == "spawn" else "forkserver",
         environ=os.environ,
         target=f"node_agent_targets:{target}",
+        preloaded=light if start_method == "light" else forkserver.PRELOADED,
     )
     return outcome.exit_code
 

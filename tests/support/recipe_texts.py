@@ -6,7 +6,7 @@ import pytest
 
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
-from gputrain_tui.recipe.source import RecipeError
+from trainer.contract.errors import RequestError
 
 CPUS = "cpu_ranks = 2"
 TRAIN = 'task = "lm"\nmax_updates = 2'
@@ -23,7 +23,7 @@ def recipe_of(text: str, *settings: str) -> Recipe:
 
 
 def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RequestError) as caught:
         build(text, name=name, overrides=settings)
     message = str(caught.value)
     assert "\n" not in message

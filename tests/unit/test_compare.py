@@ -5,7 +5,7 @@ from math import isnan
 import pytest
 from row_texts import row_text
 
-from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
+from gputrain_tui.console.widgets.loss_curves import OverlayLine, draw_overlay, legend
 from gputrain_tui.history.comparison import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
@@ -134,8 +134,8 @@ def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
 def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
     line = resampled(CurvePoints(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
     assert (line[0], line[10]) == (1.0, 2.0)
-    shown = Overlay(lines=[OverlayLine(name="on", values=line, value=2.0)], first=80, last=100, over_time=False)
-    labels = row_text(draw_overlay(shown, 60, 8)[-1]).split()
+    rows = draw_overlay([OverlayLine(name="on", values=line, value=2.0)], 60, 8, first=80, last=100)
+    labels = row_text(rows[-1]).split()
     assert labels[0] == "80"
     assert labels[-1] == "100"
 
@@ -146,29 +146,29 @@ def test_gaps_stay_out_and_no_step_is_an_empty_curve() -> None:
     assert CurveHistory(2).points(10, over_time=True) == CurvePoints(at=(), values=())
 
 
-def overlay(*values: list[float], over_time: bool = False) -> Overlay:
-    lines = [OverlayLine(name=f"run-{index}", values=line, value=line[-1]) for index, line in enumerate(values)]
-    return Overlay(lines=lines, last=100, over_time=over_time)
+def lines_of(*values: list[float]) -> list[OverlayLine]:
+    return [OverlayLine(name=f"run-{index}", values=line, value=line[-1]) for index, line in enumerate(values)]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 12), (40, 6), (20, 3), (9, 2), (200, 40)])
 def test_the_chart_has_the_requested_size(width: int, height: int) -> None:
-    rows = draw_overlay(overlay([3.0, 2.0, 1.0] * 20, [2.0, 1.0, 0.5] * 20), width, height)
+    rows = draw_overlay(lines_of([3.0, 2.0, 1.0] * 20, [2.0, 1.0, 0.5] * 20), width, height, last=100)
     assert len(rows) == height
     assert all(len(row_text(row)) == width for row in rows[1:])
 
 
 def test_each_run_has_its_own_colour_and_its_line_in_the_legend() -> None:
-    shown = overlay([3.0] * 40, [1.0] * 40)
-    roles = {role for row in draw_overlay(shown, 60, 10) for _, role in row}
+    lines = lines_of([3.0] * 40, [1.0] * 40)
+    roles = {role for row in draw_overlay(lines, 60, 10, last=100) for _, role in row}
     assert {"curve-0", "curve-1"} <= roles
-    assert [row_text(row)[:20].split() for row in legend(shown.lines, 60)] == [
+    assert [row_text(row)[:20].split() for row in legend(lines, 60)] == [
         ["1", "━━", "run-0"],
         ["2", "━━", "run-1"],
     ]
 
 
 def test_the_axis_is_labelled_in_steps_or_in_time() -> None:
-    assert row_text(draw_overlay(overlay([1.0, 2.0] * 30), 60, 8)[-1]).endswith("step 100")
-    assert row_text(draw_overlay(overlay([1.0, 2.0] * 30, over_time=True), 60, 8)[-1]).endswith("1:40")
-    assert any("no step yet" in row_text(row) for row in draw_overlay(overlay(), 60, 9))
+    lines = lines_of([1.0, 2.0] * 30)
+    assert row_text(draw_overlay(lines, 60, 8, last=100)[-1]).endswith("step 100")
+    assert row_text(draw_overlay(lines, 60, 8, last=100, over_time=True)[-1]).endswith("1:40")
+    assert any("no step yet" in row_text(row) for row in draw_overlay([], 60, 9, last=100))

@@ -58,7 +58,7 @@ CROWDED = [
 
 
 @pytest.mark.parametrize(("sample", "threads", "advice"), CROWDED)
-def test_a_host_with_more_busy_threads_than_cores_is_reported_with_the_threads_to_set(
+def test_more_busy_threads_than_cores_are_reported_with_the_threads_to_set(
     sample: dict[str, float], threads: int, advice: str
 ) -> None:
     run = SimulatedRun(4)

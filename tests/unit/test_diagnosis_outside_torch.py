@@ -5,7 +5,7 @@ import pytest
 from gputrain_tui.console.widgets.step_bars import LEGENDS
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
 from gputrain_tui.headless.closing_report import closing_table
-from gputrain_tui.headless.styled_text import paint
+from gputrain_tui.headless.progress import paint
 from gputrain_tui.state import RunState
 from trainer.contract.record import Finding, Step, TrainingPlan
 

@@ -6,8 +6,9 @@ import pytest
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
-from trainer.environments.dispatch import Decision, apply_counts, decide
-from trainer.environments.hostlist import expand, task_counts
+from trainer.environments.decision import Decision, apply_counts
+from trainer.environments.dispatch import decide
+from trainer.environments.slurm_step import expand, task_counts
 
 TCP = "tcp://10.0.0.1:29500"
 TORCHRUN = {
@@ -350,7 +351,7 @@ def test_a_step_of_one_task_on_one_node_is_like_the_machine_alone() -> None:
         ({}, {"NTASKS": 4, "PROCID": 7}, 8, "contradict each other"),
         ({}, {"NTASKS": 4, "PROCID": ""}, 8, "no SLURM_PROCID"),
         ({}, {"NTASKS": 2, "NODEID": 2}, 8, "SLURM_NODEID is 2"),
-        ({}, {"NTASKS": 4, "GPUS_ON_NODE": 1}, 1, "Slurm started 2 tasks on this node, which has 1 GPU"),
+        ({}, {"NTASKS": 4, "GPUS_ON_NODE": 1}, 1, "Slurm started 2 tasks on this node, but it has 1 GPU"),
         ({}, {"NTASKS": 4}, 0, "add --cpu"),
         ({}, {"NTASKS": 2}, 0, "add --cpu"),
         ({"cpu": True, "world_size": 3}, {"NTASKS": 2}, 0, "cannot be divided evenly"),

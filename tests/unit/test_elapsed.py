@@ -11,7 +11,7 @@ from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.state.pace import Pace
+from gputrain_tui.state.elapsed import Pace
 from trainer.contract.record import RunEnded, decode_events
 from trainer.host.boot import BootMoment
 

@@ -9,8 +9,8 @@ import pytest
 from run_dirs import run_dir
 
 from gputrain_tui.console import settings
-from gputrain_tui.console.end_notice import EndNotice, notice
 from gputrain_tui.console.live import LiveRun
+from gputrain_tui.console.terminal import EndNotice, notice
 from trainer.contract.record import RunEnded, encode_event
 
 XTERM = {"TERM": "xterm-256color"}
@@ -66,7 +66,7 @@ def test_the_end_of_a_run_is_notified_once_and_only_by_a_console_that_saw_it_run
 def test_notices_that_are_turned_off_stay_off_beside_a_theme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
     assert settings.notifies(os.environ)
-    settings.keep_notifying(False)
-    settings.keep_theme("textual-light")
+    settings.save("notify", False)
+    settings.save("theme", "textual-light")
     assert not settings.notifies(os.environ)
     assert settings.theme({"GPUTRAIN_HOME": str(tmp_path)}) == "textual-light"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_task import TinyOptions, TinyTask
 from torch import Tensor, nn
+from worker_contexts import worker_context
 
 from trainer.contract.errors import TrainingError
 from trainer.contract.record import Validation
@@ -35,15 +36,7 @@ def evaluation_of(kind: type[TinyTask]) -> Evaluation | None:
     batches = EvalBatches(
         task.datasets()["valid"], collate=task.collate, batch_sizes=(2,), rank=0, split="valid", num_workers=0
     )
-    return evaluate(
-        task,
-        task.model(),
-        batches,
-        device=torch.device("cpu"),
-        autocast=nullcontext(),
-        stop_requested=lambda: False,
-        before_wait=lambda: None,
-    )
+    return evaluate(task, task.model(), batches, worker_context(), nullcontext())
 
 
 def test_a_split_without_an_item_is_a_failure_with_a_message() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from manual_clock import ManualClock
@@ -10,8 +11,17 @@ from row_texts import row_text
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
 from gputrain_tui.headless.number_text import number
-from gputrain_tui.headless.progress import LOG_CELLS, ProgressView, event_line, plain_line, progress_line, wrapped
-from gputrain_tui.headless.styled_text import clip, length, paint
+from gputrain_tui.headless.progress import (
+    LOG_CELLS,
+    ProgressView,
+    clip,
+    event_line,
+    length,
+    paint,
+    plain_line,
+    progress_line,
+    wrapped,
+)
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import (
@@ -169,19 +179,22 @@ def test_of_very_many_ranks_those_that_were_waited_for_are_listed() -> None:
     assert lines[-1] == "… and 68 ranks that were less late"
 
 
-def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample() -> None:
+def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample(tmp_path: Path) -> None:
     state = trained()
+    kept = tmp_path / "120.pt"
+    kept.touch()
     state.apply(Validation(time=1008.0, step=120, epoch=2, split="valid", loss=2.55, metrics={"accuracy": 0.41}))
     for rank in (0, 1):
         state.apply(Checksum(time=1008.0, rank=rank, step=120, parameters="a", buffers="b"))
-    state.apply(Checkpoint(time=1008.0, step=120, path="/r/checkpoints/120.pt", bytes=1_234_567, write_ms=5.0))
+    for path in (kept, tmp_path / "deleted.pt"):
+        state.apply(Checkpoint(time=1008.0, step=120, path=str(path), bytes=1_234_567, write_ms=5.0))
     state.apply(Sample(time=1008.0, step=120, text="def foo(\n\x1b[2Jself"))
     state.apply(RunEnded(time=1009.0, status="finished", exit_code=0))
     assert plain(closing_lines(state, 80)).splitlines()[3:] == [
         "all ranks  1,280 samples/s  in 6.0 s of steps",
         "valid      epoch 2  step 120  loss 2.5500  accuracy 0.4100",
         "parameters equal on all ranks",
-        "checkpoint /r/checkpoints/120.pt",
+        f"checkpoint {kept}",
         "sample",
         "  │ def foo(",
         "  │ ␛[2Jself",

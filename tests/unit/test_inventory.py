@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,8 +20,8 @@ from gputrain_tui.hosts.inventory import (
 )
 from trainer.host.addresses import Network, ipv6_addresses
 from trainer.host.cores import Cpus
-from trainer.host.memory import Memory, memory_from
-from trainer.host.nvml import RawGpu, RawProcess
+from trainer.host.memory import Memory, read_memory
+from trainer.host.nvml import GpuReadings, RawGpu, RawProcess
 
 GIB = 1024 * MIB
 
@@ -37,28 +38,20 @@ IDLE = Gpu(
 # --- what NVML's answers mean ----------------------------------------------------------------------------------------
 
 
-def test_answers_of_nvml_become_a_gpu_in_watts_percent_and_bytes() -> None:
+def test_answers_of_nvml_become_a_gpu_with_the_owners_of_its_processes() -> None:
     raw = RawGpu(
         index=3,
         uuid="GPU-abc",
         pci_bus_id="00000000:0B:00.0",
         name="NVIDIA H100",
-        memory_used=5,
-        memory_total=10,
-        utilization=97,
-        temperature=61,
-        power_mw=412_345,
-        power_limit_mw=700_000,
-        sm_clock=1755,
-        max_sm_clock=1980,
-        throttle_mask=0x1 | 0x4 | 0x40,
-        mig_mode=0,
+        power_limit_watts=700.0,
         compute_mode=0,
         processes=[
             RawProcess(pid=9, memory=None, kind="compute"),
             RawProcess(pid=7, memory=5, kind="compute"),
             RawProcess(pid=7, memory=5, kind="graphics"),
         ],
+        readings=GpuReadings(memory_used_bytes=5, memory_total_bytes=10, throttle_reasons=("power_cap",)),
     )
     assert gpu_from(raw, {7: ("ada", "python3")}) == Gpu(
         index=3,
@@ -67,13 +60,8 @@ def test_answers_of_nvml_become_a_gpu_in_watts_percent_and_bytes() -> None:
         name="NVIDIA H100",
         memory_used_bytes=5,
         memory_total_bytes=10,
-        utilization_percent=97.0,
-        temperature_celsius=61.0,
-        power_watts=412.345,
         power_limit_watts=700.0,
-        sm_clock_mhz=1755,
-        max_sm_clock_mhz=1980,
-        throttle_reasons=("power_cap", "thermal_hardware"),
+        throttle_reasons=("power_cap",),
         processes=(
             GpuProcess(pid=7, user="ada", name="python3", memory_bytes=5),
             GpuProcess(pid=9, user=None, name=None, memory_bytes=None),
@@ -112,10 +100,10 @@ def test_a_gpu_is_free_when_no_process_uses_it(change: dict[str, object], reason
     assert is_free(gpu) is (reason == "")
 
 
-def test_memory_is_read_without_psutil_too() -> None:
-    meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n"
-    assert memory_from(meminfo) == Memory(total_bytes=2 * MIB, available_bytes=MIB)
-    assert memory_from("") == Memory()
+def test_memory_is_read_without_psutil_too(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n")
+    assert read_memory(tmp_path) == Memory(total_bytes=2 * MIB, available_bytes=MIB)
+    assert read_memory(tmp_path / "absent") == Memory()
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------

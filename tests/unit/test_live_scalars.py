@@ -1,8 +1,7 @@
-"""The streams of a live sink: every step once, rows of all ranks, also where the sink was started again and again."""
+"""The streams of a live sink: every step once, and rows of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,18 @@ class MemorySink:
         self.values: list[tuple[Any, ...]] = []
         self.pending: list[tuple[Any, ...]] = []
 
-    def rank(self, rank: int, single: SingleStep, *, restarted: bool) -> None:
-        self.pending.append((f"rank_{rank}", single.step.step, restarted))
+    def rank(self, rank: int, single: SingleStep) -> None:
+        self.pending.append((f"rank_{rank}", single.step.step, single.attempt))
 
-    def over_ranks(self, row: list[SingleStep], *, restarted: bool) -> None:
-        self.pending.append(("over", row[0].step.step, [each.step.rank for each in row], restarted))
+    def over_ranks(self, row: list[SingleStep]) -> None:
+        self.pending.append(("over", row[0].step.step, [each.step.rank for each in row], row[0].attempt))
 
     def validation(self, event: Validation) -> None:
         self.pending.append(("valid", event.step))
 
-    def commit(self, save: Callable[[], None]) -> None:
+    def commit(self) -> None:
         self.values += self.pending
         self.pending.clear()
-        save()
 
     def finish(self) -> None: ...
 
@@ -54,22 +52,13 @@ def steps(first: int, last: int, rank: int) -> list[Any]:
     return [single(rank, number) for number in range(first, last + 1)]
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["one sink", "killed after each reading"])
-def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, killed: bool) -> None:
-    sink, saved = MemorySink(), dict[str, int]()
-    scalars: LiveScalars | None = None
+def test_every_step_comes_once(run_dir: RunDir) -> None:
+    sink = MemorySink()
+    scalars = LiveScalars(run_dir, 2, sink)
 
     def follow() -> None:
-        nonlocal scalars
-        if killed or scalars is None:
-            if scalars is not None:
-                sink.pending.clear()  # what was read and not committed
-                scalars.close()
-            scalars = LiveScalars(run_dir, 2, sink, written=dict(saved))
         while scalars.poll():
-            sink.commit(
-                lambda: saved.update({**saved, **{k: max(v, saved.get(k, 0)) for k, v in scalars.written.items()}})
-            )
+            sink.commit()
 
     append_events(run_dir, 0, *steps(1, 3, 0))
     follow()
@@ -84,16 +73,15 @@ def test_every_step_comes_once_whatever_happens_to_the_sink(run_dir: RunDir, kil
     append_events(run_dir, 0, *steps(11, 11, 0))
     run_dir.run_events.write_bytes(encode_event(RunEnded(time=10.0, status="finished", exit_code=0)))
     follow()
-    assert scalars is not None
     assert scalars.ended
     scalars.finish()
-    sink.commit(lambda: None)
+    sink.commit()
     scalars.close()
-    first = [(number, False) for number in range(1, 10)]
-    again = [(8, True), (9, False), (10, False)]
-    assert sink.of("rank_0") == [*first, *again, (11, False)]
+    first = [(number, 1) for number in range(1, 10)]
+    again = [(8, 2), (9, 2), (10, 2)]
+    assert sink.of("rank_0") == [*first, *again, (11, 2)]
     assert sink.of("rank_1") == [*first, *again]
-    assert sink.of("over") == [(n, [0, 1], r) for n, r in [*first, *again]] + [(11, [0], False)]
+    assert sink.of("over") == [(n, [0, 1], attempt) for n, attempt in [*first, *again]] + [(11, [0], 2)]
     assert sink.of("valid") == [(3,)]
 
 
@@ -101,9 +89,9 @@ def test_a_step_that_a_rank_has_passed_over_is_written_without_it(run_dir: RunDi
     sink = MemorySink()
     append_events(run_dir, 0, *steps(1, 3, 0))
     append_events(run_dir, 1, *steps(1, 1, 1), *steps(3, 3, 1))
-    scalars = LiveScalars(run_dir, 2, sink, written={})
+    scalars = LiveScalars(run_dir, 2, sink)
     scalars.poll()
-    sink.commit(lambda: None)
+    sink.commit()
     scalars.close()
-    assert sink.of("over") == [(1, [0, 1], False), (2, [0], False), (3, [0, 1], False)]
+    assert sink.of("over") == [(1, [0, 1], 1), (2, [0], 1), (3, [0, 1], 1)]
     assert not scalars.ended

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.agent.line_printer import LinePrinter
-from trainer.host.log_file import LogFile
+from trainer.host.process_guard import LogFile
 
 
 def test_output_lost_on_a_full_disk_raises_nothing_and_is_counted_in_the_log(tmp_path: Path) -> None:

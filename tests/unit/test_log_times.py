@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gputrain_tui.history.log_buffer import LogBuffer
-from gputrain_tui.history.log_times import MIN_MARKS, LogTimes, in_order
+from gputrain_tui.history.log_times import MIN_TIMES, LogTimes, in_order
 
 
 def test_a_line_has_the_time_of_the_first_sample_that_holds_all_of_it() -> None:
@@ -18,11 +18,11 @@ def test_a_line_has_the_time_of_the_first_sample_that_holds_all_of_it() -> None:
 
 def test_the_oldest_times_are_forgotten_and_none_is_made_up_for_them() -> None:
     times = LogTimes(ranks=1 << 16)
-    for second in range(10 * MIN_MARKS):
+    for second in range(10 * MIN_TIMES):
         times.note(10 * (second + 1), float(second))
     assert times.at(10) is None
-    assert times.at(10 * 10 * MIN_MARKS) == 10 * MIN_MARKS - 1
-    assert sum(times.at(10 * (second + 1)) is not None for second in range(10 * MIN_MARKS)) <= MIN_MARKS
+    assert times.at(10 * 10 * MIN_TIMES) == 10 * MIN_TIMES - 1
+    assert sum(times.at(10 * (second + 1)) is not None for second in range(10 * MIN_TIMES)) <= MIN_TIMES
 
 
 def test_the_past_of_several_logs_is_read_in_the_order_of_time() -> None:
@@ -44,7 +44,7 @@ def test_the_past_of_several_logs_is_read_in_the_order_of_time() -> None:
 
 def test_lines_whose_times_are_forgotten_come_before_those_of_known_times() -> None:
     forgetful, known = LogTimes(ranks=1 << 16), LogTimes()
-    for second in range(2 * MIN_MARKS):
+    for second in range(2 * MIN_TIMES):
         forgetful.note(10 * (second + 1), float(second))
     known.note(4, 1.0)
     parts = [("1", b"new\n", 0), ("0", b"old\n", 0)]

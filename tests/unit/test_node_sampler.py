@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from trainer.agent.node_sampler import Gpus, NodeSampler, rank_sample
-from trainer.contract.record import EventWriter, NodeSample, decode_events
-from trainer.host.cores import CoreTimes, parse_core_times, usable_cores
-from trainer.host.memory import memory_from, read_container_memory, read_memory_group
+from trainer.contract.record import EventWriter, NodeSample, RunDir, decode_events
+from trainer.host.cores import CoreTimes, read_core_times, usable_cores
+from trainer.host.memory import read_container_memory, read_memory, read_memory_group
 from trainer.host.nvml import Nvml
-from trainer.host.processes import ProcessUsage, parse_usage
+from trainer.host.processes import ProcessUsage, read_usage
 
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STAT = "77 (python) R 1 77 77 0 -1 4194304 100 0 0 0 250 50 0 0 20 0 9 0 100 0 0"
 
 
@@ -27,8 +28,9 @@ STAT = "77 (python) R 1 77 77 0 -1 4194304 100 0 0 0 250 50 0 0 20 0 9 0 100 0 0
     ],
     ids=["guest time is in user time", "no guest columns", "too old", "not there"],
 )
-def test_cores_are_read_from_proc_stat(text: str, expected: CoreTimes | None) -> None:
-    assert parse_core_times(text) == expected
+def test_cores_are_read_from_proc_stat(tmp_path: Path, text: str, expected: CoreTimes | None) -> None:
+    (tmp_path / "stat").write_text(text)
+    assert read_core_times(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,40 +41,48 @@ def test_cores_are_read_from_proc_stat(text: str, expected: CoreTimes | None) ->
         ("", (None, None)),
     ],
 )
-def test_used_memory_leaves_out_reclaimable_memory(text: str, expected: tuple[int | None, int | None]) -> None:
-    memory = memory_from(text)
+def test_used_memory_leaves_out_reclaimable_memory(
+    tmp_path: Path, text: str, expected: tuple[int | None, int | None]
+) -> None:
+    (tmp_path / "meminfo").write_text(text)
+    memory = read_memory(tmp_path)
     assert (memory.used_bytes, memory.total_bytes) == expected
 
 
 @pytest.mark.parametrize(
     ("stat", "statm", "schedstat", "expected"),
     [
-        (STAT, "900 25 3", "123 456 7", ProcessUsage(ticks=300, rss_bytes=25 * 4096, wait_ns=456)),
+        (STAT, "900 25 3", "123 456 7", ProcessUsage(ticks=300, rss_bytes=25 * PAGE_BYTES, wait_ns=456)),
         (
             STAT.replace("python", "a) R (b c"),
             "900 25 3",
             "",
-            ProcessUsage(ticks=300, rss_bytes=25 * 4096, wait_ns=None),
+            ProcessUsage(ticks=300, rss_bytes=25 * PAGE_BYTES, wait_ns=None),
         ),
         ("77 (x) Z", "", "", ProcessUsage(ticks=None, rss_bytes=None, wait_ns=None)),
     ],
     ids=["whole", "a name with parentheses, no schedstat", "a torn line"],
 )
-def test_a_process_is_read_from_its_files(stat: str, statm: str, schedstat: str, expected: ProcessUsage) -> None:
-    assert parse_usage(stat.encode(), statm.encode(), schedstat.encode(), page_bytes=4096) == expected
+def test_a_process_is_read_from_its_files(
+    tmp_path: Path, stat: str, statm: str, schedstat: str, expected: ProcessUsage
+) -> None:
+    (tmp_path / "77").mkdir()
+    for name, text in (("stat", stat), ("statm", statm), ("schedstat", schedstat)):
+        (tmp_path / "77" / name).write_text(text)
+    assert read_usage(77, proc=tmp_path) == expected
 
 
 def test_shares_are_of_the_time_between_two_readings() -> None:
     before = ProcessUsage(ticks=100, rss_bytes=1, wait_ns=0)
     after = ProcessUsage(ticks=400, rss_bytes=2, wait_ns=500_000_000)
-    sample = rank_sample(3, before, after, seconds=2.0, tick_hz=100)
+    sample = rank_sample(3, before, after, seconds=2.0)
     assert (sample.rank, sample.cpu_percent, sample.wait_percent, sample.rss_bytes) == (3, 150.0, 25.0, 2)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -5.0])
 def test_a_clock_that_was_set_back_leaves_shares_absent(seconds: float) -> None:
     process = ProcessUsage(ticks=100, rss_bytes=1, wait_ns=0)
-    sample = rank_sample(0, process, process, seconds=seconds, tick_hz=100)
+    sample = rank_sample(0, process, process, seconds=seconds)
     assert (sample.cpu_percent, sample.wait_percent, sample.rss_bytes) == (None, None, 1)
 
 
@@ -136,9 +146,9 @@ def test_the_children_of_an_idle_rank_are_sampled_and_those_of_a_busy_one_are_no
         (proc / str(pid) / "stat").write_text(f"{pid} (py) {' '.join(fields)}")
         (proc / str(pid) / "statm").write_text("900 25 3")
 
-    sampler = NodeSampler(
-        0, "here", {0: 77, 1: 90}, writer=EventWriter(tmp_path / "events"), proc=proc, record=tmp_path
-    )
+    run_dir = RunDir(tmp_path)
+    writer = EventWriter(run_dir.node_events(0))
+    sampler = NodeSampler(0, "here", {0: 77, 1: 90}, writer=writer, proc=proc, run_dir=run_dir)
     counted = []
     for second in range(4):
         write(77, 1, 0)
@@ -194,10 +204,11 @@ def test_the_memory_group_of_a_process_has_the_least_limit_around_it_and_its_own
 
 
 def test_the_size_of_a_ranks_log_is_sampled(tmp_path: Path) -> None:
-    log = tmp_path / "0.log"
-    log.write_bytes(b"hello\n")
-    writer = EventWriter(tmp_path / "node-0.ndjson")
-    sampler = NodeSampler(0, "here", {0: os.getpid()}, writer=writer, log_of=lambda _: log)
+    run_dir = RunDir(tmp_path)
+    run_dir.rank_log(0).parent.mkdir()
+    run_dir.rank_log(0).write_bytes(b"hello\n")
+    writer = EventWriter(run_dir.node_events(0))
+    sampler = NodeSampler(0, "here", {0: os.getpid()}, writer=writer, run_dir=run_dir)
     sample = sampler.poll(1.0)
     writer.close()
     assert sample is not None

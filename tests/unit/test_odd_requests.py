@@ -56,19 +56,23 @@ def test_an_odd_setting_is_refused_in_one_line(setting: str, message: str) -> No
         build(GOOD.format(data="stdlib"), name="odd.toml", overrides=[setting])
 
 
-def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+def test_a_file_without_an_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for read in (lambda: load("/dev/zero"), lambda: read_hostfile(Path("/dev/zero"))):
         with pytest.raises(RequestError, match="/dev/zero is longer than 1 MiB"):
             read()
-    with Path("/dev/zero").open(encoding="utf-8") as zero, pytest.raises(RequestError, match="stdin is longer than"):
-        load("-", stdin=zero)
+    with Path("/dev/zero").open(encoding="utf-8") as zero:
+        monkeypatch.setattr("sys.stdin", zero)
+        with pytest.raises(RequestError, match="stdin is longer than"):
+            load("-")
 
 
-def test_standard_input_is_utf_8_whatever_the_locale_is() -> None:
+def test_standard_input_is_utf_8_whatever_the_locale_is(monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'name = "é"\n' + GOOD.format(data="stdlib")
-    assert load("-", stdin=io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii")).name == "é"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii"))
+    assert load("-").name == "é"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="ascii"))
     with pytest.raises(RequestError, match=r"stdin is not UTF-8 text \(byte 0\)"):
-        load("-", stdin=io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="ascii"))
+        load("-")
 
 
 def test_a_pipe_is_never_read_for_a_list_of_recipes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from documents import ROOT
 from gputrain_tui import VERSION
 from gputrain_tui.help_topics import read_topic
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.examples import SCRIPT, example_names, example_text, folder
+from gputrain_tui.recipe.new_recipe import SCRIPT, example_names, example_text, examples_folder
 from trainer.contract.errors import RequestError
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def test_an_example_is_a_recipe_that_names_nothing_of_the_repository(name: str) 
     recipe = build(text, name=f"{name}.toml")
     if recipe.script is not None:
         assert recipe.script.script == SCRIPT
-        assert (folder() / SCRIPT).is_file()
+        assert (examples_folder() / SCRIPT).is_file()
 
 
 def test_an_unknown_example_is_refused_with_the_nearest_one_or_all() -> None:

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from textual import events
 
-from gputrain_tui.console.bracketed_paste import BEGIN, END
-from gputrain_tui.console.textual_internals import PasteParser
+from gputrain_tui.console.textual_internals import BEGIN, END, PasteParser
 
 TRAPS = [
     "L",

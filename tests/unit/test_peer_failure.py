@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.distributed.peer_failure import PeerReport, attribute_failure
+from trainer.distributed.peer_failure import attribute_failure
 from trainer.distributed.rendezvous import RankMachine, format_ranks
 
 MACHINES = [
@@ -35,15 +35,15 @@ def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
 def test_a_silent_machine_is_lost_unless_this_one_is_cut_off(
     reports: list[int], rank: int, store_answered: bool, interface_down: str, expected: str
 ) -> None:
-    words = {other: PeerReport() for other in reports}
+    failures = dict.fromkeys(reports, "")
     assert (
-        attribute_failure(MACHINES, words, rank=rank, store_answered=store_answered, interface_down=interface_down)
+        attribute_failure(MACHINES, failures, rank=rank, store_answered=store_answered, interface_down=interface_down)
         == expected
     )
 
 
 def test_the_reported_failure_of_a_rank_comes_before_a_lost_machine() -> None:
-    reports = {0: PeerReport(), 3: PeerReport(failure="ValueError: no")}
+    reports = {0: "", 3: "ValueError: no"}
     assert (
         attribute_failure(MACHINES, reports, rank=0, store_answered=True, interface_down="")
         == "rank 3 on h3 failed: ValueError: no"

@@ -27,7 +27,7 @@ from gputrain_tui.preflight import (
     summary,
     warnings,
 )
-from gputrain_tui.preflight.facts import MissingInput
+from gputrain_tui.preflight.result import error
 from gputrain_tui.recipe.model import Recipe
 from trainer.checkpoint import write_file
 from trainer.host.cores import Cpus
@@ -65,7 +65,7 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
     ("facts", "wanted", "status", "key", "words"),
     [
         (
-            PreflightFacts(data_checked=True, data=MissingInput(key="task.data", what="gone")),
+            PreflightFacts(data_checked=True, data=error("data", "gone", key="task.data")),
             None,
             "error",
             "task.data",
@@ -222,14 +222,14 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             "torch 2.13.0 needs CUDA 13.0, but the driver supports CUDA up to 12.4",
         ),
         (
-            PreflightFacts(script=MissingInput(key="train.script", what="own.py does not exist")),
+            PreflightFacts(script=error("script", "own.py does not exist", key="train.script")),
             recipe(train='script = "own.py"', task=""),
             "error",
             "train.script",
             "own.py does not exist",
         ),
         (
-            PreflightFacts(resume=MissingInput(key="train.resume", what="/c holds no checkpoint")),
+            PreflightFacts(resume=error("resume", "/c holds no checkpoint", key="train.resume")),
             recipe(train=f'{TRAIN}\nresume = "/c"'),
             "error",
             "train.resume",
@@ -285,9 +285,7 @@ def test_good_or_unknown_facts_give_no_warning(facts: PreflightFacts, wanted: Re
 
 def test_a_place_names_the_file_and_the_line() -> None:
     (found,) = errors(
-        check_results(
-            PreflightFacts(data_checked=True, data=MissingInput(key="task.data", what="gone", fix="look for it"))
-        )
+        check_results(PreflightFacts(data_checked=True, data=error("data", "gone", "look for it", key="task.data")))
     )
     assert found.line == "one.toml:9: task.data: gone; look for it"
 

@@ -20,5 +20,5 @@ def test_resets_of_a_run_are_not_repeated_when_it_is_continued(
     text = run.dir.recipe.read_text().replace('task = "lm"', 'task = "lm"\nresume = "old.pt"\nreset_optimizer = true')
     run.dir.recipe.write_text(text)
     (run.dir.checkpoints / "step_00000050.pt").touch()
-    recipe = recipe_to_run.load(None, overrides=overrides, resume=run.id, stdin=None)
+    recipe = recipe_to_run.load(None, overrides=overrides, resume=run.id)
     assert (recipe.train.resume, recipe.train.reset_optimizer) == (str(run.dir.checkpoints), reset)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
-from gputrain_tui.recipe.launch_command import read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import makes_group, read_launch_command, split_command
 from gputrain_tui.recipe.new_recipe import from_command
-from gputrain_tui.recipe.script_group import makes_group
 
 PLAIN = "import os, torch\nfrom torch import nn\nfrom torchvision import datasets\n"
 CASES = [

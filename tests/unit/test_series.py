@@ -68,8 +68,8 @@ def test_the_single_steps_of_an_event_are_drawn_and_lateness_that_alternates_is_
         )
     assert (series.first_step, series.last_step) == (1, 8)
     assert same(series.window("loss", 8).median, [float(n) for n in range(8)])
-    assert same(series.rank_line("late_ms", 0, 8), [0.0, 29.5] * 4)
-    assert same(series.rank_line("late_ms", 1, 8), [29.5, 0.0] * 4)
+    assert same(series.window("late_ms", 8, rank=0).median, [0.0, 29.5] * 4)
+    assert same(series.window("late_ms", 8, rank=1).median, [29.5, 0.0] * 4)
 
 
 def test_ranks_may_be_read_one_file_after_the_other() -> None:
@@ -97,7 +97,7 @@ def test_ranks_may_be_read_one_file_after_the_other() -> None:
 def test_a_missing_number_is_a_gap(values: list[float | None], expected: list[float]) -> None:
     series = curve(values)
     assert same(series.window("loss", 4).median, expected)
-    assert same(series.rank_line("loss", 0, 4), expected)
+    assert same(series.window("loss", 4, rank=0).median, expected)
 
 
 def test_few_steps_are_joined_by_straight_lines() -> None:
@@ -115,7 +115,7 @@ def test_synchronisation_that_is_measured_now_and_then_has_no_gaps() -> None:
 def test_an_empty_run_has_an_empty_window() -> None:
     window = Series().window("loss", 10)
     assert same(window.median, [math.nan] * 10)
-    assert Series().rank_line("loss", 3, 10) == pytest.approx([math.nan] * 10, nan_ok=True)
+    assert Series().window("loss", 10, rank=3).median == pytest.approx([math.nan] * 10, nan_ok=True)
 
 
 def test_a_spike_of_one_step_survives_in_a_long_run() -> None:
@@ -233,7 +233,7 @@ def test_a_restart_does_its_steps_again_and_the_curve_has_them_once() -> None:
     window = series.window("loss", 150)
     assert (window.first_step, window.last_step) == (1, 150)
     assert same(window.median, [*map(float, range(1, 101)), *[0.0] * 50])
-    assert same(series.rank_line("loss", 1, 150), window.median)
+    assert same(series.window("loss", 150, rank=1).median, window.median)
 
 
 @pytest.mark.parametrize("back_to", [1, 2, 17, 5_000, 19_990])
@@ -254,7 +254,7 @@ def test_lateness_is_the_longest_wait_less_the_ranks_own() -> None:
     series = Series(3)
     for rank, wait in enumerate((30.0, 5.0, 28.0)):
         series.apply(step(rank, 1, sync_exposed_ms=wait))
-    assert [series.rank_line("late_ms", rank, 1) for rank in range(3)] == [[0], [25], [2]]
+    assert [series.window("late_ms", 1, rank=rank).median for rank in range(3)] == [[0], [25], [2]]
 
 
 def test_smoothing_keeps_a_constant_and_its_gaps() -> None:
@@ -300,7 +300,7 @@ def test_a_smoothed_band_is_the_same_in_every_range_of_steps() -> None:
     def at(wanted: int, first: int, last: int) -> float:
         columns = last - first + 1
         window = series.smoothed_window("loss", columns, span=(first, last), over=100)
-        line = series.smoothed_rank_line("loss", 0, columns, span=(first, last), over=100)
+        line = series.smoothed_window("loss", columns, rank=0, span=(first, last), over=100).median
         assert abs(line[wanted - first] - window.median[wanted - first]) < 0.2
         return window.median[wanted - first]
 
@@ -344,4 +344,4 @@ def test_random_runs_never_break_the_curves() -> None:
         for columns in (1, 2, 33):
             for last in (None, 1, 50):
                 assert len(series.window("loss", columns, last=last).median) == columns
-                assert len(series.rank_line("late_ms", 1, columns, last=last)) == columns
+                assert len(series.window("late_ms", columns, rank=1, last=last).median) == columns

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.headless.progress import plain_line, progress_line
-from gputrain_tui.headless.styled_text import paint
+from gputrain_tui.headless.progress import paint, plain_line, progress_line
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.record import Doing, NodeSample, RankState, RunEnded, Step, TrainingPlan

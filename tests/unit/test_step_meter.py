@@ -25,11 +25,11 @@ from trainer.contract.record import (
     encode_event,
     single_steps,
 )
-from trainer.host.core_waits import core_waits
+from trainer.host.cores import core_waits
 from trainer.telemetry.clocks import CudaClock, HostClock
 from trainer.telemetry.comm_hook import factor
 from trainer.telemetry.ddp_log import SyncTimes, sync_times
-from trainer.telemetry.step_events import StepReading, Synchronisation, merge, step_event
+from trainer.telemetry.step_events import StepReading, merge, step_event
 from trainer.telemetry.step_meter import StepMeter
 from trainer.telemetry.step_recorder import StepRecorder
 
@@ -153,7 +153,7 @@ def _reading(step: int, **fields: Any) -> StepReading:
     return StepReading(**(base | fields))
 
 
-def _event(reading: StepReading, sync: Synchronisation | None = None, *, synchronised: bool = False) -> Step:
+def _event(reading: StepReading, sync: SyncTimes | None = None, *, synchronised: bool = False) -> Step:
     return step_event(reading, HostClock(), sync, rank=0, synchronised=synchronised, wire_ratio=0.5)
 
 
@@ -170,7 +170,7 @@ def test_phases_add_up_within_a_step() -> None:
 
 def test_the_exposed_synchronisation_is_taken_out_of_the_backward_pass_where_it_is_known() -> None:
     reading = _reading(1, phases=["backward"], marks=[(0.0, 0.0), (0.01, 0.0), (0.01, 0.0)])
-    sync = Synchronisation(sync_ms=5.0, exposed_ms=4.0, bucket_bytes=(6, 2), stable=True, bucket_ms=(1.0, 2.0))
+    sync = SyncTimes(sync_ms=5.0, exposed_ms=4.0, bucket_bytes=(6, 2), stable=True, bucket_ms=(1.0, 2.0))
     event = _event(reading, sync, synchronised=True)
     assert (event.backward_ms, event.sync_ms, event.sync_exposed_ms) == (6.0, 5.0, 4.0)
     assert (event.sync_bytes, event.sync_buckets, event.bucket_ms) == (4, 2, [1.0, 2.0]), "half of each byte is sent"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.engine.task_sources import MAX_FILES, task_sources
+from trainer.engine.compared_options import MAX_FILES, task_sources
 
 FILES = {
     "task.py": "import torch, helper, known.part\nfrom pkg.inner import deep\nfrom trainer.tasks.task import Task\n",

@@ -13,8 +13,8 @@ from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.loader import MicroBatch
-from trainer.data.token_batches import TokenLimit
-from trainer.engine.batching import sample_lengths, token_limit
+from trainer.data.shares import TokenLimit
+from trainer.engine.preparation import sample_lengths, token_limit
 from trainer.tasks.task import Task
 
 SIZES = random.Random(3).choices(range(1, 33), k=401)

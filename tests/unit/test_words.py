@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui.console.widgets.findings import finding_entries
-from gputrain_tui.console.widgets.run_condition import failure_summary
+from gputrain_tui.console.widgets.run_header import failure_summary
 from gputrain_tui.diagnosis.advice import ADVICE, CAUSE_NAMES
 from gputrain_tui.headless.closing_report import failure_block
 from gputrain_tui.recipe.build import build

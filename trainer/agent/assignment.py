@@ -14,11 +14,10 @@ from typing import Literal
 
 import msgspec
 
-from trainer.contract.options import Distributed
+from trainer.contract.options import Distributed, TrainingSpec
 from trainer.contract.outcome import RankReport
-from trainer.contract.owned_descriptor import OwnedDescriptor
-from trainer.contract.record import Failure, RankState
-from trainer.contract.training_spec import TrainingSpec
+from trainer.contract.record import Failure, RankState, RankStateName, RunDir
+from trainer.contract.record.regular_file import OwnedDescriptor
 
 ReportSink = Callable[[RankReport], None]
 """Receiver of a rank's reports."""
@@ -37,7 +36,6 @@ class PipeSink:
         return PipeSink, (self._pipe,)
 
     def __call__(self, report: RankReport, /) -> None:
-        """Send a report."""
         if self._descriptor.is_unchanged:
             with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send_bytes(msgspec.json.encode(report))
@@ -90,18 +88,31 @@ class RankAssignment:
         """Whether the rank runs a script; exit code 0 without a report then means success."""
         return bool(self.script_argv)
 
-    def spawned(self, pid: int | None) -> RankState:
-        """Return the event of the state ``spawned``."""
+    @property
+    def log(self) -> Path | None:
+        """Log of the rank; None if it prints to the terminal."""
+        return None if self.run_dir is None else RunDir(self.run_dir).rank_log(self.rank)
+
+    def state(
+        self, state: RankStateName, *, pid: int | None = None, threads: int | None = None, message: str | None = None
+    ) -> RankState:
+        """Return the event of a state of the rank."""
         return RankState(
             time=time.time(),
             rank=self.rank,
-            state="spawned",
+            state=state,
             local_rank=self.local_rank,
             node=self.node,
             host=self.host,
             device=self.device,
             pid=pid,
+            threads=threads,
+            message=message,
         )
+
+    def failure(self, kind: str, message: str) -> Failure:
+        """Return a failure of the rank that is no exception."""
+        return Failure(time=time.time(), kind=kind, message=message, rank=self.rank, host=self.host)
 
     def stoppable(self) -> None:
         """Report that from here on the rank saves its work on a stop request."""

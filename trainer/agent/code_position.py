@@ -14,8 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from trainer.contract.outcome import RankReport
-from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record import CodeFrame, ThreadStack
+from trainer.contract.record.regular_file import OwnedDescriptor
 from trainer.host.stop_request import STACK_SIGNAL
 from trainer.host.user_code import frames_of, innermost_line, is_user_code, shown_file
 

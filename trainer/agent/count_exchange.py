@@ -48,17 +48,18 @@ def exchange_counts(exchange: CountExchange, count: int, *, timeout_s: float) ->
     return _report(exchange, count, deadline, timeout_s)
 
 
-def _signed(exchange: CountExchange, *words: object) -> bytes:
-    text = " ".join(map(str, words)).encode()
+def _signed(exchange: CountExchange, message: str, *numbers: int) -> bytes:
+    text = " ".join([message, *map(str, numbers)]).encode()
     return text + b" " + _signature(exchange, text) + b"\n"
 
 
-def _verified(exchange: CountExchange, line: bytes) -> list[str]:
-    """Return the words of a line that was signed with the key of the step; an empty list for any other line."""
+def _verified(exchange: CountExchange, line: bytes) -> tuple[str, list[int]]:
+    """Return the message of a line that was signed with the key of the step, and its numbers; empty for other lines."""
     text, _, signature = line.rstrip(b"\n").rpartition(b" ")
     if not hmac.compare_digest(signature, _signature(exchange, text)):
-        return []
-    return text.decode().split()
+        return "", []
+    message, *numbers = text.decode().split()
+    return message, list(map(int, numbers))
 
 
 def _signature(exchange: CountExchange, text: bytes) -> bytes:
@@ -103,11 +104,11 @@ class _Collector:
                 now = time.monotonic()
                 if now >= deadline:
                     missing = [node for node in nodes if node not in self._counts]
-                    self._answer("missing", *missing)
+                    self._answer("missing", missing)
                     raise TrainingError(_missing_message(missing, self._timeout_s) + self._refused_message())
                 self._wait(server, min([deadline, *(peer.until for peer in self._peers if peer.node is None)]) - now)
             counts = [self._counts[node] for node in nodes]
-            self._answer("counts", *counts)
+            self._answer("counts", counts)
             return counts
 
     def _wait(self, server: socket.socket, seconds: float) -> None:
@@ -154,13 +155,13 @@ class _Collector:
 
     def _accept_report(self, peer: _Peer, line: bytes) -> bool:
         """Take a report; return False if it is not one of this step."""
-        words = _verified(self._exchange, line)
-        if len(words) != 3 or words[0] != "count":
+        message, numbers = _verified(self._exchange, line)
+        if message != "count" or len(numbers) != 2:
             return False
-        peer.node = int(words[1])
+        peer.node, count = numbers
         for earlier in [each for each in self._peers if each.node == peer.node and each is not peer]:
             self._drop(earlier)
-        self._counts[peer.node] = int(words[2])
+        self._counts[peer.node] = count
         with contextlib.suppress(OSError):
             peer.connection.send(_signed(self._exchange, "heard", peer.node))
         return True
@@ -174,8 +175,8 @@ class _Collector:
         self._peers.remove(peer)
         peer.connection.close()
 
-    def _answer(self, *words: object) -> None:
-        line = _signed(self._exchange, *words)
+    def _answer(self, message: str, numbers: list[int]) -> None:
+        line = _signed(self._exchange, message, *numbers)
         for peer in self._peers:
             if peer.node is not None:
                 peer.connection.settimeout(CONNECT_S)  # far more than one line needs
@@ -222,12 +223,12 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
         try:
             with socket.create_connection((exchange.host, exchange.port), timeout=min(left_s, CONNECT_S)) as connection:
                 connection.sendall(_signed(exchange, "count", exchange.node, count))
-                for words in _replies(connection, exchange, deadline):
+                for message, numbers in _replies(connection, exchange, deadline):
                     replied = True
-                    if words[0] == "counts":
-                        return [int(word) for word in words[1:]]
-                    if words[0] == "missing":
-                        raise TrainingError(_missing_message([int(word) for word in words[1:]], timeout_s))
+                    if message == "counts":
+                        return numbers
+                    if message == "missing":
+                        raise TrainingError(_missing_message(numbers, timeout_s))
             reason = "something else listens there, not node 0 of this Slurm step"
         except TimeoutError:
             if not replied:
@@ -243,8 +244,8 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
     raise TrainingError(f"{where} did not answer within {timeout_s:g} s: {reason}")
 
 
-def _replies(connection: socket.socket, exchange: CountExchange, deadline: float) -> Iterator[list[str]]:
-    """Yield the words of each line of node 0, until the first line without a valid signature.
+def _replies(connection: socket.socket, exchange: CountExchange, deadline: float) -> Iterator[tuple[str, list[int]]]:
+    """Yield message and numbers of each line of node 0, until the first line without a valid signature.
 
     Raises:
         TimeoutError: node 0 did not acknowledge the report within ``REPORT_S``, or did not answer in time.
@@ -260,8 +261,8 @@ def _replies(connection: socket.socket, exchange: CountExchange, deadline: float
         received += part
         while b"\n" in received:
             line, _, received = received.partition(b"\n")
-            words = _verified(exchange, line)
-            if not words:
+            message, numbers = _verified(exchange, line)
+            if not message:
                 return
-            yield words
+            yield message, numbers
             until = deadline + GRACE_S

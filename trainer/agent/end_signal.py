@@ -18,8 +18,7 @@ _ends: bool | None = None
 def block(*, ends: bool) -> None:
     """Block NOW_SIGNAL; call it before any other thread is started, so that all threads inherit the mask.
 
-    Args:
-        ends: whether the signal ends the process once the record is written; a script gets SIGTERM after it instead.
+    With ``ends`` it ends the process once the record is written; a script gets SIGTERM after it instead.
     """
     global _ends
     _ends = ends

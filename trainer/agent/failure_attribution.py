@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.log_tail import last_error
+from trainer.agent.rank_failure import last_error
+from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, root_cause, signal_name
@@ -43,22 +44,12 @@ class FailureAttribution:
 
     def fail(self, assignment: RankAssignment, kind: str, message: str) -> None:
         """Record a failure that the rank could not record itself."""
-        now_ns = time.time_ns()
-        failure = Failure(time=now_ns / 1e9, kind=kind, message=message, rank=assignment.rank, host=assignment.host)
-        self.failures.append((now_ns, failure))
+        self._record(assignment.failure(kind, message))
+        self._writer.write(assignment.state("failed", message=message))
+
+    def _record(self, failure: Failure) -> None:
+        self.failures.append((time.time_ns(), failure))
         self._writer.write(failure)
-        self._writer.write(
-            RankState(
-                time=failure.time,
-                rank=assignment.rank,
-                state="failed",
-                local_rank=assignment.local_rank,
-                node=assignment.node,
-                host=assignment.host,
-                device=assignment.device,
-                message=message,
-            )
-        )
 
     def finish(self, rank: WorkerProcess) -> None:
         """Record the success of a script that exited with 0 and did not report it.
@@ -79,7 +70,7 @@ class FailureAttribution:
     def report_death(self, rank: WorkerProcess) -> None:
         """Record that a rank ended without a report, with its exit code and the last error in its log."""
         assert rank.exit_code is not None
-        error = last_error(rank.log, since=rank.log_from)
+        error = last_error(rank.assignment.log, since=rank.log_from)
         if rank.exit_code >= 0:
             message = f"the process ended with exit code {rank.exit_code} before its training was complete"
             # A script that lost a peer ends with an exception about the connection.
@@ -98,17 +89,10 @@ class FailureAttribution:
 
     def server_ended(self, host: str, number: int | None) -> None:
         """Record that the fork server has ended, and all ranks with it; ``number`` is the signal that killed it."""
-        now_ns = time.time_ns()
         end = "ended" if number is None else f"was ended by {signal_name(number)}"
         kind, sender = self._kill_cause(number)
-        failure = Failure(
-            time=now_ns / 1e9,
-            kind=kind,
-            message=f"the fork server, the parent of all ranks on this node, {end}{sender}",
-            host=host,
-        )
-        self.failures.append((now_ns, failure))
-        self._writer.write(failure)
+        message = f"the fork server, the parent of all ranks on this node, {end}{sender}"
+        self._record(Failure(time=time.time(), kind=kind, message=message, host=host))
 
     def _kill_cause(self, number: int | None) -> tuple[str, str]:
         """Return the kind of failure and the sender of SIGKILL for a message; no sender for other signals."""
@@ -123,23 +107,9 @@ class FailureAttribution:
         return "signal", ": sent by hand, by a scheduler, or because of a memory limit"
 
     def outcome(
-        self,
-        first: RankAssignment,
-        ranks: Sequence[WorkerProcess],
-        *,
-        stopped: bool,
-        unanswered: list[int],
-        stop_reason: str = "",
+        self, first: RankAssignment, ranks: Sequence[WorkerProcess], shutdown: Shutdown, stop_reason: str
     ) -> NodeOutcome:
-        """Return the outcome of the node.
-
-        Args:
-            first: assignment of the node's first rank.
-            ranks: ranks that were started.
-            stopped: whether there was a stop request before any failure.
-            unanswered: ranks that did not answer it.
-            stop_reason: source of the stop request.
-        """
+        """Return the outcome of the node, from the assignment of its first rank and the ranks that were started."""
         failure = root_cause(self.failures)
         if failure is not None and failure.kind == "lost_peer" and len(ranks) == first.world_size:
             failed = {each.rank for _, each in self.failures}
@@ -147,7 +117,7 @@ class FailureAttribution:
             failure = _lost_rank_failure(others, failure) or failure
         complete = bool(ranks) and all(rank.finished_at is not None for rank in ranks)
         orderly = [rank.stopped for rank in ranks if rank.stopped is not None]
-        if (stopped or (orderly and failure is None)) and not complete:
+        if (shutdown.stopped or (orderly and failure is None)) and not complete:
             # Ranks that lose their peers while all are being stopped have not failed.
             code, failure = ExitCode.STOPPED, None
         elif failure is not None:
@@ -164,7 +134,7 @@ class FailureAttribution:
             stopped_at=max((report.step for report in orderly if report.step is not None), default=None),
             saved=next((report.saved for report in orderly if report.saved is not None), None),
             not_kept=next((report.not_kept for report in orderly if report.not_kept), self._lost_checkpoint()),
-            unanswered=unanswered,
+            unanswered=shutdown.unanswered,
             stop_reason=stop_reason,
             not_recorded=self.not_recorded,
         )
@@ -195,13 +165,12 @@ def _lost_rank_failure(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure
     gave_up = f"rank {lost.rank} gave up: {lost.message}"
     early = [rank for rank in ranks if rank.finished_at is not None and rank.finished_ns / 1e9 <= lost.time]
     unreported = [rank for rank in ranks if rank.unreported]
-    for found, kind, predicate in (
+    for absent, kind, predicate in (
         (early, "left_early", "had exited with code 0 while others were still training"),
         (unreported, "silent", "reported nothing"),
     ):
-        if found:
-            assignment = found[0].assignment
-            names = ", ".join(str(rank.assignment.rank) for rank in found)
-            message = f"rank{'s' * (len(found) > 1)} {names} {predicate}; {gave_up}"
-            return Failure(time=lost.time, kind=kind, message=message, rank=assignment.rank, host=assignment.host)
+        if absent:
+            names = ", ".join(str(rank.assignment.rank) for rank in absent)
+            message = f"rank{'s' * (len(absent) > 1)} {names} {predicate}; {gave_up}"
+            return msgspec.structs.replace(absent[0].assignment.failure(kind, message), time=lost.time)
     return None

@@ -20,7 +20,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import CodePosition, stacks
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
-from trainer.agent.scratch import delete_scratch, scratch_folder
+from trainer.agent.scratch import scratch_folder
 from trainer.contract.errors import ExitCode, message_line
 from trainer.contract.outcome import (
     SAVE_TIMEOUT_S,
@@ -34,33 +34,35 @@ from trainer.contract.outcome import (
 from trainer.contract.record import EventWriter, Failure, RankStacks, RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
-from trainer.host.descendants import kill_descendants
-from trainer.host.proc_environ import RUN
+from trainer.host.descendants import adopt_orphans, kill_descendants
+from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest
-
-FLUSH_S = 0.15
-"""Time before a stopped rank exits: a little more than ``EventWriter.interval_s``."""
+from trainer.host.temporary_folder import delete_temporary_folders
 
 
 def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], target: str) -> int:
     """Run the rank, ``module:function``, to its end in this process and return its exit code."""
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
-    process_guard.adopt_orphans()
+    adopt_orphans()
     node_dir = run_dir if assignment.local_world_size == 1 else None
     with (
         StopRequest(lease=environ.get(LEASE) == "stdin", main_thread_is_free=False) as stop_request,
         scratch_folder(node_dir, assignment.node),
     ):
-        agent = _InProcessAgent(assignment, run_dir, stop_request)
+        agent = _InProcessAgent(assignment, node_dir, stop_request)
         threading.Thread(target=agent.follow_stop_request, name="stop-request", daemon=True).start()
         if run_dir is not None:
-            if assignment.local_world_size == 1:
-                NodeOutcome.reserve(run_dir.node_result(assignment.node), ranks=1)
-            agent.write_spawned()
+            if node_dir is not None:
+                NodeOutcome.reserve(node_dir.node_result(assignment.node), ranks=1)
+            spawned = EventWriter(run_dir.node_events(assignment.node), shared=True)
+            spawned.write(assignment.state("spawned", pid=os.getpid()))
+            spawned.close()
             if assignment.local_rank == 0:
-                threading.Thread(target=agent.sample_node, name="node-sampler", daemon=True).start()
-            threading.Thread(target=agent.answer_stack_requests, name="stack-requests", daemon=True).start()
+                threading.Thread(target=agent.sample_node, args=(run_dir,), name="node-sampler", daemon=True).start()
+            threading.Thread(
+                target=agent.answer_stack_requests, args=(run_dir,), name="stack-requests", daemon=True
+            ).start()
             terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
             assignment = dataclasses.replace(assignment, terminal=terminal)
             process_guard.redirect_output(run_dir.rank_log(assignment.rank))
@@ -79,9 +81,10 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
 class _InProcessAgent:
     """Agent of the rank in this process: its stop request, reports, outcome and node samples."""
 
-    def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, stop_request: StopRequest) -> None:
+    def __init__(self, assignment: RankAssignment, node_dir: RunDir | None, stop_request: StopRequest) -> None:
         self._assignment = assignment
-        self._run_dir = run_dir
+        self._node_dir = node_dir
+        """Run directory, if this rank is the node's only one."""
         self._stop_request = stop_request
         self._terminal = os.dup(2)
         """Standard error as it was before the rank's log took its place."""
@@ -98,33 +101,22 @@ class _InProcessAgent:
         self._leave_at: float | None = None
         """Time at which the process exits after a stop request, on the monotonic clock."""
 
-    def write_spawned(self) -> None:
-        """Record the state ``spawned`` of the rank."""
-        assert self._run_dir is not None
-        assignment = self._assignment
-        writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
-        writer.write(assignment.spawned(os.getpid()))
-        writer.close()
-
-    def sample_node(self) -> None:
+    def sample_node(self, run_dir: RunDir) -> None:
         """Sample this node once a second; runs on its own thread.
 
         The thread sleeps nearly all of the time, and holds the GIL for less than a thousandth of it. Each machine has
         its own file: on a network file system, lines of several writers would mix.
         """
-        assert self._run_dir is not None
         assignment = self._assignment
-        local_ranks = LocalRanks(self._run_dir, assignment.node, assignment.host, assignment.local_world_size)
-        writer = EventWriter(self._run_dir.events / f"machine-{assignment.host}.ndjson")
-        log_of = self._run_dir.rank_log
+        local_ranks = LocalRanks(run_dir, assignment.node, assignment.host, assignment.local_world_size)
+        writer = EventWriter(run_dir.events / f"machine-{assignment.host}.ndjson")
         sampler = NodeSampler(
             assignment.node,
             assignment.host,
             local_ranks.pids,
             writer=writer,
-            log_of=log_of,
+            run_dir=run_dir,
             line_of=lambda rank: self._position.line if rank == assignment.rank else "",
-            record=self._run_dir.events,
         )
         gpus_known = False
         while not self._over.wait(SAMPLE_S):
@@ -134,19 +126,18 @@ class _InProcessAgent:
                 gpus_known = True
             sampler.poll(time.time())
 
-    def answer_stack_requests(self) -> None:
+    def answer_stack_requests(self, run_dir: RunDir) -> None:
         """Record the stacks of the rank at each request; runs on its own thread."""
-        assert self._run_dir is not None
         assignment, main = self._assignment, threading.main_thread().ident or 0
-        before = read_stack_request(self._run_dir)
+        before = read_stack_request(run_dir)
         while not self._over.wait(SAMPLE_S):
-            request = read_stack_request(self._run_dir)
+            request = read_stack_request(run_dir)
             if request and request != before:
                 before = request
                 answer = RankStacks(
                     time=time.time(), rank=assignment.rank, request=request, pid=os.getpid(), threads=stacks(main)
                 )
-                writer = EventWriter(self._run_dir.node_events(assignment.node), shared=True)
+                writer = EventWriter(run_dir.node_events(assignment.node), shared=True)
                 writer.write(answer)
                 writer.close()
 
@@ -182,13 +173,10 @@ class _InProcessAgent:
         if self._reported is not None:
             return self._reported
         message = f"the rank ended with exit code {code} before its training was complete"
-        assignment = self._assignment
-        failure = Failure(time=time.time(), kind="exit", message=message, rank=assignment.rank, host=assignment.host)
-        self._write_outcome(ExitCode.FAILED, failure=failure)
+        self._write_outcome(ExitCode.FAILED, failure=self._assignment.failure("exit", message))
         return code
 
     def stop_requested(self) -> bool:
-        """Whether the rank is to save and exit."""
         return self._leave_at is not None
 
     def follow_stop_request(self) -> None:
@@ -207,10 +195,10 @@ class _InProcessAgent:
     def _leave(self) -> NoReturn:
         if self._reported is None:
             self._write_outcome(ExitCode.STOPPED)
-        time.sleep(FLUSH_S)
+        time.sleep(0.15)  # a little more than ``EventWriter.interval_s``
         kill_descendants(run=os.environ.get(RUN), timeout_s=1.0)
-        if self._run_dir is not None and self._assignment.local_world_size == 1:
-            delete_scratch(self._run_dir, self._assignment.node)
+        if self._node_dir is not None:
+            delete_temporary_folders(self._node_dir.path, [self._assignment.node])
         os._exit(ExitCode.STOPPED)
 
     def _write_outcome(
@@ -231,24 +219,24 @@ class _InProcessAgent:
             )
         if failure is not None:
             self._print_message(f"rank {assignment.rank} on {assignment.host}: {failure.message}")
-        if self._run_dir is not None and assignment.local_world_size == 1:
-            outcome = RankOutcome(exit_code=code, finished=finished)
+        if self._node_dir is not None:
+            stop = stopped or RankReport()
             node = NodeOutcome(
                 node=assignment.node,
                 host=assignment.host,
                 exit_code=code,
-                ranks={assignment.rank: outcome},
+                ranks={assignment.rank: RankOutcome(exit_code=code, finished=finished)},
                 failure=failure,
-                stopped_at=None if stopped is None else stopped.step,
-                saved=None if stopped is None else stopped.saved,
-                not_kept="" if stopped is None else stopped.not_kept,
+                stopped_at=stop.step,
+                saved=stop.saved,
+                not_kept=stop.not_kept,
                 stop_reason=self._stop_request.reason or "",
                 not_recorded=self._not_recorded,
             )
             with contextlib.suppress(OSError):  # on a full disk only the exit code shows the outcome
-                node.write(self._run_dir.node_result(assignment.node))
+                node.write(self._node_dir.node_result(assignment.node))
 
-    def _print_message(self, line: str) -> None:
-        text = message_line(line, program="trainer") + "\n"
+    def _print_message(self, text: str) -> None:
+        line = message_line(text, program="trainer") + "\n"
         with contextlib.suppress(OSError):  # the terminal may be gone, which may be why the rank ends
-            os.write(self._terminal, text.encode(errors="backslashreplace"))
+            os.write(self._terminal, line.encode(errors="backslashreplace"))

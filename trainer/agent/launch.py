@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.agent import forkserver, worker_entry
+from trainer.agent import worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
@@ -21,21 +21,17 @@ from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, print_message
 from trainer.contract.home_folder import expand_home
-from trainer.contract.options import Distributed, Script
-from trainer.contract.outcome import NodeOutcome, RankReport, describe_stop
+from trainer.contract.options import Distributed, Script, TrainingSpec
+from trainer.contract.outcome import NodeOutcome, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
-from trainer.contract.training_spec import TrainingSpec
 from trainer.environments import slurm_step
 from trainer.environments.decision import Decision, apply_counts
 from trainer.host.gpu_claims import GpuClaimError, GpuTakenError, claim_gpus
-from trainer.host.ports import free_port
-from trainer.host.proc_environ import RUN
+from trainer.host.processes import RUN
 from trainer.host.visible_devices import Device, label
 
 RUN_ID = "GPUTRAIN_RUN_ID"
 """Environment variable with the run's id, if the run directory has another name."""
-
-STDOUT = 1
 
 RANK_TARGET = "trainer.engine.worker:run_rank"
 SCRIPT_TARGET = "trainer.agent.script:run_script"
@@ -54,13 +50,6 @@ def launch(
 ) -> int:
     """Run the ranks of a decision and return the exit code; if this process is the rank, end the process instead.
 
-    Args:
-        decision: the ranks to start on this node.
-        options: the flags of ``Distributed``.
-        ranks_run: training, or script, of the ranks.
-        devices: the visible GPUs.
-        environ: the environment.
-
     Raises:
         RequestError: the rendezvous, a GPU or the run directory cannot be used.
     """
@@ -70,22 +59,22 @@ def launch(
     # By default CUDA numbers the fastest GPU as 0; NVML and nvidia-smi have PCI order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     claimed = [devices[index].uuid for index in decision.device_ids if index is not None]
-    run_id = environ.get(RUN_ID) or (Path(options.run_dir).name if options.run_dir else "")
+    run_dir = None if options.run_dir is None else expand_home(options.run_dir).absolute()
+    run_id = environ.get(RUN_ID) or ("" if run_dir is None else run_dir.name)
     with (
         _claim(claimed, run_id, options, environ),
         usable_init_method(decision) as init_method,
         _disk_errors_as_training_errors(options),
     ):
-        run_dir = _run_dir(options)
+        if run_dir is not None:
+            _make_run_dir(run_dir)
         # In the rank's own process orphans that it adopts could not be told from children that the task waits for.
         agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
-        assignments = assign(
-            decision, options, init_method=init_method, run_dir=run_dir, devices=devices, environ=environ
-        )
+        assignments = _assign(decision, options, init_method, run_dir, run_id, devices, environ)
         if isinstance(ranks_run, Script):
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
-            address = master_address(init_method, environ, free_port=free_port() if init_method is None else 0)
+            address = master_address(init_method, environ)
             outcome = run_node(
                 [_for_script(assignment, ranks_run, address, environ) for assignment in assignments],
                 start_method=options.start_method,
@@ -99,7 +88,6 @@ def launch(
             if decision.spawn or agent_of_its_own:
                 outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
             else:
-                forkserver.stop()  # the rank loads torch in this process
                 outcome = None
                 code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)
     if outcome is None:
@@ -108,25 +96,25 @@ def launch(
     return outcome.exit_code
 
 
-def assign(
+def _assign(
     decision: Decision,
     options: Distributed,
-    *,
     init_method: str | None,
     run_dir: Path | None,
+    run_id: str,
     devices: Sequence[Device],
     environ: Mapping[str, str],
 ) -> list[RankAssignment]:
-    """Return the assignments of the ranks that start on this node; a world of one rank has no init method."""
-    run_id = environ.get(RUN_ID) or (run_dir.name if run_dir is not None else "")
     host = socket.gethostname()
+    # All nodes of srun or torchrun share one command line, so --node is 0 there.
+    node = environ.get({"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}.get(decision.mode, ""), "")
     return [
         RankAssignment(
             rank=rank,
             local_rank=local_rank,
             world_size=decision.world_size,
             local_world_size=decision.local_world_size,
-            node=_node(decision, options, environ),
+            node=int(node) if options.node == 0 and node.isdecimal() else options.node,
             host=host,
             device_id=device_id,
             device=label(device_id, devices),
@@ -136,8 +124,8 @@ def assign(
             distributed=options,
             run_dir=None if run_dir is None else str(run_dir),
             run_id=run_id,
-            terminal=STDOUT if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
-            report=_ignore_report,
+            terminal=1 if rank == 0 and run_dir is not None and not environ.get(RUN) else None,
+            report=lambda _: None,  # until ``start_worker`` or ``run_in_process`` sets another sink
         )
         for rank, local_rank, device_id in zip(decision.ranks, decision.local_ranks, decision.device_ids, strict=True)
     ]
@@ -153,28 +141,13 @@ def _for_script(
     return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
 
 
-def _ignore_report(_: RankReport) -> None:
-    """Drop a report: the sink until ``start_worker`` or ``run_in_process`` sets another."""
-
-
-def _node(decision: Decision, options: Distributed, environ: Mapping[str, str]) -> int:
-    """Return the index of this node: ``--node``, else that of srun or torchrun, whose nodes share one command line."""
-    names = {"slurm": "SLURM_NODEID", "environment": "GROUP_RANK"}
-    index = environ.get(names.get(decision.mode, ""), "")
-    return int(index) if options.node == 0 and index.isdecimal() else options.node
-
-
-def _run_dir(options: Distributed) -> Path | None:
-    if options.run_dir is None:
-        return None
-    path = expand_home(options.run_dir).absolute()
+def _make_run_dir(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise RequestError(f"--run-dir {options.run_dir} cannot be made: {error.strerror}") from None
+        raise RequestError(f"--run-dir {path} cannot be made: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise RequestError(f"--run-dir {options.run_dir} cannot be written")
-    return path
+        raise RequestError(f"--run-dir {path} cannot be written")
 
 
 def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ: Mapping[str, str]) -> TrainingSpec:
@@ -194,12 +167,9 @@ def _with_resume(spec: TrainingSpec, run_dir: Path | None, run_id: str, environ:
 
 @contextlib.contextmanager
 def _disk_errors_as_training_errors(options: Distributed) -> Iterator[None]:
-    """Turn the error of a full or read-only disk at the start of the record into a message of one line.
+    """Raise a TrainingError for a full or read-only disk at the start of the record.
 
     Once ranks run, a full disk costs parts of the record and not the training.
-
-    Raises:
-        TrainingError: a file of the run directory cannot be created.
     """
     try:
         yield
@@ -211,19 +181,14 @@ def _disk_errors_as_training_errors(options: Distributed) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _claim(uuids: Sequence[str], run_id: str, options: Distributed, environ: Mapping[str, str]) -> Iterator[None]:
-    """Claim the GPUs of this node's ranks in the body.
-
-    Raises:
-        MachineNotReadyError: another run has claimed one of them, or they cannot be claimed.
-    """
+    """Claim the GPUs of this node's ranks in the body; raise MachineNotReadyError if they cannot be claimed."""
     known = [uuid for uuid in uuids if uuid]
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as claims:
         try:
-            held.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
+            claims.enter_context(claim_gpus(known, run_id, shared=options.share_devices, environ=environ))
         except GpuTakenError as error:
-            raise MachineNotReadyError(
-                f"{error}; choose another GPU, or allow sharing it with --share-devices"
-            ) from None
+            remedy = "choose another GPU, or allow sharing it with --share-devices"
+            raise MachineNotReadyError(f"{error}; {remedy}") from None
         except GpuClaimError as error:
             raise MachineNotReadyError(f"{error}; accept that with --share-devices") from None
         yield

@@ -22,17 +22,12 @@ class LinePrinter:
     """Printer of lines, in order, that does not block the caller."""
 
     def __init__(self, terminal: int | None = None) -> None:
-        """Start with nothing to print.
-
-        Args:
-            terminal: descriptor that gets each line too, if standard output is a log.
-        """
+        """Print to standard output and, if that is a log, to the descriptor ``terminal`` too."""
         self._terminal = terminal
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def print_line(self, line: str) -> None:
-        """Queue a line for printing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="line printer", daemon=True)
             self._thread.start()

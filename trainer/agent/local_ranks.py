@@ -16,14 +16,9 @@ from trainer.host.processes import CLOCK_TICKS_HZ, read_stat
 
 
 class LocalRanks:
-    """Ranks of a node that have recorded their process.
+    """Ranks of a node that have recorded their process; ``host`` tells nodes apart that were given the same index.
 
-    Args:
-        run_dir: the record.
-        node: index of the node.
-        host: name of this machine, for nodes that were given the same index.
-        count: number of ranks on the node; once all are known, nothing more is read.
-        proc: mount point of procfs.
+    Once all ``count`` ranks are known, nothing more is read.
     """
 
     def __init__(self, run_dir: RunDir, node: int, host: str, count: int, *, proc: Path = PROC) -> None:
@@ -40,7 +35,6 @@ class LocalRanks:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are known."""
         return len(self.pids) >= self._count
 
     def read(self) -> Mapping[int, int]:
@@ -54,13 +48,9 @@ class LocalRanks:
         lines = lines[: lines.rfind(b"\n") + 1]
         self._read += len(lines)
         for event in decode_events(lines):
-            if (
-                isinstance(event, RankState)
-                and event.state == "spawned"
-                and event.host == self._host
-                and event.pid is not None
-                and self._started_before(event.pid, event.time)
-            ):
+            if not isinstance(event, RankState) or event.state != "spawned" or event.host != self._host:
+                continue
+            if event.pid is not None and self._started_before(event.pid, event.time):
                 self.pids[event.rank] = event.pid
                 self.devices[event.rank] = event.device or ""
         return self.pids

@@ -27,11 +27,10 @@ from trainer.agent.worker_process import WorkerProcess, start_worker
 from trainer.contract.errors import print_message
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import EventWriter, RunDir
-from trainer.host import process_guard
-from trainer.host.descendants import kill_descendants, reap
-from trainer.host.proc_environ import RUN
+from trainer.host.descendants import adopt_orphans, kill_descendants, reap
+from trainer.host.process_identity import UnmarkedProcesses
+from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
-from trainer.host.unmarked_processes import UnmarkedProcesses
 
 
 def run_node(
@@ -40,17 +39,9 @@ def run_node(
     start_method: Literal["forkserver", "spawn"],
     environ: Mapping[str, str],
     target: str,
-    preloaded: Sequence[str] | None = None,
+    preloaded: Sequence[str] = forkserver.PRELOADED,
 ) -> NodeOutcome:
-    """Run the ranks to their end and leave no process behind.
-
-    Args:
-        assignments: the ranks to start; their sink for reports is filled in.
-        start_method: of their processes.
-        environ: the environment, for the lease.
-        target: function that a rank runs, ``module:function``.
-        preloaded: modules that the fork server imports; default: ``forkserver.PRELOADED``.
-    """
+    """Run the ranks to their end and leave no process behind; ``target`` is the function of a rank, ``module:name``."""
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
@@ -58,7 +49,7 @@ def run_node(
     node_dir = run_dir if len(assignments) == first.local_world_size else None
     if node_dir is not None:
         NodeOutcome.reserve(node_dir.node_result(first.node), ranks=len(assignments))
-    process_guard.adopt_orphans()
+    adopt_orphans()
     with (
         StopRequest(lease=environ.get(LEASE) == "stdin") as stop_request,
         _woken_by_children(),
@@ -139,7 +130,7 @@ class _NodeAgent:
         assignments: Sequence[RankAssignment],
         start_method: Literal["forkserver", "spawn"],
         target: str,
-        preloaded: Sequence[str] | None,
+        preloaded: Sequence[str],
     ) -> None:
         """Start all ranks.
 
@@ -165,9 +156,8 @@ class _NodeAgent:
             self._pids,
             writer=self._writer,
             gpus=gpus_of({assignment.rank: assignment.device for assignment in assignments}),
-            log_of=RunDir(first.run_dir).rank_log,
+            run_dir=RunDir(first.run_dir),
             line_of=self._line_of,
-            record=RunDir(first.run_dir).events,
         )
 
     def _start_rank(self, context: BaseContext, assignment: RankAssignment, target: str) -> None:
@@ -179,7 +169,7 @@ class _NodeAgent:
         self._ranks.append(rank)
         assert rank.process.pid is not None
         self._pids[assignment.rank] = rank.process.pid
-        self._writer.write(rank.assignment.spawned(rank.process.pid))
+        self._writer.write(assignment.state("spawned", pid=rank.process.pid))
 
     # --- watching -------------------------------------------------------------------------------------------------
 
@@ -204,7 +194,10 @@ class _NodeAgent:
                 sources.append(rank.process.sentinel)
                 if not rank.reports.closed:
                     sources.append(rank.reports)
-            wait(sources, timeout=self._wait_s(running))  # type: ignore[arg-type]
+            due_s = [self._shutdown.due_in_s(running), None if self._stacks is None else self._stacks.due_in_s]
+            if self._sampler is not None:
+                due_s.append(SAMPLE_S)
+            wait(sources, timeout=min((each for each in due_s if each is not None), default=None))  # type: ignore[arg-type]
             self._stop_request.drain()
             # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
             reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
@@ -213,14 +206,7 @@ class _NodeAgent:
         """Return the line at which a rank of this agent stays; empty for a rank of another command."""
         return next((each.position.line for each in self._ranks if each.assignment.rank == rank), "")
 
-    def _wait_s(self, running: list[WorkerProcess]) -> float | None:
-        due_s = [self._shutdown.due_in_s(running), None if self._stacks is None else self._stacks.due_in_s]
-        if self._sampler is not None:
-            due_s.append(SAMPLE_S)
-        return min((seconds for seconds in due_s if seconds is not None), default=None)
-
     def close(self) -> None:
-        """Close the sampler."""
         if self._sampler is not None:
             self._sampler.close()
 
@@ -280,15 +266,7 @@ class _NodeAgent:
         return ended
 
     def outcome(self, first: RankAssignment) -> NodeOutcome:
-        """Return the outcome of the node."""
-        shutdown = self._shutdown
-        return self._attribution.outcome(
-            first,
-            self._ranks,
-            stopped=shutdown.stopped,
-            unanswered=shutdown.unanswered,
-            stop_reason=self._stop_request.reason or "",
-        )
+        return self._attribution.outcome(first, self._ranks, self._shutdown, self._stop_request.reason or "")
 
 
 def _torch_context() -> BaseContext:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample
+from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample, RunDir
 from trainer.contract.record.regular_file import size_of
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
 from trainer.host.memory import read_usable_memory
@@ -21,6 +21,7 @@ from trainer.host.processes import (
     read_usage,
     sleeps_in,
 )
+from trainer.host.resource_limits import free_bytes
 
 if TYPE_CHECKING:
     from trainer.host.nvml import Nvml
@@ -31,27 +32,16 @@ ASLEEP_PERCENT = 2.0
 """Use of a core below which a process counts as asleep; two ticks of the kernel's clock in a second."""
 
 
-def rank_sample(
-    rank: int, before: ProcessUsage | None, after: ProcessUsage, *, seconds: float, tick_hz: int
-) -> RankSample:
+def rank_sample(rank: int, before: ProcessUsage | None, after: ProcessUsage, *, seconds: float) -> RankSample:
     """Return the sample of a rank from two readings of its process, with shares of the time between them."""
     sample = RankSample(rank=rank, rss_bytes=after.rss_bytes, held=after.held)
     if before is None or seconds <= 0:
         return sample
     if before.ticks is not None and after.ticks is not None:
-        sample.cpu_percent = _percent((after.ticks - before.ticks) / tick_hz, seconds)
+        sample.cpu_percent = _percent((after.ticks - before.ticks) / CLOCK_TICKS_HZ, seconds)
     if before.wait_ns is not None and after.wait_ns is not None:
         sample.wait_percent = min(100.0, _percent((after.wait_ns - before.wait_ns) / 1e9, seconds))
     return sample
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Return the space that this user may still use on a folder's disk; None if that cannot be read."""
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
 
 
 def _percent(part: float, whole: float) -> float:
@@ -59,30 +49,21 @@ def _percent(part: float, whole: float) -> float:
 
 
 class Gpus:
-    """GPUs of this node's ranks, sampled through NVML; values that a GPU does not report are absent.
+    """GPUs of this node's ranks, sampled through NVML; values that a GPU does not report are absent."""
 
-    Args:
-        uuids: rank to the UUID of its GPU.
-        nvml: the driver; None loads it if there is a GPU.
-    """
-
-    def __init__(self, uuids: Mapping[int, str], nvml: Nvml | None = None) -> None:
+    def __init__(self, uuids: Mapping[int, str], nvml: Nvml | None) -> None:
         self._handles: dict[str, tuple[Any, int, int | None]] = {}
         """UUID to handle, index in PCI order, and rank; None for a GPU that several ranks share."""
         self._nvml = nvml
-        if uuids and nvml is None:
-            from trainer.host.nvml import load_driver  # CPU ranks need not import it
-
-            self._nvml = load_driver()
-        if not uuids or self._nvml is None or self._nvml.start():
+        if nvml is None or nvml.start():
             return
         ranks: dict[str, list[int]] = {}
         for rank, uuid in uuids.items():
             ranks.setdefault(uuid, []).append(rank)
         for uuid, users in ranks.items():
-            handle = self._nvml.handle_of(uuid)
+            handle = nvml.handle_of(uuid)
             # Read once: a GPU that falls off the bus later has no index any more, which every sample needs.
-            index = None if handle is None else self._nvml.index_of(handle)
+            index = None if handle is None else nvml.index_of(handle)
             if index is not None:
                 self._handles[uuid] = (handle, index, users[0] if len(users) == 1 else None)
 
@@ -91,39 +72,25 @@ class Gpus:
         return [self._sample(uuid, *entry) for uuid, entry in self._handles.items()]
 
     def close(self) -> None:
-        """Shut NVML down."""
         if self._nvml is not None and self._handles:
             self._handles.clear()
             self._nvml.stop()
 
     def _sample(self, uuid: str, handle: Any, index: int, rank: int | None) -> GpuSample:
-        from trainer.host.nvml import throttle_reasons
-
         assert self._nvml is not None
-        now = self._nvml.readings(handle)
-        return GpuSample(
-            index=index,
-            uuid=uuid,
-            rank=rank,
-            utilization_percent=now.utilization,
-            memory_used_bytes=now.memory_used,
-            memory_total_bytes=now.memory_total,
-            power_watts=None if now.power_mw is None else now.power_mw / 1000,
-            temperature_celsius=now.temperature,
-            sm_clock_mhz=now.sm_clock,
-            max_sm_clock_mhz=now.max_sm_clock,
-            throttle_reasons=list(throttle_reasons(now.throttle_mask)),
-        )
+        readings = vars(self._nvml.readings(handle))
+        reasons = list(readings["throttle_reasons"])
+        return GpuSample(index=index, uuid=uuid, rank=rank, **(readings | {"throttle_reasons": reasons}))
 
 
 def gpus_of(devices: Mapping[int, str]) -> Gpus | None:
-    """Return the GPUs of ranks; None for CPU ranks.
-
-    Args:
-        devices: rank to the label of its device in the record, ``cpu`` or ``cuda:<index> <UUID or name>``.
-    """
+    """Return the GPUs of ranks, by the labels of their devices (``visible_devices.label``); None for CPU ranks."""
     uuids = {rank: uuid for rank, device in devices.items() if (uuid := device.partition(" ")[2]).startswith("GPU-")}
-    return Gpus(uuids) if uuids else None
+    if not uuids:
+        return None
+    from trainer.host.nvml import load_driver  # CPU ranks need not import it
+
+    return Gpus(uuids, load_driver())
 
 
 class NodeSampler:
@@ -135,9 +102,8 @@ class NodeSampler:
         pids: rank to process id; read at each sample, so ranks may be added and removed.
         gpus: the GPUs of this node's ranks; None for CPU ranks.
         writer: writer of the events; if it is not enabled, nothing is sampled.
-        log_of: returns the log of a rank, whose size is sampled; None samples no logs.
+        run_dir: the record, for the size of the ranks' logs and the free space of its disk.
         line_of: returns the line of the user's code at which a rank stays; empty if none.
-        record: folder of the record, the free space of whose disk is sampled; None samples none.
         proc: mount point of procfs.
     """
 
@@ -149,9 +115,8 @@ class NodeSampler:
         *,
         writer: EventWriter,
         gpus: Gpus | None = None,
-        log_of: Callable[[int], Path] | None = None,
+        run_dir: RunDir | None = None,
         line_of: Callable[[int], str] = lambda _: "",
-        record: Path | None = None,
         proc: Path = PROC,
     ) -> None:
         self._node = node
@@ -160,9 +125,8 @@ class NodeSampler:
         self._writer = writer
         self._proc = proc
         self._gpus = gpus
-        self._log_of = log_of
+        self._run_dir = run_dir
         self._line_of = line_of
-        self._record = record
         self._last: float | None = None
         self._usable_cores = usable_cores()
         self._cores: CoreTimes | None = None
@@ -173,11 +137,7 @@ class NodeSampler:
         """Rank to the clock ticks of its descendants by pid, for ranks that were nearly idle in the last sample."""
 
     def poll(self, now: float) -> NodeSample | None:
-        """Take a sample when one is due, write it and return it.
-
-        Args:
-            now: Unix seconds.
-        """
+        """Take a sample when one is due, at ``now`` in Unix seconds, write it and return it."""
         if not self._writer.enabled or (self._last is not None and 0 <= now - self._last < SAMPLE_S):
             return None
         seconds = 0.0 if self._last is None else now - self._last
@@ -206,7 +166,7 @@ class NodeSampler:
             if process is None:
                 continue  # it has ended
             earlier = self._processes.get(rank)
-            of_rank = rank_sample(rank, earlier, process, seconds=seconds, tick_hz=CLOCK_TICKS_HZ)
+            of_rank = rank_sample(rank, earlier, process, seconds=seconds)
             if of_rank.cpu_percent is not None and of_rank.cpu_percent < ASLEEP_PERCENT:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
             if (of_rank.wait_percent or 0.0) >= waits_percent:
@@ -217,8 +177,8 @@ class NodeSampler:
                     busy = sum(total - previous.get(thread, 0) for thread, total in threads[rank].items())
                     of_rank.busy_threads = round(busy / 1e9 / seconds, 1)
             of_rank.line = self._line_of(rank)
-            if self._log_of is not None:
-                of_rank.log_bytes = size_of(self._log_of(rank))
+            if self._run_dir is not None:
+                of_rank.log_bytes = size_of(self._run_dir.rank_log(rank))
             sample.ranks.append(of_rank)
             processes[rank] = process
         self._sample_children(sample.ranks, seconds)
@@ -226,13 +186,12 @@ class NodeSampler:
         if before is not None and after is not None and seconds > 0 and self._usable_cores == os.cpu_count():
             others = after.busy - after.stolen - before.busy + before.stolen
             others_percent = _percent(others / CLOCK_TICKS_HZ, seconds)
-            sample.other_cpu_percent = max(
-                0.0, round(others_percent - sum(r.cpu_percent or 0 for r in sample.ranks), 1)
-            )
+            of_ranks = sum(of_rank.cpu_percent or 0 for of_rank in sample.ranks)
+            sample.other_cpu_percent = max(0.0, round(others_percent - of_ranks, 1))
         if self._gpus is not None:
             sample.gpus = self._gpus.sample()
-        if self._record is not None:
-            sample.record_free_bytes = free_bytes(self._record)
+        if self._run_dir is not None:
+            sample.record_free_bytes = free_bytes(self._run_dir.events)
         self._writer.write(sample)
         return sample
 
@@ -258,6 +217,5 @@ class NodeSampler:
         self._gpus = gpus
 
     def close(self) -> None:
-        """Shut the driver down."""
         if self._gpus is not None:
             self._gpus.close()

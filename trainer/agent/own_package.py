@@ -62,8 +62,7 @@ def restore() -> None:
 
 def _pop_modules() -> dict[str, ModuleType]:
     """Remove and return the loaded modules, with their submodules, of whose names the script has others."""
-    tops = {name.partition(".")[0] for name in sys.modules}
-    others = {name for name in tops if _has_another(name)}
+    others = {name for name in {name.partition(".")[0] for name in sys.modules} if _has_another(name)}
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in others}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from trainer.agent.forkserver import SERVER_OF
-from trainer.host import process_guard
+from trainer.host.descendants import die_with_parent_process
 
 if os.environ.pop(SERVER_OF, None) == str(os.getppid()):
-    process_guard.die_with_parent_process()
+    die_with_parent_process()

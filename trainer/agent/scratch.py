@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import multiprocessing
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from trainer.agent import forkserver
-from trainer.agent.forkserver import environment
+from trainer.agent.forkserver import environment, sockets_in
 from trainer.contract.errors import MachineNotReadyError
 from trainer.contract.record import RunDir
 from trainer.host.temporary_folder import SHORT, delete_temporary_folders, make_temporary_folder, system_folder
@@ -35,41 +32,17 @@ def scratch_folder(run_dir: RunDir | None, node: int) -> Iterator[Path | None]:
     # The compile cache stays where it is without a run, since it speeds up the next one.
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(system_folder() / f"torchinductor_{_user()}")
     # multiprocessing, here and in ranks, puts its sockets there, and makes no folder that a kill would leave behind.
-    with environment({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": cache}), _sockets_in(sockets):
+    with environment({"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": cache}), sockets_in(str(sockets)):
         tempfile.tempdir = None  # tempfile has cached the system's folder
         try:
             yield folder
         finally:
             tempfile.tempdir = None
-            delete_scratch(run_dir, node)
-
-
-@contextlib.contextmanager
-def loading_torch(run_dir: RunDir, node: int) -> Iterator[None]:
-    """Start the fork server, which loads torch while the body decides about its ranks; stop it afterwards.
-
-    The folder of its socket is one of the node, so that the supervisor deletes it if a kill leaves it.
-
-    Raises:
-        MachineNotReadyError: there is no folder for temporary files.
-    """
-    _, sockets = _make_folders(run_dir, node)
-    try:
-        with _sockets_in(sockets):
-            forkserver.start()
-        delete_scratch(run_dir, node)
-        yield
-    finally:
-        forkserver.stop()
-        delete_scratch(run_dir, node)
+            delete_temporary_folders(run_dir.path, [node])
 
 
 def _make_folders(run_dir: RunDir, node: int) -> tuple[Path, Path]:
-    """Make the temporary folder of a node, and one with a short path for its sockets, which may be the same.
-
-    Raises:
-        MachineNotReadyError: they cannot be made.
-    """
+    """Make the temporary folder of a node, and one with a short path for its sockets, which may be the same."""
     # Maximum bytes of the path of a folder for sockets of ``multiprocessing``: they have 36 more, of at most 107.
     longest_socket_folder = 71
     try:
@@ -82,23 +55,6 @@ def _make_folders(run_dir: RunDir, node: int) -> tuple[Path, Path]:
             f"temporary files cannot be written ({error.filename or error}: {error.strerror}); "
             "set TMPDIR to a folder of this machine that can be written"
         ) from None
-
-
-@contextlib.contextmanager
-def _sockets_in(folder: Path) -> Iterator[None]:
-    """Have ``multiprocessing`` make its sockets in a folder."""
-    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    settings["tempdir"] = str(folder)
-    try:
-        yield
-    finally:
-        del settings["tempdir"]
-
-
-def delete_scratch(run_dir: RunDir, node: int) -> None:
-    """Delete the temporary folders of a node of a run."""
-    for within in {system_folder(), SHORT}:
-        delete_temporary_folders(run_dir.path, [node], within)
 
 
 def _user() -> str:

@@ -17,7 +17,6 @@ import os
 import runpy
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -26,12 +25,12 @@ from typing import Any
 
 from trainer.agent import own_package
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.exception_failure import failure_of
-from trainer.agent.log_tail import error_line, last_error
+from trainer.agent.rank_failure import error_line, failure_of, last_error
 from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import is_lost_peer
-from trainer.contract.record import Event, EventWriter, Failure, RankState, RankStateName, RunDir
+from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir
+from trainer.contract.record.regular_file import size_of
 from trainer.host.import_path import python_path
 from trainer.host.user_code import innermost_user_line
 
@@ -52,8 +51,8 @@ def run_script(
     """
     pid = os.getpid()
     # With this pid in the environment, trainer.watch leaves the rank's states to this module.
-    os.environ[RANK_PID] = str(os.getpid())
-    _write(assignment, _state(assignment, "training"))
+    os.environ[RANK_PID] = str(pid)
+    _write_state(assignment, "training")
     _imitate_new_interpreter(assignment.script_argv)
     code, failure = _run(assignment, hidden)
     if os.getpid() != pid:
@@ -61,20 +60,20 @@ def run_script(
     own_package.restore()
     not_recorded = at_end(failure is not None)
     if failure is not None:
-        not_recorded = _write(assignment, _state(assignment, "failed", failure.message), failure) or not_recorded
+        not_recorded = _write_state(assignment, "failed", failure) or not_recorded
         assignment.failed(failure, not_recorded=not_recorded)
         return code
     if assignment.stop_requested():
         # It exited on the stop request: its training may be incomplete.
         assignment.stopped(None, None, not_recorded=not_recorded)
         return ExitCode.STOPPED
-    not_recorded = _write(assignment, _state(assignment, "finished")) or not_recorded
+    not_recorded = _write_state(assignment, "finished") or not_recorded
     assignment.finished(not_recorded=not_recorded)
     return ExitCode.FINISHED
 
 
 def _imitate_new_interpreter(arguments: Sequence[str]) -> None:
-    """Set arguments, import path, streams and multiprocessing as in a new interpreter that is given these words."""
+    """Set arguments, import path, streams and multiprocessing as in a new interpreter with these arguments."""
     is_module = arguments[0] == MODULE
     sys.argv = list(arguments[1:] if is_module else arguments)
     own_folder = Path.cwd() if is_module else Path(arguments[0]).resolve().parent
@@ -92,10 +91,10 @@ def _imitate_new_interpreter(arguments: Sequence[str]) -> None:
 
 def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None]:
     """Run the script as ``__main__``; return its exit code and its failure, None for a success."""
-    log_start = _log_size(assignment)
+    log, log_start = assignment.log, 0 if assignment.log is None else size_of(assignment.log)
     try:
         first, *rest = assignment.script_argv
-        code, main = _module(rest[0]) if first == MODULE else (_compiled(first), _main_module(first))
+        code, main = _module(rest[0]) if first == MODULE else _script(first)
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
         _run_exit_functions()
@@ -108,10 +107,10 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
             print(error.code, file=sys.stderr)
             text = f"the script exited with: {error.code}".splitlines()[0]
         else:
-            line = last_error(_log(assignment), since=log_start, any_line=True)
+            line = last_error(log, since=log_start, any_line=True)
             text = f"the script called sys.exit({exit_code})" + (line and f": {line}")
         where = innermost_user_line(error.__traceback__)
-        return exit_code, _exit_failure(assignment, text + (where and f" ({type(error).__name__} at {where})"))
+        return exit_code, assignment.failure("exit", text + (where and f" ({type(error).__name__} at {where})"))
     except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if hidden is not None:
@@ -128,20 +127,20 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
     return ExitCode.FINISHED, None
 
 
-def _compiled(script: str) -> CodeType:
-    with io.open_code(str(Path(script).absolute())) as file:
-        # Without this module's own __future__ imports.
-        return compile(file.read(), str(Path(script).absolute()), "exec", dont_inherit=True)
-
-
-def _main_module(script: str) -> ModuleType:
-    """Return a new ``__main__`` module with the attributes that the interpreter sets for a script."""
-    path = str(Path(script).absolute())
-    module = ModuleType("__main__")
-    module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
-    module.__dict__.update(__builtins__=__builtins__, __cached__=None, __annotations__={})
-    return module
+def _script(name: str) -> tuple[CodeType, ModuleType]:
+    """Return the code of a script and a new ``__main__`` module for it, with the interpreter's attributes."""
+    path = str(Path(name).absolute())
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # without this module's own __future__ imports
+    main = ModuleType("__main__")
+    main.__dict__.update(
+        __builtins__=__builtins__,
+        __cached__=None,
+        __annotations__={},
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+    )
+    return code, main
 
 
 def _module(name: str) -> tuple[CodeType, ModuleType]:
@@ -150,9 +149,9 @@ def _module(name: str) -> tuple[CodeType, ModuleType]:
     Raises:
         SystemExit: there is no such module, or it cannot be run.
     """
-    details: Any = runpy
+    finder: Any = runpy
     try:
-        _, spec, code = details._get_module_details(name)  # as pdb and cProfile of the standard library find it
+        _, spec, code = finder._get_module_details(name)  # as pdb and cProfile of the standard library find it
     except ImportError as error:
         raise SystemExit(f"python -m {name}: {error}") from None
     sys.argv[0] = spec.origin
@@ -208,44 +207,23 @@ def _kind(error: BaseException) -> str:
     return "lost_peer" if is_lost_peer(str(error)) else "exception"
 
 
-def _exit_failure(assignment: RankAssignment, message: str) -> Failure:
-    return Failure(time=time.time(), kind="exit", message=message, rank=assignment.rank, host=assignment.host)
+def _write_state(assignment: RankAssignment, state: RankStateName, failure: Failure | None = None) -> str:
+    """Record a state, and a failure; return why they are not on disk, empty if they are.
 
-
-def _state(assignment: RankAssignment, state: RankStateName, message: str | None = None) -> RankState:
-    return RankState(
-        time=time.time(),
-        rank=assignment.rank,
-        state=state,
-        local_rank=assignment.local_rank,
-        node=assignment.node,
-        host=assignment.host,
-        device=assignment.device,
-        pid=os.getpid(),
-        threads=int(threads) if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else None,
-        message=message,
-    )
-
-
-def _write(assignment: RankAssignment, *events: Event) -> str:
-    """Write events, and end the writer's thread, so that the script's process has no thread of ours.
-
-    Returns:
-        Why they are not on disk; empty if they are.
+    Ends the writer's thread, so that the script's process has no thread of ours.
     """
     if assignment.run_dir is None:
         return ""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    event = assignment.state(
+        state,
+        pid=os.getpid(),
+        threads=int(threads) if threads.isdecimal() else None,
+        message=None if failure is None else failure.message,
+    )
     writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
-    for event in events:
-        writer.write(event)
+    writer.write(event)
+    if failure is not None:
+        writer.write(failure)
     writer.close()
     return writer.write_error
-
-
-def _log(assignment: RankAssignment) -> Path | None:
-    return None if assignment.run_dir is None else RunDir(assignment.run_dir).rank_log(assignment.rank)
-
-
-def _log_size(assignment: RankAssignment) -> int:
-    log = _log(assignment)
-    return log.stat().st_size if log is not None and log.exists() else 0

@@ -1,4 +1,4 @@
-"""Environment that a launcher such as torchrun gives a script; pure, torch-free."""
+"""Environment that a launcher such as torchrun gives a script; torch-free."""
 
 from __future__ import annotations
 
@@ -9,47 +9,38 @@ from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of
 from trainer.host.addresses import is_loopback
 from trainer.host.import_path import ASIDE
+from trainer.host.ports import free_port
 
 RUN_DIR = "GPUTRAIN_RUN_DIR"
 """Environment variable with the run directory, where ``trainer.watch`` in a script finds the record."""
 RANK_PID = "GPUTRAIN_RANK_PID"
 """Environment variable with the pid of the rank whose states and end ``trainer.agent.script`` records."""
-NO_RUN_ID = "none"
-"""Run id of torchrun for a run without one."""
 GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
 """Environment variable of torchrun with the number of nodes; a plan with several nodes sets it."""
 TORCHRUN_STORE_VARIABLES = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
-"""Variables that keep torchrun's values if ranks meet in the store of its agent: rank 0 must not serve another one."""
 
 
 def refuse_file_rendezvous(init_method: str | None) -> None:
-    """Refuse a file rendezvous, for which the environment of a launcher has no variables.
-
-    Raises:
-        RequestError: the init method is ``file://``.
-    """
+    """Raise ``RequestError`` for ``file://``, for which the environment of a launcher has no variables."""
     if init_method is not None and scheme_of(init_method) == "file":
         raise RequestError(
             f"{init_method}: a script uses MASTER_ADDR and MASTER_PORT for its rendezvous, not a file; use tcp://HOST:PORT"
         )
 
 
-def master_address(init_method: str | None, environ: Mapping[str, str], *, free_port: int) -> tuple[str, int]:
-    """Return the address and the port on which rank 0 of a script listens.
+def master_address(init_method: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the address and the port on which rank 0 of a script listens, by ``tcp://HOST:PORT`` or ``env://``.
 
-    Args:
-        init_method: ``tcp://HOST:PORT`` or ``env://``; None for a single rank, whose script may still create a group.
-        environ: the environment, for ``env://``.
-        free_port: a port for a single rank.
+    A single rank has no init method, but its script may still create a group, on a free port.
     """
     if init_method is None:
-        return "127.0.0.1", free_port
+        return "127.0.0.1", free_port()
     method = parse_rendezvous_url(init_method)
-    if method is not None and method.scheme == "env":
-        return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     assert method is not None
+    if method.scheme == "env":
+        return environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     assert method.scheme == "tcp"
     return method.host, method.port
 
@@ -66,7 +57,9 @@ def launcher_environment(
     """
     host, port = address
     rank, world = str(assignment.rank), str(assignment.world_size)
-    run_id = assignment.run_id or NO_RUN_ID
+    # Ranks that meet in the store of torchrun's agent keep its variables: rank 0 must not serve another store.
+    in_agents_store = assignment.init_method is not None and scheme_of(assignment.init_method) == "env"
+    kept = TORCHRUN_STORE_VARIABLES if in_agents_store else ()
     settings: dict[str, str | None] = {
         "RANK": rank,
         "WORLD_SIZE": world,
@@ -79,11 +72,11 @@ def launcher_environment(
         "ROLE_NAME": "default",
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RUN_ID": assignment.run_id or "none",  # as torchrun names a run without an id
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": None,
-        **_torchrun_store_settings(assignment.init_method, environ),
+        **{name: environ[name] for name in kept if name in environ},
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # The fork server has 1; ranks that share a machine get 1 unless the user has set it, as under torchrun.
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or ("1" if assignment.local_world_size > 1 else None),
@@ -101,13 +94,6 @@ def launcher_environment(
         # Otherwise gloo uses the address to which the machine's name resolves, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings
-
-
-def _torchrun_store_settings(init_method: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's values of ``TORCHRUN_STORE_VARIABLES`` for ``env://``, else an empty dict."""
-    if init_method is None or scheme_of(init_method) != "env":
-        return {}
-    return {name: environ[name] for name in TORCHRUN_STORE_VARIABLES if name in environ}
 
 
 def _node_count(assignment: RankAssignment, environ: Mapping[str, str]) -> str | None:

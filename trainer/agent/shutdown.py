@@ -83,12 +83,10 @@ class Shutdown:
                 self.kill_at = now
 
     def act(self, running: Sequence[WorkerProcess], failures: Sequence[tuple[int, Failure]], now: float) -> bool:
-        """Take the steps that are due; return True once killed ranks have had ``KILLED_EXIT_S`` to end.
+        """Take the steps that are due for the ranks that have not ended; ``now`` is in monotonic seconds.
 
-        Args:
-            running: ranks that have not ended, at least one.
-            failures: failures so far.
-            now: monotonic seconds.
+        Returns:
+            True once killed ranks have had ``KILLED_EXIT_S`` to end.
         """
         cause_wait_s = 1.0  # time to wait for the report of the root cause after a rank has reported only a lost peer
         if self._stop_request.level and not failures:

@@ -81,16 +81,16 @@ class StackRequests:
     def _overdue(self, rank: WorkerProcess) -> None:
         number, pid = rank.assignment.rank, rank.process.pid
         if number in self._log_from:
-            threads = printed_stacks(rank.log, self._log_from[number])
+            threads = printed_stacks(rank.assignment.log, self._log_from[number])
             self.answered(rank, threads, "the interpreter is held" if threads else "no answer")
         elif pid is None or is_held(pid):
             self.answered(rank, [], "the process is stopped (state T)")
         elif rank.handles_stack_signal:
             self.answered(rank, [], f"the interpreter is held, and the script handles {STACK_SIGNAL.name} itself")
-        elif rank.log is None or not _prints_on_signal(pid):
+        elif rank.assignment.log is None or not _prints_on_signal(pid):
             self.answered(rank, [], f"the interpreter is held, and the process does not take {STACK_SIGNAL.name}")
         else:
-            self._log_from[number] = size_of(rank.log)
+            self._log_from[number] = size_of(rank.assignment.log)
             self._due[number] = time.monotonic() + ANSWER_S
             with suppress(ProcessLookupError):
                 os.kill(pid, STACK_SIGNAL)

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
+import pkgutil
 import signal
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import report_position
-from trainer.agent.exception_failure import failure_of
+from trainer.agent.forkserver import set_variables
+from trainer.agent.rank_failure import failure_of
 from trainer.contract.errors import ExitCode, RequestError, TrainingError
 from trainer.contract.outcome import RankReport, exit_code_of
-from trainer.contract.record import Failure, RunDir
+from trainer.contract.record import RunDir
 from trainer.host import process_guard
 from trainer.host.stop_request import SAVE_SIGNALS, StopRequest
 
-RankFunction = Callable[[RankAssignment], object]
-"""Function that runs a rank. It reports ``finished`` or ``failed`` itself; its exception is reported for it."""
-
 
 def enter(target: str, assignment: RankAssignment) -> NoReturn:
-    """Run ``module:function`` as the rank in a process started for it, and end the process."""
+    """Run the function ``module:name`` as the rank in a process started for it, and end the process."""
     assert assignment.parent_pid is not None
     end_signal.block(ends=not assignment.is_script)
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
-    _set_environment(assignment)
+    set_variables(assignment.environment)
     terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
     if assignment.run_dir is not None:
         process_guard.redirect_output(RunDir(assignment.run_dir).rank_log(assignment.rank))
@@ -53,26 +49,28 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     leave(run(target, dataclasses.replace(assignment, report=report, stop_requested=stop_requested, terminal=terminal)))
 
 
-def _set_environment(assignment: RankAssignment) -> None:
-    for name, value in assignment.environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if "TMPDIR" in assignment.environment:
-        tempfile.tempdir = None  # tempfile may have cached the old folder
-
-
 def run(target: str, assignment: RankAssignment) -> int:
-    """Call the rank's function and return the exit code."""
+    """Call the rank's function, ``module:name``, and return the exit code.
+
+    The function reports ``finished`` or ``failed`` itself; its exception is reported for it.
+    """
     # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     if assignment.run_dir is not None:
         report_position(assignment.report, assignment.stack_requests)
     try:
-        code = load(target)(assignment)
+        code = pkgutil.resolve_name(target)(assignment)
     except Exception as error:  # noqa: BLE001  (any error is reported, and the rank ends)
-        failure = _failure(error, assignment)
+        expected = isinstance(error, RequestError | TrainingError)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        failure = failure_of(
+            error,
+            kind="request" if isinstance(error, RequestError) else "exception",
+            message=lines[0] if expected else "",
+            rank=assignment.rank,
+            host=assignment.host,
+            defect=not expected,
+        )
         if failure.traceback is not None:
             print(failure.traceback, file=sys.stderr)
         assignment.failed(failure)
@@ -85,23 +83,3 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def load(target: str) -> RankFunction:
-    """Import and return ``module:function``."""
-    module, _, name = target.partition(":")
-    function: RankFunction = getattr(importlib.import_module(module), name)
-    return function
-
-
-def _failure(error: Exception, assignment: RankAssignment) -> Failure:
-    expected = isinstance(error, RequestError | TrainingError)
-    lines = str(error).strip().splitlines()
-    return failure_of(
-        error,
-        kind="request" if isinstance(error, RequestError) else "exception",
-        message=(lines[0] if lines else type(error).__name__) if expected else "",
-        rank=assignment.rank,
-        host=assignment.host,
-        defect=not expected,
-    )

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import msgspec
 
-from trainer.agent import forkserver, worker_entry
+from trainer.agent import worker_entry
 from trainer.agent.assignment import PipeSink, RankAssignment
 from trainer.agent.code_position import CodePosition
 from trainer.contract.outcome import RankOutcome, RankReport, signal_name
-from trainer.contract.record import RunDir
+from trainer.contract.record.regular_file import size_of
 
 
 @dataclass
@@ -27,8 +26,7 @@ class WorkerProcess:
     assignment: RankAssignment
     process: BaseProcess
     reports: Connection
-    log: Path | None = None
-    log_from: int = 0
+    log_from: int
     """Size of the log at the start of the process, in bytes."""
     finished_at: float | None = None
     """Time at which its success was received, on the monotonic clock."""
@@ -74,14 +72,13 @@ class WorkerProcess:
                 self.stack_requests.send_bytes(b"stacks")
 
     def poll_reports(self) -> list[RankReport]:
-        """Return the reports since the last call."""
-        found: list[RankReport] = []
+        reports: list[RankReport] = []
         try:
             while not self.reports.closed and self.reports.poll():
-                found.append(msgspec.json.decode(self.reports.recv_bytes(), type=RankReport))
+                reports.append(msgspec.json.decode(self.reports.recv_bytes(), type=RankReport))
         except (EOFError, OSError):
             self.reports.close()
-        return found
+        return reports
 
     def signal(self, number: int) -> None:
         """Send a signal unless the process has ended."""
@@ -90,7 +87,6 @@ class WorkerProcess:
                 os.kill(self.process.pid, number)
 
     def outcome(self) -> RankOutcome:
-        """Return its outcome."""
         number = -self.exit_code if self.exit_code is not None and self.exit_code < 0 else None
         return RankOutcome(
             exit_code=self.exit_code if number is None else None,
@@ -101,8 +97,7 @@ class WorkerProcess:
 
 def start_worker(context: BaseContext, assignment: RankAssignment, target: str) -> WorkerProcess | None:
     """Start a rank's process; return None if the fork server has ended."""
-    log = RunDir(assignment.run_dir).rank_log(assignment.rank) if assignment.run_dir is not None else None
-    log_from = log.stat().st_size if log is not None and log.exists() else 0
+    log_from = 0 if assignment.log is None else size_of(assignment.log)
     reports, pipe = context.Pipe(duplex=True)
     requests, stack_requests = context.Pipe(duplex=False)
     sink = PipeSink(pipe)
@@ -112,7 +107,6 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
         report=sink,
         stop_requested=sink.stop_requested,
         stack_requests=requests,
-        environment={**forkserver.environment_changes(), **assignment.environment},
     )
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=worker_entry.enter, args=(target, for_worker), name=f"rank-{assignment.rank}"
@@ -124,4 +118,4 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
     finally:
         pipe.close()
         requests.close()
-    return WorkerProcess(assignment, process, reports, log, log_from, stack_requests=stack_requests)
+    return WorkerProcess(assignment, process, reports, log_from, stack_requests=stack_requests)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.file import (
-    BEST,
     EPOCH,
     clear_unfinished,
     copy_for,
@@ -27,7 +26,7 @@ from trainer.checkpoint.reader import in_order
 from trainer.checkpoint.state import HostTensors, copy_to_cpu
 from trainer.contract.checkpoint_trailer import MAX_SEQUENCE, owner_of
 from trainer.contract.errors import CheckpointError, RequestError, printable
-from trainer.contract.record.checkpoints import foreign_run
+from trainer.contract.record.checkpoints import BEST, foreign_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +34,8 @@ class Saved:
     """A checkpoint that is complete on disk."""
 
     step: int
-    """Optimizer steps done."""
     path: Path
     bytes: int
-    """Size of the file."""
     write_ms: float
     """Milliseconds from the start of writing until the file was on disk, without the copy in ``save``."""
     best: bool
@@ -51,7 +48,6 @@ class NotSaved:
     step: int
     best: bool
     why: str
-    """Reason, in one line."""
 
 
 @dataclass
@@ -61,7 +57,7 @@ class _Job:
     sequence: int
     best: bool
     epoch: int | None
-    """Epoch that ended at this step, if its checkpoint is to be kept; otherwise None."""
+    """Epoch that ended at this step, if its checkpoint is to be kept."""
     tensors: HostTensors
     """Copies of the state's tensors; complete after ``wait``."""
     why_not: str = ""
@@ -73,7 +69,6 @@ class _Queue:
     """Saves that are not on disk yet: at most the newest and the newest best one, besides the one being written."""
 
     jobs: list[_Job] = field(default_factory=list)
-    """Saves that wait for the thread."""
     failed: list[_Job] = field(default_factory=list)
     """Saves that could not be written and are not superseded."""
     busy: bool = False
@@ -115,16 +110,11 @@ class CheckpointWriter:
     ) -> None:
         """Create the folder, lock it against other trainings and delete the temporary files of interrupted saves.
 
-        Args:
-            folder: folder of the files ``step_<step>.pt`` and ``best.pt``.
-            keep_last: number of newest files to keep, besides the best one.
-            keep_last_epochs: number of newest epoch ends to keep too, as ``epoch_<epoch>.pt``; -1 for all.
-            run_id: id of the run that the files belong to; empty if there is none.
-            continues: whether the run continues from a checkpoint of this folder, which may hold those of other runs.
-            on_saved: called in the writing thread when a checkpoint is on disk.
-            on_failed: called in the writing thread with the step and one line: why its checkpoint could not be written,
-                or that the folder had been deleted with the earlier ones; default: the line goes to stderr.
-            host_tensors: creates the copies of the tensors of one save.
+        The newest ``keep_last`` files are kept besides the best one, and ``keep_last_epochs`` newest epoch ends, -1 for
+        all. With ``continues`` the folder, from a checkpoint of which the run continues, may hold those of other runs.
+        ``on_saved`` and ``on_failed`` are called in the writing thread; the latter with the step and one line, why its
+        checkpoint could not be written, or that the folder had been deleted with the earlier ones; by default the line
+        goes to stderr.
 
         Raises:
             CheckpointError: the folder cannot be created or written to.
@@ -135,7 +125,7 @@ class CheckpointWriter:
         self._run_id = run_id
         self._keep_last = keep_last
         self._keep_last_epochs = keep_last_epochs
-        self._on_saved = on_saved
+        self._on_saved = on_saved or (lambda _saved: None)
         self._host_tensors = host_tensors
         self._on_failed = on_failed or (lambda _step, line: _print(line))
         try:
@@ -173,10 +163,6 @@ class CheckpointWriter:
         It is copied here once a checkpoint of this folder is on disk: before, it would be the newest one here. A copy,
         because the file of the other run stays that run's.
 
-        Args:
-            path: file of the best checkpoint.
-            step: its optimizer steps.
-
         Raises:
             CheckpointError: the file is torn.
             OSError: the file cannot be read.
@@ -191,11 +177,7 @@ class CheckpointWriter:
     def save(self, state: Mapping[str, Any], *, step: int, best: bool = False, epoch: int | None = None) -> None:
         """Begin to copy the state and queue it for writing; the caller may queue work that changes it after the call.
 
-        Args:
-            state: tensors, numbers, strings, and lists, tuples and dicts of them.
-            step: optimizer steps done; names the file.
-            best: whether this is the best checkpoint so far, which is linked as ``best.pt``.
-            epoch: epoch that ends at this step; None within an epoch.
+        ``best`` links it as ``best.pt``; ``epoch`` is the one that ends at this step, None within an epoch.
 
         Raises:
             CheckpointError: the state has a value of another type.
@@ -215,16 +197,11 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until every save so far has been written or has failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
 
     def close(self) -> list[NotSaved]:
-        """Write the waiting saves, retry the failed ones once, and release the folder.
-
-        Returns:
-            The saves that could not be written: at most the newest and the newest best one.
-        """
+        """Write the waiting saves, retry the failed ones once, and release the folder."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
             self._queue.jobs, self._queue.failed = self._queue.failed, []
@@ -277,15 +254,10 @@ class CheckpointWriter:
             link(path, self.folder / EPOCH.format(job.epoch))
         self._prune(path)
         write_ms = (time.perf_counter() - began) * 1000
-        if self._on_saved is not None:
-            self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
+        self._on_saved(Saved(step=job.step, path=path, bytes=size, write_ms=write_ms, best=job.best))
 
     def _require_own(self) -> None:
-        """Require that the folder holds no checkpoint of another run.
-
-        Raises:
-            RequestError: it does; the message names the run and the ways out.
-        """
+        """Require that the folder holds no checkpoint of another run."""
         other, names = foreign_run(self.folder, self._run_id) if self._run_id else ("", [])
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -310,16 +282,11 @@ class CheckpointWriter:
         except (OSError, CheckpointError) as error:
             self._on_failed(step, f"the earlier best checkpoint, {path}, was not copied to this folder: {_why(error)}")
             return
-        if self._on_saved is not None:
-            write_ms = (time.perf_counter() - began) * 1000
-            self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
+        write_ms = (time.perf_counter() - began) * 1000
+        self._on_saved(Saved(step=step, path=best, bytes=size, write_ms=write_ms, best=True))
 
     def _require_folder(self, step: int) -> None:
-        """Create the folder again if it was deleted, unless its run directory was deleted too.
-
-        Raises:
-            FileNotFoundError: the parent folder is missing.
-        """
+        """Create the folder again if it was deleted, unless its run directory was deleted too."""
         if self.folder.is_dir():
             return
         self.folder.mkdir()
@@ -329,13 +296,12 @@ class CheckpointWriter:
 
     def _prune(self, written: Path) -> None:
         """Delete this run's checkpoints but the newest and the one just written; torn and foreign files stay."""
-        found = [path for path in in_order(self.folder, lambda _: None) if owner_of(path) == self._run_id]
-        epochs = [path for path in found if path.match(EPOCH.format("*"))] if self._keep_last_epochs > 0 else []
-        for path in [path for path in found if path.match("step_*")][self._keep_last :]:
+        own = [path for path in in_order(self.folder, lambda _: None) if owner_of(path) == self._run_id]
+        steps = [path for path in own if path.match("step_*")][self._keep_last :]
+        epochs = [path for path in own if path.match(EPOCH.format("*"))][self._keep_last_epochs :]
+        for path in (*steps, *(epochs if self._keep_last_epochs > 0 else ())):
             if path != written:
                 path.unlink(missing_ok=True)
-        for path in epochs[self._keep_last_epochs :]:
-            path.unlink(missing_ok=True)
 
 
 def _why(error: Exception) -> str:

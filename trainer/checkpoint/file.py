@@ -16,11 +16,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainer.contract.checkpoint_trailer import DIGEST_BYTES, head_of, owner_of, read_trailer, trailer_of
+from trainer.contract.checkpoint_trailer import DIGEST_BYTES, Trailer, head_of, owner_of, read_trailer, trailer_of
 from trainer.contract.errors import CheckpointError
+from trainer.contract.record.run_dir import replacing
 
-BEST = "best.pt"
-"""Name of the best checkpoint so far: a second name of its step's file."""
 EPOCH = "epoch_{}.pt"
 """Name of the checkpoint at the end of an epoch, if those are kept: a second name of its step's file."""
 
@@ -52,8 +51,8 @@ class _HashingFile:
             self.size += len(data)
         return len(data)
 
-    def flush(self) -> None:
-        """Do nothing: the file is flushed and synced once, at the end."""
+    def flush(self) -> None:  # the file is flushed and synced once, at the end
+        pass
 
 
 def step_name(step: int) -> str:
@@ -64,47 +63,44 @@ def step_name(step: int) -> str:
 def write_file(path: Path, state: Mapping[str, Any], *, sequence: int = 0, run: str = "") -> int:
     """Write a checkpoint under a temporary name, sync it and rename it; return its size in bytes.
 
-    Args:
-        path: final name of the file.
-        state: state that ``load`` will return.
-        sequence: sequence number, higher than those of all checkpoints saved in the folder before.
-        run: id of the run that the file belongs to; empty if there is none.
-
     Raises:
         OSError: the file could not be written; nothing of it remains, and an existing file at ``path`` is unchanged.
     """
-    temporary = path.with_name(_TEMPORARY.format(name=path.name))
-    try:
-        with temporary.open("wb") as file:
-            hashing = _HashingFile(file)
-            torch.save(dict(state), hashing)  # type: ignore[arg-type]  # it needs write() and flush() only
-            if hashing.error is not None:
-                raise hashing.error
-            head = head_of(payload=hashing.size, sequence=sequence, run=run)
-            hashing.hash.update(head)
-            file.write(head + hashing.hash.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    with _replacing(path) as file:
+        hashing = _HashingFile(file)
+        torch.save(dict(state), hashing)  # type: ignore[arg-type]  # it needs write() and flush() only
+        if hashing.error is not None:
+            raise hashing.error
+        head = head_of(payload=hashing.size, sequence=sequence, run=run)
+        hashing.hash.update(head)
+        file.write(head + hashing.hash.digest())
     return hashing.size + len(head) + DIGEST_BYTES
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield the file that becomes ``path``; on any failure nothing of it remains."""
+    temporary = _temporary(path)
+    temporary.unlink(missing_ok=True)
+    with replacing(path, temporary) as file:
+        yield file
+    _sync_folder(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(_TEMPORARY.format(name=path.name))
 
 
 def link(path: Path, name: Path) -> None:
     """Give the file a second name, atomically; copy it if the file system has no hard links."""
-    temporary = name.with_name(_TEMPORARY.format(name=name.name))
+    temporary = _temporary(name)
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)
     except OSError:
-        with path.open("rb") as source, temporary.open("wb") as target:
+        with path.open("rb") as source, _replacing(name) as target:
             shutil.copyfileobj(source, target, _CHUNK)
-            target.flush()
-            os.fsync(target.fileno())
+        return
     temporary.replace(name)
     # rename(2) does nothing if both names are links to one file.
     temporary.unlink(missing_ok=True)
@@ -118,42 +114,23 @@ def copy_for(run: str, path: Path, name: Path) -> None:
         CheckpointError: the file is torn or altered.
         OSError: it cannot be read, or the copy not written; nothing of the copy remains.
     """
-    temporary = name.with_name(_TEMPORARY.format(name=name.name))
-    try:
-        with path.open("rb") as source, temporary.open("wb") as target:
-            check(path, source)
-            trailer = read_trailer(path, source)
-            found = hashlib.blake2b(digest_size=DIGEST_BYTES)
-            for chunk in _chunks(source, trailer.payload):
-                found.update(chunk)
-                target.write(chunk)
-            head = head_of(payload=trailer.payload, sequence=trailer.sequence, run=run)
-            found.update(head)
-            target.write(head + found.digest())
-            target.flush()
-            os.fsync(target.fileno())
-        temporary.replace(name)
-    except (OSError, CheckpointError):
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(name.parent)
+    with path.open("rb") as source, _replacing(name) as target:
+        trailer = check(path, source)
+        checksum = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for chunk in _chunks(source, trailer.payload):
+            checksum.update(chunk)
+            target.write(chunk)
+        head = head_of(payload=trailer.payload, sequence=trailer.sequence, run=run)
+        checksum.update(head)
+        target.write(head + checksum.digest())
 
 
 def set_aside(path: Path, *, run: str) -> Path:
-    """Rename a file whose name this run is about to use, if it belongs to another run: its work is kept.
-
-    Args:
-        path: the name.
-        run: id of this run.
-
-    Returns:
-        The name of the file now.
-    """
+    """Rename a file whose name this run is about to use, if it belongs to another run; return its name now."""
     if not path.is_file() or (owner := owner_of(path)) == run:
         return path
-    mark = hashlib.blake2b(owner.encode(errors="surrogateescape"), digest_size=4).hexdigest()
-    return path.rename(path.with_name(f"{path.name.partition('.')[0]}.of-{mark}.pt"))
+    suffix = hashlib.blake2b(owner.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+    return path.rename(path.with_name(f"{path.name.partition('.')[0]}.of-{suffix}.pt"))
 
 
 def clear_unfinished(folder: Path) -> None:
@@ -174,12 +151,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def sequence_of(path: Path) -> int:
-    """Return a checkpoint's sequence number in its folder; a later save has a higher one.
-
-    Raises:
-        CheckpointError: the file is torn or not a checkpoint of this package.
-        OSError: the file cannot be read.
-    """
+    """Return a checkpoint's sequence number in its folder; a later save has a higher one."""
     with path.open("rb") as file:
         return read_trailer(path, file).sequence
 
@@ -189,23 +161,19 @@ def has_trailer(path: Path) -> bool:
     return trailer_of(path) is not None
 
 
-def check(path: Path, file: BinaryIO) -> None:
-    """Read all of a checkpoint and verify its checksum.
-
-    Raises:
-        CheckpointError: the file is torn, altered or not a checkpoint of this package.
-    """
+def check(path: Path, file: BinaryIO) -> Trailer:
+    """Read all of a checkpoint and verify its checksum; return its trailer."""
     trailer = read_trailer(path, file)
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    checksum = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for chunk in _chunks(file, trailer.payload):
-        found.update(chunk)
-    found.update(trailer.head)
-    if found.digest() != trailer.digest:
+        checksum.update(chunk)
+    checksum.update(trailer.head)
+    if checksum.digest() != trailer.digest:
         raise CheckpointError(f"{path}: is damaged: its checksum does not match")
+    return trailer
 
 
 def _chunks(file: BinaryIO, count: int) -> Iterator[bytes]:
-    """Yield the first bytes of a file."""
     file.seek(0)
     while count and (chunk := file.read(min(_CHUNK, count))):
         yield chunk

@@ -28,7 +28,6 @@ class Holder(msgspec.Struct, kw_only=True):
     """Process that holds the lock, as stored in the lock file."""
 
     run: str = ""
-    """Run id; empty if there is none."""
     pid: int
     host: str
 
@@ -42,10 +41,6 @@ class FolderLock:
     The lock is ``flock``, which Linux implements by a lock of the server if the folder is on NFS, so that it excludes
     other machines too; NFS needs the file open for writing. Forked processes share the lock: a data loader worker that
     outlives its rank keeps it until it dies.
-
-    Args:
-        folder: folder to lock; it exists and is writable.
-        run_id: id of this run; empty if there is none.
 
     Raises:
         RequestError: another training holds the lock, or something else is in its place; one line that names it.
@@ -92,7 +87,6 @@ class FolderLock:
             return  # a full disk: the folder is locked, but the lock file does not name the holder
 
     def release(self) -> None:
-        """Release the folder for the next training."""
         if self._fd is not None and not self.why_not:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for processes forked in the meantime
         self._close()
@@ -104,7 +98,6 @@ class FolderLock:
 
 
 def _open_lock(path: Path) -> int:
-    """Open or make a lock file, never through a link."""
     try:
         return open_regular(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
@@ -116,11 +109,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _require_lock(fd: int, path: Path) -> None:
-    """Refuse a file that no training has made: its content would be lost.
-
-    Raises:
-        RequestError: it is another file.
-    """
+    """Refuse a file that no training has made: its content would be lost."""
     content = os.pread(fd, 4096, 0).strip(b"\0")  # zeros after a power failure
     if os.fstat(fd).st_nlink > 1 or (content and not content.startswith(HOLDER_START)):
         raise _foreign(path, "is another file, and no lock of a training")
@@ -139,7 +128,6 @@ def _owner(path: Path) -> str:
 
 
 def _holder(fd: int) -> Holder | None:
-    """Return the holder stored in the lock file; None if it has not written its name yet."""
     try:
         return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)
     except (OSError, msgspec.MsgspecError):

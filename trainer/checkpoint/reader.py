@@ -27,15 +27,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
 
 def load_plain(path: Path | str, *, checked: bool = False) -> Any:
-    """Return the content of a file of ``torch.save``, its tensors on the CPU.
-
-    Args:
-        path: the file.
-        checked: whether to require and verify the checksum of this package's checkpoints.
-
-    Raises:
-        CheckpointError: the file is missing, torn, altered or not a file of ``torch.save``.
-    """
+    """Return the content of a file of ``torch.save``, its tensors on the CPU."""
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # opening a pipe without a writer would block
@@ -53,11 +45,7 @@ def load_plain(path: Path | str, *, checked: bool = False) -> Any:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint with memory-mapped tensors and an unverified checksum, to read its plain values.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the state of a checkpoint, to read its plain values; tensors are memory-mapped, nothing is verified."""
     try:
         files.sequence_of(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -78,13 +66,7 @@ def _reason(error: Exception) -> str:
 def good_ones(
     folder: Path | str, *, run: str = "", on_skipped: Callable[[str], None]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the intact checkpoints of a folder with their states, newest first.
-
-    Args:
-        folder: folder of a ``CheckpointWriter``; may be missing.
-        run: only those of this run, and of no known one; empty for all.
-        on_skipped: called with one line about each file that cannot be used.
-    """
+    """Yield the intact checkpoints of a folder with their states, newest first."""
     for path in in_order(Path(folder), on_skipped):
         if run and owner_of(path) not in ("", run):
             continue
@@ -105,11 +87,6 @@ def run_of(path: Path, state: Mapping[str, Any]) -> str:
 def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict[str, Any], list[str]]:
     """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
 
-    Args:
-        path: the file or the folder.
-        flag: flag with which the user named it, for the message.
-        run: only a checkpoint of this run; empty for any.
-
     Raises:
         RequestError: the folder has no intact checkpoint, or the file is of another run.
         CheckpointError: the file cannot be loaded.
@@ -120,28 +97,28 @@ def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict
             raise RequestError(f"{flag} {path}: it is a checkpoint of {found_run}, not of {run}")
         return path, state, []
     passed_over: list[str] = []
-    found = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
-    if found is not None:
-        return *found, passed_over
+    newest = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
+    if newest is not None:
+        return *newest, passed_over
     if not passed_over:
         raise RequestError(f"{flag} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}")
-    newest, *others = (line.removeprefix("skipped: ") for line in passed_over)
+    first, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""
-    raise RequestError(f"{flag} {path}: the folder holds no intact checkpoint: {newest}{more}")
+    raise RequestError(f"{flag} {path}: the folder holds no intact checkpoint: {first}{more}")
 
 
 def in_order(folder: Path, on_skipped: Callable[[str], None]) -> list[Path]:
     """Return the folder's checkpoints, newest first; of the names of one file ``step_*`` comes first."""
-    found = []
+    checkpoints = []
     for path in (folder / name for name in sorted(checkpoints_in(folder), reverse=True)):
         try:
             if not path.is_file():  # opening a pipe without a writer would block
                 on_skipped(f"skipped: {path}: is not a file")
                 continue
-            found.append((files.sequence_of(path), path.name, path))
+            checkpoints.append((files.sequence_of(path), path.name, path))
         except OSError as error:
             on_skipped(f"skipped: {path}: cannot be read ({error.strerror})")
         except CheckpointError as error:
             on_skipped(f"skipped: {error}")
     # Not sorted by step: a run resumed from an earlier step writes lower steps than those that it has abandoned.
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [path for *_, path in sorted(checkpoints, reverse=True)]

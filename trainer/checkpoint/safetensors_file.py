@@ -58,8 +58,8 @@ def _serialize(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str,
         }
         serialize_file(specs, path, metadata={"format": "pt", **metadata})
     except SafetensorError as error:
-        if found := _OS_ERROR.search(str(error)):
-            number = int(found[1])
+        if match := _OS_ERROR.search(str(error)):
+            number = int(match[1])
             raise OSError(number, os.strerror(number), str(path)) from None
         raise RequestError(f"safetensors: {error}") from None
 

@@ -1,10 +1,10 @@
-"""Copy the state of a training to the CPU at one moment: tensors, plain values, random number generators."""
+"""State of a training: copied to the CPU at one moment, with random number generators, and listed by its entries."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,7 @@ class HostTensors:
 
     The training continues meanwhile; the thread that reads the copies calls ``wait``.
 
-    Args:
-        on_gpu: returns whether a tensor is on a GPU.
-        empty_like: allocates pinned memory of a tensor's shape.
-        event: creates a marker in the queue of the current GPU, as ``torch.cuda.Event`` does.
+    ``empty_like`` allocates pinned memory, and ``event`` makes a marker in the queue of the current GPU.
     """
 
     def __init__(
@@ -41,7 +38,6 @@ class HostTensors:
         """Event behind the last copy; None if all copies are complete."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor, which is complete after ``wait``."""
         tensor = tensor.detach()
         if not self._on_gpu(tensor):
             return tensor.to("cpu", copy=True)
@@ -72,10 +68,6 @@ def copy_to_cpu(state: Any, tensors: HostTensors | None = None) -> Any:
 
     Tensors that share all of their memory, such as tied weights, share it in the copy too; a view of a part of a larger
     tensor is copied alone.
-
-    Args:
-        state: tensors, numbers, strings, and lists, tuples and dicts of them.
-        tensors: copies the tensors, which are complete after its ``wait``; default: complete on return.
 
     Raises:
         CheckpointError: ``torch.load(..., weights_only=True)`` could not load a value of the state.
@@ -121,21 +113,15 @@ def _key(key: Any, where: str) -> Any:
     raise CheckpointError(f"{where} has the key {key!r}: a checkpoint's keys are strings, numbers or tuples of them")
 
 
-def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the states of the random generators of Python, torch's CPU, this rank's GPU, and numpy if imported.
-
-    Args:
-        device: the GPU; default: the current one if CUDA is in use.
-    """
+def capture_rng() -> dict[str, Any]:
+    """Return the states of the random generators of Python, torch's CPU, this rank's GPU, and numpy if imported."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized() and (  # type: ignore[no-untyped-call]
-        device is None or device.type == "cuda"
-    ):
-        state["cuda"] = torch.cuda.get_rng_state(device if device is not None else "cuda")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = [
@@ -146,13 +132,64 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore captured states of random generators; those of a GPU and numpy are ignored if not in use."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available() and (device is None or device.type == "cuda"):
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device if device is not None else "cuda")
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, position, has_gauss, gauss = state["numpy"]
         numpy.random.set_state((kind, keys.tolist(), position, has_gauss, gauss))
+
+
+ENTRIES = "entries"
+"""Key of the list in a checkpoint."""
+
+
+def kinds(state: Any, where: str = "") -> dict[str, str]:
+    """Return the type of every entry by its path: ``{"model['0.bias']": "float32 [16]", "updates": "int"}``.
+
+    A checkpoint keeps this list beside the state. Without it, a parameter that never had a gradient, and so has no
+    moments, could not be distinguished from one whose moments are lost.
+    """
+    return dict(_walk(state, where))
+
+
+def _walk(state: Any, where: str) -> Iterator[tuple[str, str]]:
+    if where:
+        yield where, _kind(state)
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            plain = not where and isinstance(key, str) and key.isidentifier()
+            yield from _walk(value, str(key) if plain else f"{where}[{key!r}]")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from _walk(value, f"{where}[{index}]")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dense = value.layout is torch.strided and not value.is_meta
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{'' if dense else ' not dense'}"
+    if value is None:
+        return "None"
+    # The type in a checkpoint: an enum or a numpy scalar that subclasses a plain type is saved as that type.
+    for kind in (bool, int, float, str, bytes, Mapping, list, tuple):
+        if isinstance(value, kind):
+            return "dict" if kind is Mapping else kind.__name__
+    return type(value).__name__
+
+
+def difference(actual: Mapping[str, str], expected: Mapping[Any, Any], *, of: str) -> str:
+    """Describe the first entry whose type differs from the expected one; empty if all are equal."""
+    for path, kind in expected.items():
+        if path not in actual:
+            return f"entry {path} is missing, but is {kind} {of}"
+        if actual[path] != kind:
+            return f"entry {path} is {actual[path]}, but {kind} {of}"
+    for path, kind in actual.items():
+        if path not in expected:
+            return f"entry {path} is {kind}, but does not exist {of}"
+    return ""

@@ -40,14 +40,14 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.suffix == ".safetensors":
-        found: Any = _load_safetensors(path)
+        content: Any = _load_safetensors(path)
     else:
-        found = load(path) if has_trailer(path) else load_plain(path)
+        content = load(path) if has_trailer(path) else load_plain(path)
     for entry in _WITHIN:
-        if isinstance(found, Mapping) and isinstance(found.get(entry), Mapping):
-            found = found[entry]
+        if isinstance(content, Mapping) and isinstance(content.get(entry), Mapping):
+            content = content[entry]
             break
-    weights = {str(name): value for name, value in found.items()} if isinstance(found, Mapping) else {}
+    weights = {str(name): value for name, value in content.items()} if isinstance(content, Mapping) else {}
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path}: holds no dict of named tensors, at the top level or under {', '.join(_WITHIN)}")
     for prefix in _PREFIXES:
@@ -57,11 +57,7 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def exported_task_state(path: Path) -> dict[str, Any]:
-    """Return the entries ``task`` and ``task_state`` in the metadata of exported weights, as far as they are there.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the entries ``task`` and ``task_state`` in the metadata of exported weights, as far as they are there."""
     with _safetensors(path) as file:
         metadata = file.metadata() or {}
     entries: dict[str, Any] = {"task": metadata.get("task")}
@@ -79,11 +75,7 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """Open a safetensors file."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -98,12 +90,7 @@ def _safetensors(path: Path) -> Iterator[Any]:
 
 
 def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Return the weights that fit a model by name and shape, and a description of the differences; empty if none.
-
-    Args:
-        weights: weights of a file.
-        model: ``state_dict`` of the model.
-    """
+    """Return the weights that fit a model by name and shape, and a description of the differences; empty if none."""
     shapes = {name: list(value.shape) for name, value in model.items() if isinstance(value, Tensor)}
     fitting = {name: value for name, value in weights.items() if shapes.get(name) == list(value.shape)}
     missing = [name for name in shapes if name not in weights]

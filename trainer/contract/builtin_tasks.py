@@ -7,19 +7,14 @@ from typing import Any
 from trainer.contract import task_options
 from trainer.contract.errors import RequestError, nearest
 
-BUILT_IN: dict[str, str] = {
-    "lm": "trainer.tasks.lm:LanguageModel",
-    "docnn": "trainer.tasks.docnn:DocNNTask",
-    "mnist": "trainer.tasks.mnist:MnistTask",
-    "masked_lm": "trainer.tasks.masked_lm:MaskedLanguageModel",
+_TASKS: dict[str, tuple[str, type[Any]]] = {
+    "lm": ("trainer.tasks.lm:LanguageModel", task_options.LmOptions),
+    "docnn": ("trainer.tasks.docnn:DocNNTask", task_options.DocNNOptions),
+    "mnist": ("trainer.tasks.mnist:MnistTask", task_options.MnistOptions),
+    "masked_lm": ("trainer.tasks.masked_lm:MaskedLanguageModel", task_options.MaskedLmOptions),
 }
-_OPTIONS: dict[str, type[Any]] = {
-    "lm": task_options.LmOptions,
-    "docnn": task_options.DocNNOptions,
-    "mnist": task_options.MnistOptions,
-    "masked_lm": task_options.MaskedLmOptions,
-}
-
+BUILT_IN = {name: target for name, (target, _) in _TASKS.items()}
+"""Name of a built-in task → its class."""
 
 SEED_TASKS = {
     "bert": "masked_lm",
@@ -38,7 +33,7 @@ def options_schema(name: str) -> type[Any] | None:
     """
     if name not in BUILT_IN and ":" not in name:
         raise unknown_task(name)
-    return _OPTIONS.get(name)
+    return _TASKS[name][1] if name in _TASKS else None
 
 
 def unknown_task(name: str) -> RequestError:
@@ -52,11 +47,7 @@ def unknown_task(name: str) -> RequestError:
 
 
 def check_data(task_options: Any) -> None:
-    """Check that a task's data exists, where its options can check it without torch.
-
-    Raises:
-        RequestError: missing, unreadable or empty data.
-    """
+    """Check that a task's data exists, where its options can check it without torch."""
     check = getattr(task_options, "check_data", None)
     if check is not None:
         check()

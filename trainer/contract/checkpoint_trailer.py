@@ -25,16 +25,11 @@ MAX_SEQUENCE = 2**64 - 1
 
 
 class Trailer(NamedTuple):
-    """Trailer of a file."""
+    """Trailer of a file; ``payload`` is the number of bytes before it."""
 
     payload: int
-    """Bytes before it."""
     sequence: int
-    """A later save in a folder has a higher number.
-
-    It is a counter and no time, because the clock may be set back between two saves. Old files have the time of writing
-    in Unix nanoseconds, from which the counter continues.
-    """
+    """Higher in a later save of the folder: a counter, as clocks may be set back. Old files have Unix nanoseconds."""
     run: str
     """Id of the run that the file belongs to; empty if none is recorded."""
     head: bytes

@@ -25,10 +25,7 @@ class ExitCode(IntEnum):
 
 
 class RequestError(ValueError):
-    """The request is wrong; exit code 2.
-
-    The message is one line with the value, where it comes from, and the allowed values.
-    """
+    """The request is wrong; exit code 2."""
 
 
 class MachineNotReadyError(RequestError):
@@ -84,7 +81,7 @@ def message_line(line: str, *, program: str) -> str:
 
 
 def print_message(line: str, *, program: str) -> None:
-    """Write one line to standard error, with control characters escaped and long words shortened."""
+    """Write one line to standard error, as ``message_line`` has it."""
     print(message_line(line, program=program), file=sys.stderr, flush=True)
 
 
@@ -94,11 +91,7 @@ def quoted(value: object) -> str:
 
 
 def require_utf8(argv: Iterable[str]) -> None:
-    """Refuse words that are not UTF-8: neither the record nor another machine could hold them.
-
-    Raises:
-        RequestError: a word holds bytes that are not UTF-8.
-    """
+    """Refuse words that are not UTF-8: neither the record nor another machine could hold them."""
     for word in argv:
         try:
             word.encode()

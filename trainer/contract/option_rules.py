@@ -7,8 +7,7 @@ command line, ``train.lr_scheduler`` in a recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from trainer.contract.errors import RequestError
@@ -20,14 +19,6 @@ Named = Callable[[str], str]
 
 RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
 """Options that leave out a part of the checkpoint on resuming."""
-
-
-@dataclass(frozen=True)
-class _Conflict:
-    key: str
-    """The option that the refusal is about."""
-    text: str
-    """The refusal after the option's name."""
 
 
 def flag_of(name: str) -> str:
@@ -50,8 +41,8 @@ def require_consistent(
         RequestError: one line about the first rule that is broken.
     """
     task = task_options if isinstance(task_options, BuiltInOptions) else None
-    kind = _of_evaluation(options, task, named) if options.eval_only else _of_training(options, named)
-    _refuse((*kind, *_of_checkpoint(options, named), *_of_batches(options, task, named)), where)
+    for key, conflict in _conflicts(options, task, named):
+        raise RequestError(f"{where(key)} {conflict}")
 
 
 def require_end(options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of) -> None:
@@ -63,21 +54,12 @@ def require_end(options: Training, task_options: Any = None, *, where: Named = f
         RequestError: one line about the limit that is missing or never reached.
     """
     task = task_options if isinstance(task_options, BuiltInOptions) else None
-    if not options.eval_only:
-        _refuse(_of_end(options, task, named), where)
-
-
-def _refuse(conflicts: Iterable[_Conflict], where: Named) -> None:
-    for conflict in conflicts:
-        raise RequestError(f"{where(conflict.key)} {conflict.text}")
+    for key, conflict in () if options.eval_only else _of_end(options, task, named):
+        raise RequestError(f"{where(key)} {conflict}")
 
 
 def require_batch_sizes(batch_size: Sequence[int] | None, world_size: int, *, where: Named = flag_of) -> None:
-    """Require one batch size for all ranks, or one per rank.
-
-    Raises:
-        RequestError: another number of values.
-    """
+    """Require one batch size for all ranks, or one per rank."""
     count = len(batch_size or ())
     if count not in (0, 1, world_size):
         ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
@@ -103,40 +85,60 @@ def evaluated_split(options: Training, splits: Collection[str]) -> str:
     return options.eval_split or ("valid" if "valid" in splits and "test" not in splits else "test")
 
 
-def _of_evaluation(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
-    if options.resume:
-        yield _Conflict("eval_only", f"does not train, and {named('resume')} does: leave one of them out")
-    if task is not None and (split := evaluated_split(options, task.splits)) not in task.splits:
-        known = ", ".join(name for name in task.splits if name != "train") or "none besides train"
-        yield _Conflict("eval_split", f"is {split}, but the task has no such split; it has {known}")
-
-
-def _of_checkpoint(options: Training, named: Named) -> Iterator[_Conflict]:
+def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[tuple[str, str]]:
+    """Yield the option that a refusal is about, and the refusal after its name."""
+    if options.eval_only:
+        if options.resume:
+            yield ("eval_only", f"does not train, and {named('resume')} does: leave one of them out")
+        if task is not None and (split := evaluated_split(options, task.splits)) not in task.splits:
+            known = ", ".join(name for name in task.splits if name != "train") or "none besides train"
+            yield ("eval_split", f"is {split}, but the task has no such split; it has {known}")
+    else:
+        for name in RESETS:
+            if getattr(options, name) and not options.resume:
+                yield (name, f"needs {named('resume')}, the checkpoint that the training continues from")
+        if options.finetune_partial and not options.finetune_from:
+            yield ("finetune_partial", f"needs {named('finetune_from')}, the file with the weights")
+        yield from _of_optimizer(options, named)
     if options.checkpoint_run and not (options.resume or options.eval_only):
-        yield _Conflict(
-            "checkpoint_run", f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints"
+        yield (
+            "checkpoint_run",
+            f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints",
+        )
+    sizes = options.batch_size or ()
+    if options.required_batch_size_multiple > 1 and not options.max_tokens:
+        yield (
+            "required_batch_size_multiple",
+            f"cuts the batches of {named('max_tokens')}: give that too, or leave it out",
+        )
+    if options.max_tokens and len(sizes) > 1:
+        yield (
+            "batch_size",
+            f"has {len(sizes)} values, but {named('max_tokens')} makes batches that any rank may get: give one, "
+            "the most samples of a batch",
+        )
+    if task is None:
+        return
+    if options.max_tokens and not task.has_sizes:
+        yield ("max_tokens", f"needs the tokens of each sample, which {options.task} does not give")
+    if options.activation_checkpointing and not options.eval_only and not task.has_checkpointed_modules:
+        yield (
+            "activation_checkpointing",
+            f"needs modules whose activations may be computed again, and {options.task} names none",
         )
 
 
-def _of_training(options: Training, named: Named) -> Iterator[_Conflict]:
-    for name in RESETS:
-        if getattr(options, name) and not options.resume:
-            yield _Conflict(name, f"needs {named('resume')}, the checkpoint that the training continues from")
-    if options.finetune_partial and not options.finetune_from:
-        yield _Conflict("finetune_partial", f"needs {named('finetune_from')}, the file with the weights")
-    yield from _of_optimizer(options, named)
-
-
-def _of_optimizer(options: Training, named: Named) -> Iterator[_Conflict]:
+def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
     schedule = options.lr_scheduler
     if options.optimizer == "sgd" and options.nesterov and not options.momentum:
-        yield _Conflict("nesterov", f"needs a {named('momentum')} above 0")
+        yield ("nesterov", f"needs a {named('momentum')} above 0")
     if schedule == "step" and not options.lr_step_updates:
-        yield _Conflict(
-            "lr_scheduler", f"is step, which needs {named('lr_step_updates')}, the optimizer steps between two decays"
+        yield (
+            "lr_scheduler",
+            f"is step, which needs {named('lr_step_updates')}, the optimizer steps between two decays",
         )
     if len(options.lr) > 1 and schedule != "fixed":
-        yield _Conflict(
+        yield (
             "lr",
             f"has {len(options.lr)} values, one per epoch, but {named('lr_scheduler')} {schedule} computes all from "
             f"one: give one, or {named('lr_scheduler')} fixed",
@@ -145,24 +147,24 @@ def _of_optimizer(options: Training, named: Named) -> Iterator[_Conflict]:
         return
     end = schedule_end(options)
     if not end:
-        yield _Conflict(
+        yield (
             "lr_scheduler",
             f"is {schedule}, which needs {named('total_num_update')} or {named('max_updates')}, "
             "the step at which it ends",
         )
     elif end <= options.warmup_updates:
         limit = named("total_num_update" if options.total_num_update else "max_updates")
-        yield _Conflict(
+        yield (
             "warmup_updates",
             f"is {options.warmup_updates}, but {named('lr_scheduler')} {schedule} ends at {limit} {end}; "
             "the warm-up must be shorter",
         )
 
 
-def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
+def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[tuple[str, str]]:
     first = _first_lr(options)
     if first <= options.min_lr and not options.resume:
-        yield _Conflict(
+        yield (
             "min_lr",
             f"is {options.min_lr:g}, but the learning rate begins at {first:g}, so nothing would be trained: lower it, "
             f"or raise {named('lr')}",
@@ -179,44 +181,21 @@ def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Ite
             if options.valid_every_epochs or options.valid_every_updates
             else f"{named('valid_every_epochs')} and {named('valid_every_updates')} are 0"
         )
-        yield _Conflict(
+        yield (
             "patience",
             f"is {options.patience}, but nothing is validated, as {reason}, and nothing would end this training: "
             f"set {limits} too",
         )
     elif options.min_lr >= 0:
-        yield _Conflict(
+        yield (
             "min_lr",
             f"is {options.min_lr:g}, but the learning rate stays above it, and nothing would end this training: "
             f"set {limits} too",
         )
     else:
-        yield _Conflict(
+        yield (
             "max_updates",
             f"is 0, and nothing would end this training: set {limits}, or {named('patience')} or {named('min_lr')}",
-        )
-
-
-def _of_batches(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[_Conflict]:
-    sizes = options.batch_size or ()
-    if options.required_batch_size_multiple > 1 and not options.max_tokens:
-        yield _Conflict(
-            "required_batch_size_multiple", f"cuts the batches of {named('max_tokens')}: give that too, or leave it out"
-        )
-    if options.max_tokens and len(sizes) > 1:
-        yield _Conflict(
-            "batch_size",
-            f"has {len(sizes)} values, but {named('max_tokens')} makes batches that any rank may get: give one, "
-            "the most samples of a batch",
-        )
-    if task is None:
-        return
-    if options.max_tokens and not task.has_sizes:
-        yield _Conflict("max_tokens", f"needs the tokens of each sample, which {options.task} does not give")
-    if options.activation_checkpointing and not options.eval_only and not task.has_checkpointed_modules:
-        yield _Conflict(
-            "activation_checkpointing",
-            f"needs modules whose activations may be computed again, and {options.task} names none",
         )
 
 

@@ -54,13 +54,9 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     stopped: bool = False
     """The rank has saved after a stop request, and exits."""
     step: int | None = None
-    """Optimizer steps done when the rank stopped."""
     saved: str | None = None
-    """The checkpoint of that step."""
     not_kept: str = ""
-    """Unsaved work, in one line."""
     time_ns: int = 0
-    """Time of the success or failure, nanoseconds of the Unix clock."""
     not_recorded: str = ""
     """Reason why the end of the rank's record is not on disk; empty when it is."""
     line: str | None = None
@@ -98,7 +94,6 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     saved: str | None = None
     """The checkpoint of that step, if a rank of this node wrote it."""
     not_kept: str = ""
-    """Unsaved work of a rank of this node, in one line."""
     unanswered: list[Rank] = []
     """Ranks that were asked to stop and did not answer in time."""
     stop_reason: str = ""
@@ -117,11 +112,7 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
             path.write_bytes(b" " * (reserved_node_bytes + reserved_rank_bytes * ranks))
 
     def write(self, path: Path) -> None:
-        """Write the file atomically; on a full disk overwrite the reserved one in place, without the traceback.
-
-        Raises:
-            OSError: the file could not be written.
-        """
+        """Write the file atomically; on a full disk overwrite the reserved one in place, without the traceback."""
         try:
             path.parent.mkdir(exist_ok=True)  # without its parents: a deleted run directory stays deleted
             write_atomically(path, msgspec.json.encode(self))
@@ -166,16 +157,12 @@ _LOST_PEER = re.compile(
 
 
 def is_lost_peer(message: str) -> bool:
-    """Whether an error message is only about the loss of another rank."""
+    """Return whether an error message is only about the loss of another rank."""
     return _LOST_PEER.search(message) is not None
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
-    """Return the earliest failure that does not follow from another one, else the earliest consequence.
-
-    Args:
-        failures: each with its time, nanoseconds of the Unix clock.
-    """
+    """Return the earliest failure that does not follow from another one, else the earliest consequence."""
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
     ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
     return ordered[0][1] if ordered else None

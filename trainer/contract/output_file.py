@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer.contract.errors import RequestError
+from trainer.contract.record.run_dir import replacing
 
 
 class OutputError(RuntimeError):
@@ -34,11 +34,6 @@ def require_place(output: Path, *, force: bool) -> None:
 
 def require_folder_place(output: Path, *, force: bool, prefix: str) -> None:
     """Check that a folder may be written at a path: empty, or with ``force`` one that holds only our own files.
-
-    Args:
-        output: the folder.
-        force: whether an existing folder may be replaced.
-        prefix: prefix of the names of all files in a folder that may be replaced.
 
     Raises:
         RequestError: the path is taken, or its parent folder is missing.
@@ -66,16 +61,8 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         OutputError: the file could not be written; an existing file of that name is unchanged.
     """
     temporary = _temporary(path)
-    try:
-        with _errors_naming(path, temporary):
-            with temporary.open("xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with _errors_naming(path, temporary), replacing(path, temporary) as file:
+        yield file
 
 
 @contextmanager

@@ -6,13 +6,12 @@ import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import unquote
 
 Scheme = Literal["tcp", "file", "env"]
-SCHEMES: tuple[Scheme, ...] = ("tcp", "file", "env")
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 LAST_PORT = 65_535
-"""Greatest port of TCP."""
 
 TCP_URL = r"tcp://(?:\[([0-9a-fA-F:.]+)(%[\w.-]+)?\]|([\w.%-]+)):([0-9]{1,9})/?"
 FILE_URL = r"file://(/[^?#\r\n\t]*[^/?#\r\n\t])(?:[?#].*)?"
@@ -32,7 +31,6 @@ class RendezvousUrl:
 
     @property
     def has_port(self) -> bool:
-        """Whether the port is one at which rank 0 can listen."""
         return 1 <= self.port <= LAST_PORT
 
 

@@ -22,13 +22,17 @@ S = TypeVar("S")
 MAX_INT_BITS = 63
 """Bits of the largest integer that torch and the record can hold."""
 
+Positive = Annotated[int, Meta(ge=1)]
+Positives = Annotated[tuple[Positive, ...], Meta(min_length=1)]
+
 NONE = "none"
 """Text that means None, for an optional option whose default is not None."""
 
 
-def option_meta(group: str, description: str, *, per_rank: bool = False, or_kind: str = "", **bounds: Any) -> Meta:
-    """Return the ``Meta`` of an option; ``bounds`` are further arguments of ``Meta``, such as ``ge``."""
-    return Meta(description=description, extra={"group": group, "per_rank": per_rank, "or_kind": or_kind}, **bounds)
+def option_meta(group: str, description: str, **facts: Any) -> Meta:
+    """Return the ``Meta`` of an option; ``facts`` are limits, such as ``ge``, and entries of ``extra``."""
+    limits = {name: facts.pop(name) for name in ("ge", "gt", "le", "lt", "min_length", "max_length") if name in facts}
+    return Meta(description=description, extra={"group": group, **facts}, **limits)
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +42,6 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Recipe key, with underscores."""
     kind: Literal["bool", "int", "float", "str", "list"]
     item_kind: str | None = None
-    """Kind of a list's items."""
     default: Any = None
     required: bool = False
     optional: bool = False
@@ -49,9 +52,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     exclusive_minimum: bool = False
     exclusive_maximum: bool = False
     min_items: int = 0
-    """Minimum length of a list."""
     max_items: int | None = None
-    """Maximum length of a list."""
     help: str = ""
     group: str = ""
     aliases: tuple[str, ...] = ()
@@ -67,12 +68,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """The long flag, ``--with-dashes``."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def allowed(self) -> str:
-        """Allowed values, for messages and forms."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
@@ -118,35 +117,28 @@ def _hints(schema: Hashable) -> dict[str, Any]:
 
 def _meta(hint: Any) -> Meta:
     """Return the ``Meta`` of a hint, also inside a union such as ``Annotated[int, Meta(...)] | None``."""
-    if get_origin(hint) is Annotated:
-        return next((note for note in get_args(hint)[1:] if isinstance(note, Meta)), Meta())
-    for member in get_args(hint):
+    for member in (hint, *get_args(hint)):
         if get_origin(member) is Annotated:
-            return _meta(member)
+            notes = [note for note in get_args(member)[1:] if isinstance(note, Meta)]
+            return next((note for note in notes if note.description or note.extra), Meta())
     return Meta()
 
 
+def _without_metadata(node: mi.Type) -> Any:
+    return node.type if isinstance(node, mi.Metadata) else node
+
+
 def _option(field: mi.Field, meta: Meta) -> Option:
-    node: Any = field.type
-    optional = False
-    if isinstance(node, mi.Metadata):
-        node = node.type
+    node = _without_metadata(field.type)
+    optional = isinstance(node, mi.UnionType) and any(isinstance(member, mi.NoneType) for member in node.types)
     if isinstance(node, mi.UnionType):
-        optional = any(isinstance(member, mi.NoneType) for member in node.types)
-        node = next(member for member in node.types if not isinstance(member, mi.NoneType))
-        if isinstance(node, mi.Metadata):
-            node = node.type
-    item: Any = None
-    if isinstance(node, mi.ListType | mi.VarTupleType):
-        item = node.item_type
-        if isinstance(item, mi.Metadata):
-            item = item.type
-    bounds: Any = item if item is not None else node
-    low, above = getattr(bounds, "ge", None), getattr(bounds, "gt", None)
-    high, below = getattr(bounds, "le", None), getattr(bounds, "lt", None)
+        node = _without_metadata(next(member for member in node.types if not isinstance(member, mi.NoneType)))
+    item = _without_metadata(node.item_type) if isinstance(node, mi.ListType | mi.VarTupleType) else None
+    low, above, high, below = (getattr(item or node, name, None) for name in ("ge", "gt", "le", "lt"))
     default = field.default
     if field.default_factory is not msgspec.NODEFAULT:
         default = field.default_factory()
+    choices = node.values if isinstance(node, mi.LiteralType) else ()
     extra: Mapping[str, Any] = meta.extra or {}
     return Option(
         name=field.name,
@@ -155,11 +147,11 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         default=None if default is msgspec.NODEFAULT else default,
         required=field.required,
         optional=optional,
-        choices=tuple(_choices(node)),
-        minimum=next((bound for bound in (low, above, meta.ge, meta.gt) if bound is not None), None),
-        maximum=next((bound for bound in (high, below, meta.le, meta.lt) if bound is not None), None),
-        exclusive_minimum=above is not None or meta.gt is not None,
-        exclusive_maximum=below is not None or meta.lt is not None,
+        choices=tuple(value for value in choices if isinstance(value, str | int)),
+        minimum=above if low is None else low,
+        maximum=below if high is None else high,
+        exclusive_minimum=above is not None,
+        exclusive_maximum=below is not None,
         min_items=getattr(node, "min_length", None) or 0 if item is not None else 0,
         max_items=getattr(node, "max_length", None) if item is not None else None,
         help=meta.description or "",
@@ -170,12 +162,6 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         per_rank=bool(extra.get("per_rank")),
         or_kind=extra.get("or_kind", ""),
     )
-
-
-def _choices(node: Any) -> Iterable[str | int]:
-    if not isinstance(node, mi.LiteralType):
-        return ()
-    return [value for value in node.values if isinstance(value, str | int)]
 
 
 def _kind(node: Any) -> Any:
@@ -199,11 +185,11 @@ def check(
     where: Callable[[str], str],
     is_text: Callable[[str], bool] = lambda name: True,
 ) -> S:
-    """Build an options object from untyped values.
+    """Build an options object from untyped values by name; a scalar is taken as a list of one.
 
     Args:
         schema: the Struct or dataclass to build.
-        values: name to value, as a recipe holds them; a scalar is taken as a list of one.
+        values: name to value, as a recipe holds them.
         where: returns the source of an option for messages (``--batch-size``, ``recipe.toml: train.batch_size``).
         is_text: returns whether the value of an option may be given as text, as on a command line; otherwise a text is
             only taken where the option is one.
@@ -233,12 +219,13 @@ def check_values(
     known = {option.name: option for option in options}
     complete: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in known:
+        if (option := known.get(name)) is None:
             raise RequestError(f"{where(name)} is not known{nearest(name, known)}")
-        complete[name] = check_value(known[name], value, where=where(name))
-        if not is_text(name) and _is_quoted(known[name], value):
-            allowed = known[name].allowed
-            raise RequestError(f"{where(name)} is {quoted(value)}, but must be {allowed}: write it without quotes")
+        complete[name] = check_value(option, value, where=where(name))
+        if not is_text(name) and _is_quoted(option, value):
+            raise RequestError(
+                f"{where(name)} is {quoted(value)}, but must be {option.allowed}: write it without quotes"
+            )
     for option in known.values():
         if option.required and option.name not in complete:
             raise RequestError(f"{where(option.name)} is missing: {option.help or 'it has no default'}")
@@ -246,27 +233,28 @@ def check_values(
 
 
 def check_value(option: Option, value: Any, *, where: str) -> Any:
-    """Return an untyped value as an option has it, a list as a tuple.
-
-    Raises:
-        RequestError: a wrong type, or a value out of range.
-    """
-    typed = _coerce(option, value, where)
-    if typed is None and option.optional:
+    """Return an untyped value as an option has it, a list as a tuple."""
+    if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
-    items = typed if option.kind == "list" else [typed]
+    if isinstance(value, str):
+        given = option.spellings.get(value, value)
+    else:
+        given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
+    kind = option.item_kind or "str" if option.kind == "list" else option.kind
+    try:
+        items = [_scalar(kind, item) for item in (_items(given) if option.kind == "list" else [given])]
+    except ValueError:
+        raise _refused(option, value, where) from None
     too_few = option.kind == "list" and len(items) < option.min_items
     too_many = option.max_items is not None and len(items) > option.max_items
-    if too_few or too_many or not all(_is_allowed(option, item) for item in items):
+    if too_few or too_many or not all(_is_allowed(option, kind, item) for item in items):
         raise _refused(option, value, where)
-    return tuple(items) if option.kind == "list" else typed
+    return tuple(items) if option.kind == "list" else items[0]
 
 
-def _is_allowed(option: Option, value: Any) -> bool:
+def _is_allowed(option: Option, kind: str, value: Any) -> bool:
     """Whether a scalar, or an item of a list, has the option's type and range."""
-    types: dict[str, type[Any]] = {"bool": bool, "int": int, "float": float, "str": str}
-    kind = option.item_kind or "str" if option.kind == "list" else option.kind
-    if type(value) is not types[kind]:
+    if type(value).__name__ != kind:
         return False
     low, high = option.minimum, option.maximum
     above = low is None or value > low or (value == low and not option.exclusive_minimum)
@@ -287,23 +275,6 @@ def _is_quoted(option: Option, value: Any) -> bool:
     return (option.item_kind or option.kind) != "str" and any(isinstance(item, str) for item in items)
 
 
-def _coerce(option: Option, value: Any, where: str) -> Any:
-    """Convert text from a flag, a scalar for a list, and an int for a float."""
-    if option.optional and (value is None or (value == NONE and option.default is not None)):
-        return None
-    if isinstance(value, str):
-        value = option.spellings.get(value, value)
-    elif option.or_kind and type(value).__name__ == option.or_kind:
-        value = str(value).lower()
-    try:
-        if option.kind != "list":
-            return _coerce_scalar(option.kind, value)
-        kind = option.item_kind or "str"
-        return [_coerce_scalar(kind, item) for item in _items(value)]
-    except ValueError:
-        raise _refused(option, value, where) from None
-
-
 def _items(value: Any) -> Sequence[Any]:
     """Return the items of a list option given as a list, as one item, or as text: ``1,2``, ``[1, 2]`` or JSON."""
     if isinstance(value, list | tuple):
@@ -316,8 +287,8 @@ def _items(value: Any) -> Sequence[Any]:
     return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
 
 
-def _coerce_scalar(kind: str, value: Any) -> Any:
-    """Convert a value to the option's kind; raise ``ValueError`` if that is impossible."""
+def _scalar(kind: str, value: Any) -> Any:
+    """Convert text and integers to the option's kind; raise ``ValueError`` if that is impossible."""
     if kind == "str":
         if not isinstance(value, str):
             raise ValueError(value)
@@ -347,9 +318,8 @@ def to_flags(options: Any) -> list[str]:
     argv: list[str] = []
     for option in describe(type(options)):
         value = getattr(options, option.name)
-        if value == option.default and not option.required:
-            continue
-        argv += flags_of(option.name, value)
+        if value != option.default or option.required:
+            argv += flags_of(option.name, value)
     return argv
 
 
@@ -396,21 +366,21 @@ def read_flags(argv: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
     while queue:
         word = queue.pop(0)
         flag, equals, attached = word.partition("=")
-        found = names.get(flag)
-        if found is None and word in switches:
+        known = names.get(flag)
+        if known is None and word in switches:
             name, value = switches[word]
             values[name] = value
-        elif found is None:
+        elif known is None:
             rest.append(word)
-        elif found.kind == "bool":
-            positive = flag in (found.flag, *found.aliases)
+        elif known.kind == "bool":
+            positive = flag in (known.flag, *known.aliases)
             if equals and not positive:
-                raise RequestError(f"{flag} takes no value; write {flag} or {found.flag}")
-            values[found.name] = attached if equals else positive
+                raise RequestError(f"{flag} takes no value; write {flag} or {known.flag}")
+            values[known.name] = attached if equals else positive
         elif equals:
-            values[found.name] = attached
+            values[known.name] = attached
         elif queue and (not queue[0].startswith("--") or len(queue[0]) == 2):
-            values[found.name] = queue.pop(0)
+            values[known.name] = queue.pop(0)
         else:
-            raise RequestError(f"{flag} needs a value: {found.allowed}")
+            raise RequestError(f"{flag} needs a value: {known.allowed}")
     return values, rest

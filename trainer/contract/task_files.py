@@ -18,11 +18,7 @@ STDLIB = "stdlib"
 
 @contextmanager
 def refuse_unreadable(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` about a file into a ``RequestError``.
-
-    Raises:
-        RequestError: the body failed to read the file.
-    """
+    """Turn an ``OSError`` about a file into a ``RequestError``."""
     try:
         yield
     except OSError as error:
@@ -56,10 +52,6 @@ def _nearest_file(path: Path) -> str:
 def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
     """Return the files of ``data``, in an order equal on every machine.
 
-    Args:
-        data: a file, a glob, a folder, or ``stdlib``.
-        pattern: globs of the files to take from a folder, at any depth; hidden files are left out.
-
     Raises:
         RequestError: no file exists or matches, one is unreadable, or all are empty.
     """
@@ -69,8 +61,8 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
         files = sorted(folder.glob("*.py"))
         where = f"the standard library in {folder}"
     elif glob.has_magic(data) and not Path(data).exists():
-        found = glob.glob(str(expand_home(data)), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
-        files = sorted(Path(name) for name in found if not Path(name).is_dir())
+        names = glob.glob(str(expand_home(data)), recursive=True)  # noqa: PTH207 - a pattern, not a folder's
+        files = sorted(Path(name) for name in names if not Path(name).is_dir())
         where = f"the pattern {data}"
     else:
         path = expand_home(data)
@@ -106,10 +98,9 @@ def idx_file(folder: Path, name: str) -> Path:
         raise RequestError(f"{folder} does not exist{_nearest_file(folder)}")
     if not folder.is_dir():
         raise RequestError(f"{folder} is a file, but must be the folder of MNIST's IDX files")
-    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
+    for parent in (folder, folder / "raw", folder / "MNIST" / "raw"):
         for spelling in (name, name.replace("-idx", ".idx")):
-            for suffix in ("", ".gz"):
-                path = place / (spelling + suffix)
+            for path in (parent / spelling, parent / f"{spelling}.gz"):
                 if path.is_file():
                     return path
     raise RequestError(f"{folder} lacks {name} (or {name}.gz)")

@@ -6,33 +6,19 @@ Relative paths start at the working directory; ``~`` is the home folder. No name
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
 
 from trainer.contract.errors import RequestError, quoted
-from trainer.contract.schema import option_meta
+from trainer.contract.schema import Positives, option_meta
 from trainer.contract.task_files import idx_file, require_file, text_files
 
-Text = Annotated[
-    str,
-    option_meta(
-        "Data",
-        "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
-        "source of Python's own standard library; read as bytes, no encoding is assumed",
-        per_rank=True,
-    ),
-]
-ValidText = Annotated[
-    str, option_meta("Data", "text to validate on, named like data; default: the end of data", per_rank=True)
-]
-Pattern = Annotated[tuple[str, ...], option_meta("Data", "which files of a folder are read, at any depth")]
-ValidFraction = Annotated[
-    float, option_meta("Data", "share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
-]
-Dropout = Annotated[float, option_meta("Model", "dropout probability", ge=0, lt=1)]
+_data, _model, _sample = (partial(option_meta, group) for group in ("Data", "Model", "Sample"))
+
+Dropout = Annotated[float, _model("dropout probability", ge=0, lt=1)]
 
 COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
 """End of the help of ``text_column`` and ``label_column``."""
@@ -59,22 +45,28 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     has_sizes: ClassVar[bool] = True
     has_checkpointed_modules: ClassVar[bool] = True
 
-    data: Text
-    valid_data: ValidText | None = None
-    pattern: Pattern = TEXT_PATTERN
-    valid_fraction: ValidFraction = 0.05
+    data: Annotated[
+        str,
+        _data(
+            "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
+            "source of Python's own standard library; read as bytes, no encoding is assumed",
+            per_rank=True,
+        ),
+    ]
+    valid_data: Annotated[
+        str | None, _data("text to validate on, named like data; default: the end of data", per_rank=True)
+    ] = None
+    pattern: Annotated[tuple[str, ...], _data("which files of a folder are read, at any depth")] = TEXT_PATTERN
+    valid_fraction: Annotated[
+        float, _data("share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
+    ] = 0.05
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return ``train``, and ``valid`` if text is given or held out for it."""
         return ("train", "valid") if self.valid_data or self.valid_fraction else ("train",)
 
     def check_data(self) -> None:
-        """Check that the text exists, without reading it.
-
-        Raises:
-            RequestError: a missing, unreadable or empty file, or a folder without a file that matches.
-        """
+        """Check that the text exists, without reading it."""
         for source in (self.data, self.valid_data):
             if source is not None:
                 text_files(source, self.pattern)
@@ -83,14 +75,14 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``lm``, a byte-level Transformer decoder."""
 
-    context: Annotated[int, option_meta("Model", "bytes of context for a prediction", ge=1)] = 128
-    dim: Annotated[int, option_meta("Model", "width of the model", ge=1)] = 128
-    layers: Annotated[int, option_meta("Model", "Transformer blocks", ge=1)] = 4
-    heads: Annotated[int, option_meta("Model", "attention heads; divides dim", ge=1)] = 4
+    context: Annotated[int, _model("bytes of context for a prediction", ge=1)] = 128
+    dim: Annotated[int, _model("width of the model", ge=1)] = 128
+    layers: Annotated[int, _model("Transformer blocks", ge=1)] = 4
+    heads: Annotated[int, _model("attention heads; divides dim", ge=1)] = 4
     dropout: Dropout = 0.0
-    prompt: Annotated[str, option_meta("Sample", "first text of the sample at the end")] = "\n"
-    sample_bytes: Annotated[int, option_meta("Sample", "length of the sample at the end, bytes; 0: none", ge=0)] = 240
-    temperature: Annotated[float, option_meta("Sample", "sampling temperature; below 1: less random", gt=0)] = 0.7
+    prompt: Annotated[str, _sample("first text of the sample at the end")] = "\n"
+    sample_bytes: Annotated[int, _sample("length of the sample at the end, bytes; 0: none", ge=0)] = 240
+    temperature: Annotated[float, _sample("sampling temperature; below 1: less random", gt=0)] = 0.7
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:
@@ -102,30 +94,21 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
 class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``docnn``, PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
-    train_path: Annotated[
-        str, option_meta("Data", "TSV file to train on; it gives the words and the labels", per_rank=True)
-    ]
-    eval_path: Annotated[str, option_meta("Data", "TSV file to validate on; default: none", per_rank=True)] | None = (
-        None
-    )
-    test_path: (
-        Annotated[str, option_meta("Data", "TSV file to test on at the end; default: none", per_rank=True)] | None
-    ) = None
+    train_path: Annotated[str, _data("TSV file to train on; it gives the words and the labels", per_rank=True)]
+    eval_path: Annotated[str | None, _data("TSV file to validate on; default: none", per_rank=True)] = None
+    test_path: Annotated[str | None, _data("TSV file to test on at the end; default: none", per_rank=True)] = None
     format: Annotated[
         Literal["auto", "text_label", "label_text", "glue", "no_header"],
-        option_meta(
-            "Data",
+        _data(
             "columns of the TSV files: glue has a header with sentence and label; no_header: line 1 is a row, and the "
-            "columns have numbers, 0 and 1 by default; auto: detect",
+            "columns have numbers, 0 and 1 by default; auto: detect"
         ),
     ] = "auto"
-    text_column: Annotated[str, option_meta("Data", f"column of the sentences: {COLUMN}", or_kind="int")] | None = None
-    label_column: Annotated[str, option_meta("Data", f"column of the labels: {COLUMN}", or_kind="int")] | None = None
-    embedding_dim: Annotated[int, option_meta("Model", "width of a word's embedding", ge=1)] = 100
-    kernel_num: Annotated[int, option_meta("Model", "convolution filters per kernel size", ge=1)] = 100
-    kernel_sizes: Annotated[
-        tuple[Annotated[int, Meta(ge=1)], ...], option_meta("Model", "widths of the filters, in words", min_length=1)
-    ] = (3, 4)
+    text_column: Annotated[str | None, _data(f"column of the sentences: {COLUMN}", or_kind="int")] = None
+    label_column: Annotated[str | None, _data(f"column of the labels: {COLUMN}", or_kind="int")] = None
+    embedding_dim: Annotated[int, _model("width of a word's embedding", ge=1)] = 100
+    kernel_num: Annotated[int, _model("convolution filters per kernel size", ge=1)] = 100
+    kernel_sizes: Annotated[Positives, _model("widths of the filters, in words")] = (3, 4)
     dropout: Dropout = 0.4
 
     def __post_init__(self) -> None:
@@ -146,16 +129,10 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the splits that have a file."""
         given = {"train": self.train_path, "valid": self.eval_path, "test": self.test_path}
         return tuple(split for split, path in given.items() if path is not None)
 
     def check_data(self) -> None:
-        """Check that the files exist, without reading them.
-
-        Raises:
-            RequestError: a missing, unreadable or empty file.
-        """
         for path in (self.train_path, self.eval_path, self.test_path):
             if path is not None:
                 require_file(path)
@@ -164,24 +141,16 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 class MnistOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``mnist``, HetSeq's digit recognition."""
 
-    data: Annotated[
-        str, option_meta("Data", "folder of MNIST's four IDX files, compressed (.gz) or not", per_rank=True)
-    ]
+    data: Annotated[str, _data("folder of MNIST's four IDX files, compressed (.gz) or not", per_rank=True)]
     valid_subset: Annotated[
-        Literal["test", "none"], option_meta("Data", "validate on the test images, as HetSeq does, or not at all")
+        Literal["test", "none"], _data("validate on the test images, as HetSeq does, or not at all")
     ] = "test"
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return ``train`` and ``test``, and ``valid`` unless ``valid_subset`` is none."""
         return ("train", "valid", "test") if self.valid_subset == "test" else ("train", "test")
 
     def check_data(self) -> None:
-        """Check that all four files exist.
-
-        Raises:
-            RequestError: a missing folder or file.
-        """
         for split in ("train", "t10k"):
             for kind in ("images-idx3", "labels-idx1"):
                 idx_file(Path(self.data), f"{split}-{kind}-ubyte")
@@ -190,37 +159,23 @@ class MnistOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``masked_lm``, BERT pretraining: predict masked tokens from both sides."""
 
-    vocab: (
-        Annotated[
-            str,
-            option_meta(
-                "Data",
-                "WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data",
-                per_rank=True,
-            ),
-        ]
-        | None
-    ) = None
-    vocab_size: Annotated[int, option_meta("Data", "size of the vocabulary that is trained", ge=64)] = 8192
-    lowercase: Annotated[
-        bool, option_meta("Data", "lower-case the text and drop accents; a tokenizer.json has its own setting")
-    ] = True
+    vocab: Annotated[
+        str | None,
+        _data("WordPiece to use: a tokenizer.json or BERT's vocab.txt; default: train one on data", per_rank=True),
+    ] = None
+    vocab_size: Annotated[int, _data("size of the vocabulary that is trained", ge=64)] = 8192
+    lowercase: Annotated[bool, _data("lower-case the text and drop accents; a tokenizer.json has its own setting")] = (
+        True
+    )
     preset: Annotated[
         Literal["tiny", "base"],
-        option_meta("Model", "tiny: 2 layers of 128 with 2 heads; base: BERT-base, 12 layers of 768 with 12 heads"),
+        _model("tiny: 2 layers of 128 with 2 heads; base: BERT-base, 12 layers of 768 with 12 heads"),
     ] = "tiny"
-    sequence_length: Annotated[int, option_meta("Model", "tokens of a sample, with [CLS] and [SEP]", ge=8, le=512)] = (
-        128
-    )
-    mask_fraction: Annotated[float, option_meta("Model", "share of the tokens that is predicted", gt=0, lt=1)] = 0.15
+    sequence_length: Annotated[int, _model("tokens of a sample, with [CLS] and [SEP]", ge=8, le=512)] = 128
+    mask_fraction: Annotated[float, _model("share of the tokens that is predicted", gt=0, lt=1)] = 0.15
     dropout: Dropout = 0.1
 
     def check_data(self) -> None:
-        """Check that the text and the vocabulary exist, without reading them.
-
-        Raises:
-            RequestError: a missing, unreadable or empty file.
-        """
         super().check_data()
         if self.vocab is not None:
             require_file(self.vocab)

@@ -18,10 +18,8 @@ from torch import Tensor
 from trainer.contract.errors import RequestError
 from trainer.data.dataset import SizedDataset
 from trainer.data.epoch_order import OrderPlan, sizes_in_order
-from trainer.data.iterators import GroupedIterator
 from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
-from trainer.data.shares import MicroSteps, Shares
-from trainer.data.token_batches import TokenLimit, TokenShares
+from trainer.data.shares import MicroSteps, Shares, TokenLimit, token_micro_steps
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class Update:
     micro_steps: int
     """Number of micro-steps, the same on all ranks; below the update frequency only at the end of an epoch."""
     global_samples: int
-    """Samples of all ranks in all micro-steps."""
     consumed: int
-    """Position in the epoch after this update."""
     batches: Iterator[MicroBatch]
     data_rank: int = 0
     """The lowest rank with samples in the most micro-steps; with samples by index it is rank 0, which has the first."""
@@ -74,20 +70,11 @@ class EpochBatches:
     ) -> None:
         """Start at epoch 1.
 
-        Args:
-            dataset: samples by index, equal on all ranks.
-            collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; with ``limit`` only their number, the world size, counts.
-            rank: this rank.
-            seed: epoch e is shuffled with seed + e on all ranks.
-            shuffle: False reads in the order of the dataset.
-            num_workers: worker processes of this rank; 0 reads in the rank itself.
-            lengths: length of each sample, to put samples of similar length into a batch; its tokens with ``limit``.
-            limit: make batches by tokens.
-            curriculum: number of first epochs that are not shuffled: shortest samples first if there are lengths.
-            fix_batches: every rank has the same batches in every epoch, in another order.
-            pin_memory: put batches into page-locked memory.
-            drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
+        Epoch e is shuffled with ``seed`` + e on all ranks, but for the first ``curriculum`` epochs, in which the
+        shortest samples come first if there are ``lengths``; otherwise these put samples of similar length into a
+        batch. With a ``limit`` batches are made by tokens, and of ``batch_sizes`` (samples per micro-step of each rank)
+        only the number counts. ``fix_batches``: every rank has the same batches in every epoch, in another order.
+        ``drop_last`` leaves out the samples at an epoch's end that do not fill the batch of every rank.
 
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.
@@ -111,7 +98,8 @@ class EpochBatches:
                 plan = replace(plan, fixed_ranks=world_size if equal else 1, fixed_batch=chunk)
         self._own_plan = self._plan = plan
         self._ordered: tuple[OrderPlan, int, tuple[Tensor | range, list[int]]] | None = None
-        self._position = Position(1, 0)
+        self.position = Position(1, 0)
+        """Position after the last update that was read to its end."""
         self._reader = BatchLoader(dataset, collate, num_workers=num_workers, pin_memory=pin_memory)
         if limit is not None:
             assert self._lengths is not None, "batches by tokens need lengths"
@@ -138,18 +126,13 @@ class EpochBatches:
                 "gets a batch: use fewer ranks or a smaller --batch-size"
             )
 
-    @property
-    def position(self) -> Position:
-        """Position after the last update that was read to its end."""
-        return self._position
-
     def state_dict(self) -> dict[str, int]:
         """Return the position and the epoch's order plan; the end of an epoch is saved as the start of the next."""
         ended = not self.updates_left(1)
         plan = self._own_plan if ended else self._plan
         return {
-            "epoch": self._position.epoch + ended,
-            "consumed": 0 if ended else self._position.consumed,
+            "epoch": self.position.epoch + ended,
+            "consumed": 0 if ended else self.position.consumed,
             "samples": self.samples,
             **{name: int(value) for name, value in asdict(plan).items()},
         }
@@ -167,15 +150,10 @@ class EpochBatches:
         epoch, consumed = state["epoch"], state["consumed"]
         if consumed >= state["samples"]:
             epoch, consumed = epoch + 1, 0
-        self._position = Position(epoch, consumed)
+        self.position = Position(epoch, consumed)
         self._plan = OrderPlan.from_state(state) if consumed else self._own_plan
 
     def require_fit(self, state: Mapping[str, int]) -> None:
-        """Require that a saved position is valid for this data.
-
-        Raises:
-            RequestError: the state belongs to other data.
-        """
         epoch, consumed = state["epoch"], state["consumed"]
         if consumed and state.get("stream"):
             raise RequestError(
@@ -197,8 +175,7 @@ class EpochBatches:
             )
 
     def next_epoch(self) -> None:
-        """Go to the start of the next epoch."""
-        self._position = Position(self._position.epoch + 1, 0)
+        self.position = Position(self.position.epoch + 1, 0)
         self._plan = self._own_plan
 
     @property
@@ -207,8 +184,8 @@ class EpochBatches:
         return 1 if self._own_plan.max_tokens else self._shares.smallest(self.samples)
 
     def _order(self) -> tuple[Tensor | range, list[int]]:
-        """Return the order of this epoch, and the end of each batch if the epoch was begun with batches by tokens."""
-        plan, epoch = self._plan, self._position.epoch
+        """Return the order of this epoch, and the ends of its batches if it was begun with batches by tokens."""
+        plan, epoch = self._plan, self.position.epoch
         if self._ordered is None or self._ordered[:2] != (plan, epoch):
             self._ordered = plan, epoch, plan.order(self.samples, epoch, self._lengths)
         return self._ordered[2]
@@ -224,42 +201,36 @@ class EpochBatches:
         else:  # the epoch was begun with other batches
             ends = [consumed + end for end in limit.ends(sizes_in_order(self._lengths, order)[consumed:])]
         world_size = len(shares.batch_sizes)
-        return TokenShares(consumed, ends, rank=shares.rank, world_size=world_size, drop_last=shares.drop_last)
+        return token_micro_steps(consumed, ends, rank=shares.rank, world_size=world_size, drop_last=shares.drop_last)
 
     def updates_per_epoch(self, update_freq: int) -> int:
         """Return the number of updates of a whole epoch; if batches are made by tokens, of this epoch."""
         return -(-len(self._micro_steps(0).starts) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
-        """Return the number of updates in the rest of the epoch."""
-        if self._position.consumed == self.samples:
-            return 0
-        return -(-len(self._micro_steps(self._position.consumed).starts) // update_freq)
+        consumed = self.position.consumed
+        return 0 if consumed == self.samples else -(-len(self._micro_steps(consumed).starts) // update_freq)
 
     def updates(self, update_freq: int) -> Iterator[Update]:
-        """Yield the updates of the rest of the epoch; read each to its end before taking the next.
-
-        Args:
-            update_freq: micro-steps per update.
-        """
-        epoch = self._position.epoch
-        steps = self._micro_steps(self._position.consumed)
+        """Yield the updates of the rest of the epoch; read each to its end before taking the next."""
+        epoch = self.position.epoch
+        steps = self._micro_steps(self.position.consumed)
         seed = mix_seed(self._plan.seed, epoch)
         read = self._reader.read(self._order()[0], steps.starts, steps.bounds, seed=seed)
-        for group in GroupedIterator(steps.starts, update_freq):
+        for first in range(0, len(steps.starts), update_freq):
+            group = steps.starts[first : first + update_freq]
             end = steps.end(group[-1])
             yield Update(len(group), end - group[0], end, self._micro_batches(read, len(group), Position(epoch, end)))
-            assert self._position == Position(epoch, end), "the previous step was not read to its end"
+            assert self.position == Position(epoch, end), "the previous step was not read to its end"
 
     def _micro_batches(self, read: Iterator[MicroBatch], count: int, after: Position) -> Iterator[MicroBatch]:
         for index in range(count):
             micro_batch = next(read)
             if index == count - 1:
-                self._position = after
+                self.position = after
             yield micro_batch
 
     def close(self) -> None:
-        """End the worker processes."""
         self._reader.close()
 
 
@@ -284,11 +255,6 @@ class EvalBatches:
         limit: TokenLimit | None = None,
         pin_memory: bool = False,
     ) -> None:
-        """Prepare to read; see ``EpochBatches`` for the arguments.
-
-        Raises:
-            RequestError: the split is empty, or has not one length per sample.
-        """
         self.samples = len(dataset)
         """Samples of the split, over all ranks."""
         if not self.samples:
@@ -302,21 +268,19 @@ class EvalBatches:
             if limit is not None:
                 limit.require_fit(lengths, split)
                 ends = limit.ends(sizes_in_order(known, self._order))
-                self._steps = TokenShares(0, ends, rank=rank, world_size=len(batch_sizes), drop_last=False)
+                self._steps = token_micro_steps(0, ends, rank=rank, world_size=len(batch_sizes))
         # Persistent workers would hold memory between two evaluations, which may be hours apart.
         self._reader = BatchLoader(
             dataset, collate, num_workers=num_workers, pin_memory=pin_memory, persistent_workers=False
         )
 
     def __len__(self) -> int:
-        """Return the number of micro-steps, the same on all ranks."""
         return len(self._steps.starts)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self._reader.read(self._order, self._steps.starts, self._steps.bounds, seed=0)
 
     def close(self) -> None:
-        """End the worker processes."""
         self._reader.close()
 
 

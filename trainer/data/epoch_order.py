@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import mix_seed
-from trainer.data.token_batches import TokenLimit
+from trainer.data.shares import TokenLimit
 
 POOL_BATCHES = 1000
 """Batches per pool; samples are sorted by length within a pool, as in PyText's pooling batcher."""
@@ -23,23 +23,20 @@ def epoch_order(
     With lengths, each chunk holds samples of similar length: the shuffled samples are sorted within pools of
     ``POOL_BATCHES`` chunks, and the chunks are shuffled. An incomplete chunk stays last, so that the others stay
     aligned with the batches.
-
-    Args:
-        samples: size of the dataset.
-        seed: seed of this epoch.
-        shuffle: False gives the order of the dataset.
-        lengths: length of each sample, ``[samples]``.
-        chunk: samples per chunk; 0 ignores the lengths.
     """
     if not shuffle:
         return range(samples)
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(samples, generator=generator)
     if lengths is None or not chunk:
-        return order
-    pools = [pool[torch.argsort(lengths[pool], stable=True)] for pool in torch.split(order, POOL_BATCHES * chunk)]
-    order = torch.cat(pools)
+        return torch.randperm(samples, generator=generator)
+    order = _pooled(samples, lengths, POOL_BATCHES * chunk, generator)
     return _permuted(order, chunk, torch.randperm(samples // chunk, generator=generator))
+
+
+def _pooled(samples: int, lengths: Tensor, pool: int, generator: torch.Generator) -> Tensor:
+    """Return the samples shuffled, then sorted by length within pools of ``pool`` samples."""
+    order = torch.randperm(samples, generator=generator)
+    return torch.cat([each[torch.argsort(lengths[each], stable=True)] for each in torch.split(order, pool)])
 
 
 def _permuted(order: Tensor, chunk: int, permutation: Tensor) -> Tensor:
@@ -74,9 +71,7 @@ class OrderPlan:
     max_tokens: int = 0
     """Maximum tokens of a batch; 0: batches have a fixed number of samples."""
     max_samples: int = 0
-    """``TokenLimit.max_samples``."""
     multiple: int = 1
-    """``TokenLimit.multiple``."""
 
     @classmethod
     def from_state(cls, state: Mapping[str, int]) -> OrderPlan:
@@ -86,10 +81,8 @@ class OrderPlan:
 
     @property
     def limit(self) -> TokenLimit | None:
-        """Limit of a batch's tokens; None if batches have a fixed number of samples."""
-        if not self.max_tokens:
-            return None
-        return TokenLimit(max_tokens=self.max_tokens, max_samples=self.max_samples, multiple=self.multiple)
+        limit = TokenLimit(max_tokens=self.max_tokens, max_samples=self.max_samples, multiple=self.multiple)
+        return limit if self.max_tokens else None
 
     def order(self, samples: int, epoch: int, lengths: Tensor | None) -> tuple[Tensor | range, list[int]]:
         """Return the order in which an epoch reads the samples, and the ends of its batches if made by tokens."""
@@ -109,10 +102,8 @@ class OrderPlan:
             return order, []
         assert lengths is not None, "batches by tokens need lengths"
         per_batch = max(1, int(self.max_tokens / max(float(lengths.float().mean()), 1.0)))
-        pool = min(POOL_BATCHES * per_batch, samples)
         base = torch.Generator().manual_seed(seed)
-        pools = torch.split(torch.randperm(samples, generator=base), pool)
-        order = torch.cat([each[torch.argsort(lengths[each], stable=True)] for each in pools])
+        order = _pooled(samples, lengths, min(POOL_BATCHES * per_batch, samples), base)
         ends = torch.tensor(limit.ends(sizes_in_order(lengths, order)))
         counts = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
         batches = torch.split(order, counts.tolist())

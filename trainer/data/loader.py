@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib.machinery import PathFinder
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +21,8 @@ from torch.utils.data import DataLoader, Sampler
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.dataset import SizedDataset
 from trainer.data.seeds import seed_all
-from trainer.data.worker_start import start_method
 from trainer.host import process_guard
+from trainer.host.descendants import die_with_parent_process
 from trainer.host.stop_request import save_signals_blocked
 
 Collate = Callable[[list[Any]], Any]
@@ -72,10 +76,8 @@ class _Fetch:
         self._getitems: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
 
     def __call__(self, indices: list[int]) -> Any:
-        if self._getitems is not None:
-            return self._collate(self._getitems(indices))
-        dataset = self._dataset
-        return self._collate([dataset[index] for index in indices])
+        getitems = self._getitems
+        return self._collate([self._dataset[i] for i in indices] if getitems is None else getitems(indices))
 
     def __getitem__(self, request: _Request) -> Any:
         """Read a batch in a worker; seeding each batch makes it independent of the worker and of resuming."""
@@ -110,92 +112,88 @@ class BatchLoader:
     ) -> None:
         """Prepare to read; the first ``read`` starts the workers.
 
-        Args:
-            dataset: samples by index.
-            collate: turns a list of samples into a batch.
-            num_workers: worker processes; 0 reads in this one.
-            pin_memory: put batches into page-locked memory.
-            persistent_workers: keep the workers from one ``read`` to the next; otherwise they end with each.
+        Without ``persistent_workers`` the workers end with each ``read``.
         """
         self._persistent = persistent_workers
         self._fetch = _Fetch(dataset, collate)
-        self._pin = pinned if pin_memory else None
+        self._pin = pinned if pin_memory else unchanged
         self._requests = _Requests()
         self.dummy = 0
         """Index of the sample of which a dummy batch is made."""
         self._ahead: Iterator[Any] = iter(())
         self._loader: DataLoader[Any] | None = None
         if num_workers:
-            method = start_method(self._fetch, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-            context = multiprocessing.get_context(method)
-            if method == "forkserver":
-                context.set_forkserver_preload([__name__])  # torch is then loaded once for all workers
-            self._loader = DataLoader(
-                self._fetch,  # type: ignore[arg-type]  # map-style: its indices are requests
-                batch_size=None,
+            self._loader = worker_loader(
+                self._fetch,  # map-style: its indices are requests
+                num_workers,
                 sampler=self._requests,
-                num_workers=num_workers,
-                collate_fn=unchanged,
                 pin_memory=pin_memory,
-                worker_init_fn=partial(start_worker, os.getpid(), method),
-                # Without its own generator the loader draws from the one that dropout uses.
-                generator=torch.Generator(),
-                multiprocessing_context=context,
                 persistent_workers=persistent_workers,
             )
 
     def read(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
-        """Yield one micro-batch per start, a dummy where the slice is empty; ends the previous ``read``.
-
-        Args:
-            order: indices into the dataset.
-            starts: index in the order at which each micro-step starts.
-            bounds: function from a start to the ends of this rank's slice of the order.
-            seed: seed of the random numbers that workers draw.
-        """
+        """Yield one micro-batch per start, a dummy where the slice is empty; ends the previous ``read``."""
         if self._loader is None:
-            return self._read_here(order, starts, bounds)
+            return self._micro_batches(
+                starts, bounds, lambda low, high: self._pin(self._fetch(_indices(order, low, high)))
+            )
         self._requests.requests = (
             _Request(_indices(order, low, high), mix_seed(seed, low)) for low, high in map(bounds, starts) if low < high
         )
-        # A scheduler may signal every process of a job, including a worker that does not ignore the signal yet.
-        with save_signals_blocked():
-            self._ahead = iter(self._loader)
-        return self._read_ahead(starts, bounds)
+        self._ahead = read_ahead(self._loader)
+        return self._micro_batches(starts, bounds, lambda low, high: next(self._ahead))
 
-    def _read_here(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
-        fetch, pin = self._fetch, self._pin
-        for start in starts:
-            low, high = bounds(start)
-            if low < high:
-                batch = fetch(_indices(order, low, high))
-                yield MicroBatch(batch if pin is None else pin(batch), high - low)
-            else:
-                yield self._dummy()
-
-    def _read_ahead(self, starts: Sequence[int], bounds: Bounds) -> Iterator[MicroBatch]:
+    def _micro_batches(
+        self, starts: Sequence[int], bounds: Bounds, batch_of: Callable[[int, int], Any]
+    ) -> Iterator[MicroBatch]:
         try:
             for start in starts:
                 low, high = bounds(start)
                 if low < high:
-                    batch = next(self._ahead)
-                    if isinstance(batch, CarriedError):
-                        raise batch.error
-                    yield MicroBatch(batch, high - low)
+                    yield MicroBatch(batch_of(low, high), high - low)
                 else:
-                    yield self._dummy()
+                    yield MicroBatch(self._pin(self._fetch([self.dummy] * 2)), 0)
         finally:
             if not self._persistent:
                 self._ahead = iter(())
 
-    def _dummy(self) -> MicroBatch:
-        batch = self._fetch([self.dummy] * 2)
-        return MicroBatch(batch if self._pin is None else self._pin(batch), 0)
-
     def close(self) -> None:
-        """End the workers, by releasing the loader and its iterator."""
+        """End the workers."""
         self._loader = None
         self._ahead = iter(())
+
+
+def worker_loader(dataset: Any, num_workers: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of whole batches, which its worker processes collate; they end with this process."""
+    method = start_method(dataset, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([__name__])  # torch is then loaded once for all workers
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=unchanged,
+        worker_init_fn=partial(start_worker, os.getpid(), method),
+        # Without its own generator the loader draws from the one that dropout uses.
+        generator=torch.Generator(),
+        multiprocessing_context=context,
+        **options,
+    )
+
+
+def read_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers and return the iterator over their batches, which raises their ``CarriedError``."""
+    # A scheduler may signal every process of a job, including a worker that does not ignore the signal yet.
+    with save_signals_blocked():
+        batches = iter(loader)
+    return map(_raise_carried, batches)
+
+
+def _raise_carried(batch: Any) -> Any:
+    if isinstance(batch, CarriedError):
+        raise batch.error
+    return batch
 
 
 def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
@@ -204,7 +202,7 @@ def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
 
 
 def unchanged(batch: Any) -> Any:
-    """Return the batch, which the worker has collated already."""
+    """Return the batch as it is."""
     return batch
 
 
@@ -226,8 +224,71 @@ def start_worker(rank_pid: int, method: str, worker: int) -> None:
     if method == "forkserver":
         process_guard.die_with_process(rank_pid)  # its parent is the fork server
     else:
-        process_guard.die_with_parent_process()
+        die_with_parent_process()
         if os.getppid() != rank_pid:  # the rank ended before the call above
             os._exit(1)
     # A scheduler may send these signals to every process of a job.
     process_guard.set_signals(ignored=(signal.SIGTERM, signal.SIGHUP))
+
+
+MAX_BYTES = 64 << 20
+"""Maximum bytes of a pickled dataset: every worker gets its own copy, whereas forked workers share the memory."""
+
+
+class _NotPicklableError(Exception):
+    """A worker of a fork server cannot be given this object."""
+
+
+class _ByteCounter(io.RawIOBase):
+    """File that discards the bytes written and raises beyond ``MAX_BYTES``."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._bytes += len(data)
+        if self._bytes > MAX_BYTES:
+            raise _NotPicklableError
+        return len(data)
+
+
+class _TrialPickler(ForkingPickler):
+    """Pickler of process arguments that raises for objects a new process could not load."""
+
+    def __init__(self) -> None:
+        super().__init__(_ByteCounter())
+        self._tensors = self._bytes = 0
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._tensors += 1
+            self._bytes += value.untyped_storage().nbytes()
+        # Maximum tensors in a pickled dataset: each takes an open file in both processes, which may have 1024.
+        max_tensors = 64
+        if self._tensors > max_tensors or self._bytes > MAX_BYTES:
+            raise _NotPicklableError
+        module = getattr(value, "__module__", None) if callable(value) else type(value).__module__
+        if not (isinstance(module, str) and _is_importable(module)):
+            raise _NotPicklableError
+        return NotImplemented
+
+
+def start_method(argument: object, *, cuda_in_use: bool) -> Literal["fork", "forkserver"]:
+    """Return the start method of workers that get this object: fork, or forkserver once CUDA is in use.
+
+    A fork copies locks that CUDA's threads may hold, but not the threads. With a fork server the dataset is pickled,
+    which a user's own may not support; then it is ``fork`` too.
+    """
+    if not cuda_in_use:
+        return "fork"
+    try:
+        _TrialPickler().dump(argument)
+    except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
+        return "fork"
+    return "forkserver"
+
+
+def _is_importable(module: str) -> bool:
+    """Return whether a new process can import a module by its name; false for a task file loaded by path."""
+    top = module.partition(".")[0]
+    return top in sys.builtin_module_names or (top != "__main__" and PathFinder.find_spec(top) is not None)

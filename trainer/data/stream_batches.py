@@ -44,20 +44,13 @@ class StreamBatches:
     ) -> None:
         """Start at epoch 1.
 
-        Args:
-            dataset: the stream.
-            collate: turns a list of samples into a batch.
-            batch_sizes: samples per micro-step of each rank; one per rank.
-            rank: this rank.
-            seed: seed of the random numbers that the stream draws in each epoch, equal on all ranks.
-            exchange: gathers data of all ranks; every rank calls it equally often.
-            warn: called with a warning if the length of an epoch differs from that of the dataset.
-            num_workers: worker processes of this rank; each reads the whole stream.
-            pin_memory: put batches into page-locked memory.
-            drop_last: leave out the samples at an epoch's end that do not fill the batch of every rank.
+        The stream draws random numbers from ``seed`` in each epoch, equal on all ranks. Every rank calls ``exchange``
+        equally often. ``warn`` is called if the length of an epoch differs from that of the dataset. Each worker
+        process reads the whole stream. For the others see ``EpochBatches``.
         """
         self.length = length_of(dataset)
         """Samples of an epoch; None if unknown."""
+        self.samples = self.length or 0
         self._total = sum(batch_sizes)
         self._drop_last = drop_last
         self._reader = StreamReader(
@@ -72,7 +65,8 @@ class StreamBatches:
         self._batch_size = batch_sizes[rank]
         self._exchange, self._warn = exchange, warn
         self._own_seed = self._seed = seed
-        self._position = Position(1, 0)
+        self.position = Position(1, 0)
+        """Position after the last update that was read to its end."""
         self._end: Position | None = None
         """End of this epoch; None until it is known."""
         self._head = ""
@@ -80,18 +74,13 @@ class StreamBatches:
         self._dummy: Any = None
         """Dummy batch, made of the last sample; None until the stream has ended."""
 
-    @property
-    def position(self) -> Position:
-        """Position after the last update that was read to its end."""
-        return self._position
-
     def state_dict(self) -> dict[str, int | str]:
         """Return position and parameters of the stream; the end of an epoch is saved as the start of the next."""
-        ended = self._position == self._end
+        ended = self.position == self._end
         return {
-            "epoch": self._position.epoch + ended,
-            "consumed": 0 if ended else self._position.consumed,
-            "samples": self.length or 1,
+            "epoch": self.position.epoch + ended,
+            "consumed": 0 if ended else self.position.consumed,
+            "samples": self.samples or 1,
             "seed": self._own_seed if ended else self._seed,
             "shuffle": 0,
             "chunk": self._total,
@@ -101,23 +90,15 @@ class StreamBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another run: the stream is read again, and the samples before it are skipped.
-
-        Raises:
-            RequestError: the state belongs to other data, or to other shards of it.
-        """
+        """Continue at the position of another run: the stream is read again, and the samples before it are skipped."""
         self.require_fit(state)
-        self._position = Position(state["epoch"], state["consumed"])
+        self.position = Position(state["epoch"], state["consumed"])
         begun = state["consumed"] > 0
         self._seed = state["seed"] if begun else self._own_seed
         self._head = state["head"] if begun and not self._reader.shards else ""  # with shards it is that of rank 0
 
     def require_fit(self, state: Mapping[str, Any]) -> None:
-        """Require that a saved position is valid for this stream.
-
-        Raises:
-            RequestError: the state belongs to other data, or to other shards of it.
-        """
+        """Require that a saved position is valid for this stream."""
         if not state["consumed"]:
             return
         if not state.get("stream"):
@@ -135,37 +116,28 @@ class StreamBatches:
             )
 
     def next_epoch(self) -> None:
-        """Go to the start of the next epoch."""
-        self._position = Position(self._position.epoch + 1, 0)
+        self.position = Position(self.position.epoch + 1, 0)
         self._seed, self._end, self._head = self._own_seed, None, ""
-
-    @property
-    def samples(self) -> int:
-        """Samples of an epoch; 0 if unknown."""
-        return self.length or 0
 
     def updates_per_epoch(self, update_freq: int) -> int:
         """Return the number of updates of a whole epoch; 0 if unknown."""
-        whole, left = divmod(self.length or 0, self._total)
+        whole, left = divmod(self.samples, self._total)
         return -(-(whole + (left > 0 and not self._drop_last)) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
         """Return 0 at the end of the epoch and 1 before it: the number is not known."""
-        return int(self._position != self._end)
+        return int(self.position != self._end)
 
     def updates(self, update_freq: int) -> Iterator[Update]:
         """Yield the updates of the rest of the epoch; read each to its end before taking the next.
 
         The following update is read before this one is yielded, to learn whether the epoch ends with this one.
 
-        Args:
-            update_freq: micro-steps per update.
-
         Raises:
             RequestError: the stream is empty, or differs from the one before the checkpoint.
             TrainingError: the ranks read different streams.
         """
-        epoch, consumed = self._position.epoch, self._position.consumed
+        epoch, consumed = self.position.epoch, self.position.consumed
         # From a shard each rank has read its own batches, as far as there were any.
         skip = consumed // self._total * self._batch_size if self._reader.shards else consumed
         read = self._reader.read(epoch=epoch, skip=skip, seed=self._seed)
@@ -180,8 +152,8 @@ class StreamBatches:
                 self._end = after
                 self._compare_length(after.consumed)
             yield update
-            assert self._position == after, "the previous step was not read to its end"
-        self._end = self._position
+            assert self.position == after, "the previous step was not read to its end"
+        self._end = self.position
 
     def _next(self, read: Iterator[StreamBlock], update_freq: int, before: Position) -> tuple[Update, Position] | None:
         """Read the next update; return None on all ranks once no rank has a sample left."""
@@ -210,12 +182,7 @@ class StreamBatches:
         return Update(micro_steps, samples, after.consumed, batches, data_rank=filled.index(max(filled))), after
 
     def _require_same(self, gathered: list[Any], head: str, before: Position) -> None:
-        """Require that all ranks read one stream, and the same one as before the checkpoint.
-
-        Raises:
-            RequestError: the streams begin with different samples.
-            TrainingError: the streams have different numbers of samples.
-        """
+        """Require that all ranks read one stream, and the same one as before the checkpoint."""
         if self._head and head and head != self._head:
             raise RequestError(
                 f"the stream of epoch {before.epoch} does not begin with the sample that it began with when the "
@@ -241,14 +208,14 @@ class StreamBatches:
     def _micro_batches(self, blocks: list[StreamBlock], after: Position) -> Iterator[MicroBatch]:
         for index, block in enumerate(blocks):
             if index == len(blocks) - 1:
-                self._position = after
+                self.position = after
             yield MicroBatch(block.batch, block.samples)
 
     def _compare_length(self, consumed: int) -> None:
         if self.length is None or self._reader.shards:
             return
-        if consumed != self.length - (self.length % self._total if self._drop_last else 0):
-            self._warn(f"an epoch of the training data has {consumed} samples, but its length is {self.length}")
+        if consumed != self.samples - (self.samples % self._total if self._drop_last else 0):
+            self._warn(f"an epoch of the training data has {consumed} samples, but its length is {self.samples}")
 
 
 class StreamEvalBatches:
@@ -266,25 +233,15 @@ class StreamEvalBatches:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Prepare to read; see ``StreamBatches`` for the arguments."""
         self._split, self._exchange = split, exchange
         self._total = 0
         """Samples of the stream in the last pass."""
         self._reader = StreamReader(
-            dataset,
-            collate=collate,
-            batch_sizes=batch_sizes,
-            rank=rank,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            dataset, collate=collate, batch_sizes=batch_sizes, rank=rank, num_workers=num_workers, pin_memory=pin_memory
         )
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield this rank's batches, at least one.
-
-        Raises:
-            RequestError: the split is empty on a rank, or the ranks read different streams.
-        """
+        """Yield this rank's batches, at least one."""
         read = self._reader.read(epoch=1, skip=0, seed=0)
         block = next(read)
         gathered = self._exchange([block.head, block.batch is not None])
@@ -302,11 +259,7 @@ class StreamEvalBatches:
             block = next(read)
 
     def require_same(self) -> None:
-        """Require that all ranks have read equally many samples in a whole pass; a collective.
-
-        Raises:
-            TrainingError: the ranks have read different numbers of samples, so their streams differ.
-        """
+        """Require that all ranks have read equally many samples in a whole pass; a collective."""
         totals = [0] if self._reader.shards else self._exchange(self._total)
         for rank, total in enumerate(totals):
             if total != totals[0]:

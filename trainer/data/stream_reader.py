@@ -6,24 +6,19 @@ Each worker process of a rank reads the whole stream and collates every n-th blo
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.dataset import StreamDataset
-from trainer.data.loader import CarriedError, Collate, mix_seed, pinned, start_worker, unchanged
+from trainer.data.loader import CarriedError, Collate, mix_seed, pinned, read_ahead, worker_loader
 from trainer.data.seeds import RandomNumbers
 from trainer.data.shares import Shares
-from trainer.data.worker_start import start_method
-from trainer.distributed.encoding import encode
-from trainer.host.stop_request import save_signals_blocked
+from trainer.distributed.encoding import encode, to_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +43,12 @@ class _Reading:
     collate: Collate
     shares: Shares
     rank: int
-    epoch: int
-    skip: int
-    """Samples at the start to skip."""
     may_be_short: bool
     """Whether the stream may have fewer samples than ``skip``: another rank's shard is longer."""
-    seed: int
+    epoch: int = 1
+    skip: int = 0
+    """Samples at the start to skip."""
+    seed: int = 0
     worker: int = 0
     workers: int = 1
     """Worker processes of the rank; worker i yields blocks i, i + workers, ..."""
@@ -108,9 +103,7 @@ class _Reading:
                 content = encode(self.collate([sample]))
         except Exception:  # noqa: BLE001 - user code; an error that matters comes again in training
             return ""
-        buffer = bytearray(content.numel())
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
-        return hashlib.blake2b(buffer, digest_size=16).hexdigest()
+        return hashlib.blake2b(to_bytes(content), digest_size=16).hexdigest()
 
 
 class _InWorker(IterableDataset[Any]):
@@ -154,14 +147,7 @@ class StreamReader:
             dataset = shard(self.shards, rank)
             shares = Shares((batch_sizes[rank],), 0, drop_last)
         self._reading = _Reading(
-            dataset=dataset,
-            collate=collate,
-            shares=shares,
-            rank=rank,
-            epoch=1,
-            skip=0,
-            seed=0,
-            may_be_short=self.shards > 0,
+            dataset=dataset, collate=collate, shares=shares, rank=rank, may_be_short=self.shards > 0
         )
         self._num_workers = num_workers
         self._pin = pinned if pin_memory else None
@@ -177,23 +163,8 @@ class StreamReader:
         return read if self._pin is None else (replace(block, batch=self._pin(block.batch)) for block in read)
 
     def _read_ahead(self, reading: _Reading) -> Iterator[StreamBlock]:
-        method = start_method(reading, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        loader = DataLoader(
-            _InWorker(reading),
-            batch_size=None,
-            num_workers=self._num_workers,
-            collate_fn=unchanged,
-            worker_init_fn=partial(start_worker, os.getpid(), method),
-            generator=torch.Generator(),
-            multiprocessing_context=method,
-        )
-        # A scheduler may signal every process of a job, including a worker that does not ignore the signal yet.
-        with save_signals_blocked():
-            blocks = iter(loader)
         head = ""
-        for block in blocks:  # round-robin over the workers
-            if isinstance(block, CarriedError):
-                raise block.error
+        for block in read_ahead(worker_loader(_InWorker(reading), self._num_workers)):  # round-robin over the workers
             head = head or block.head
             if block.head != head:
                 raise RequestError(

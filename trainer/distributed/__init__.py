@@ -6,6 +6,7 @@ group every function works too, as in a world of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
@@ -23,47 +24,30 @@ from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import tcp_url
 from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous, seed_arguments
 from trainer.distributed.collectives import (
-    all_gather_list,
-    all_reduce,
-    all_reduce_dict,
-    barrier,
-    broadcast_object,
-    from_master,
-    get_default_group,
-    get_rank,
-    get_world_size,
-    is_master,
-    max_async,
-    sum_async,
+    all_gather_list as all_gather_list,
+    all_reduce as all_reduce,
+    all_reduce_dict as all_reduce_dict,
+    barrier as barrier,
+    broadcast_object as broadcast_object,
+    from_master as from_master,
+    get_default_group as get_default_group,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    is_master as is_master,
+    max_async as max_async,
+    require_same as require_same,
+    sum_async as sum_async,
 )
-from trainer.distributed.request import require_same
-from trainer.distributed.store import JoinTimeoutError, OnWaiting, RendezvousStore, Wait, open_store, remove_store_file
+from trainer.distributed.store import (
+    JoinTimeoutError as JoinTimeoutError,
+    OnWaiting,
+    RendezvousStore,
+    Wait,
+    open_store,
+    remove_store_file,
+    wait_for_keys,
+)
 from trainer.host.ports import free_port
-
-__all__ = [
-    "JoinTimeoutError",
-    "all_gather_list",
-    "all_reduce",
-    "all_reduce_dict",
-    "barrier",
-    "bind_device",
-    "broadcast_object",
-    "describe_lost_peers",
-    "device_uuid",
-    "distributed_init",
-    "from_master",
-    "get_default_group",
-    "get_rank",
-    "get_world_size",
-    "infer_init_method",
-    "is_master",
-    "join_group",
-    "max_async",
-    "report_failure",
-    "require_same",
-    "shutdown",
-    "sum_async",
-]
 
 
 @dataclass
@@ -79,7 +63,6 @@ class _GroupState:
     interface: str | None = None
     """Network interface that this process has chosen; None if the user or the backend chooses it."""
     leave: Callable[[], None] = lambda: None
-    """Function that ends the heartbeat."""
 
 
 _group: _GroupState | None = None
@@ -88,18 +71,13 @@ _group: _GroupState | None = None
 # ------------------------------------------------------------------------------------------------------- join, leave
 
 
-def infer_init_method(args: Any, force_distributed: bool = False, *, device_count: int | None = None) -> str | None:
+def infer_init_method(args: Any, force_distributed: bool = False) -> str | None:
     """Set ``args.distributed_*`` by the environment and the devices, as fairseq does; return the init method.
 
     An init method that is set already is kept. On one machine it is a free port of this machine.
 
-    Args:
-        args: fairseq's or HetSeq's arguments, or ``Distributed``.
-        force_distributed: set an init method in a world of one rank too.
-        device_count: GPUs of this machine; default: those that torch sees.
-
-    Returns:
-        The init method; None for a single process.
+    ``args`` are fairseq's or HetSeq's, or ``Distributed``; ``force_distributed`` sets one in a world of one rank too.
+    Returns None for a single process.
 
     Raises:
         RequestError: the request contradicts itself, the environment or the machine.
@@ -111,7 +89,7 @@ def infer_init_method(args: Any, force_distributed: bool = False, *, device_coun
     settings = seed_arguments.settings_of(args)
     if not isinstance(args, Distributed) and settings.distributed_init_method is not None:
         return str(settings.distributed_init_method)
-    count = torch.cuda.device_count() if device_count is None else device_count
+    count = torch.cuda.device_count()
     options = seed_arguments.options_of(args, os.environ, count)
     decision = decide(options, os.environ, count)
     if decision.exchange is not None:
@@ -150,10 +128,9 @@ def device_uuid(device: torch.device) -> str:
 def distributed_init(args: Any = None, **group: Any) -> int:
     """Join the process group and return this process's rank; do nothing in a world of one rank.
 
-    Args:
-        args: fairseq's or HetSeq's arguments, or ``Distributed``, of which ``distributed_rank`` is this process's rank;
-            it is set to the rank in the group. A process that is in a group already stays in it, with a warning.
-        group: without ``args``, the arguments of ``join_group``.
+    ``args`` are fairseq's or HetSeq's, or ``Distributed``, of which ``distributed_rank`` is this process's rank; it is
+    set to the rank in the group. A process that is in a group already stays in it, with a warning. Without ``args``,
+    ``group`` are the arguments of ``join_group``.
 
     Raises:
         RequestError: the request cannot be met, see ``join_group``.
@@ -199,20 +176,10 @@ def join_group(
 ) -> None:
     """Join the process group; do nothing in a world of one rank.
 
-    Args:
-        init_method: ``tcp://HOST:PORT``, ``file:///PATH`` or ``env://``.
-        world_size: number of ranks.
-        rank: rank of this process.
-        backend: ``gloo``, ``nccl``, or ``auto`` for nccl on a GPU and gloo on a CPU.
-        device: device of this rank.
-        timeout_s: time-out of a collective, in seconds.
-        join_timeout_s: time-out for the other ranks to join, in seconds.
-        on_waiting: called about once a second with the joined ranks, the missing ranks and the milliseconds waited.
-        on_lost: called on a thread with a description when another machine is gone or has failed while this rank may
-            wait in NCCL; it must report that and end the process.
-        identity: run id; ranks of another run are refused.
-        request: values by name that must be equal on all ranks, such as ``--lr``; ranks that differ are refused.
-        share_devices: allow two ranks on one GPU.
+    About once a second ``on_waiting`` is called with the joined ranks, the missing ranks and the milliseconds waited.
+    ``on_lost`` is called on a thread with a description when another machine is gone or has failed while this rank may
+    wait in NCCL; it must report that and end the process. Ranks of another ``identity`` (the run id) are refused, and
+    those with other values of the ``request``, such as ``--lr``. ``share_devices`` allows two ranks on one GPU.
 
     Raises:
         RequestError: the request cannot be met: port in use, stale file, a rank or a GPU claimed twice, ranks that
@@ -233,10 +200,7 @@ def join_group(
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise RequestError("backend nccl needs a GPU on every rank: allowed here is gloo")
     mine = rendezvous.own_registration(
-        rank=rank,
-        world_size=world_size,
-        identity=identity,
-        device="" if share_devices else device_uuid(device),
+        rank=rank, world_size=world_size, identity=identity, device="" if share_devices else device_uuid(device)
     )
     wait = Wait(join_timeout_s, on_waiting)
     rdzv = open_store(init_method, rank=rank, world_size=world_size, wait=wait, environ=os.environ)
@@ -271,9 +235,8 @@ def shutdown(*, abort: bool = False) -> None:
     Gloo's threads may still be releasing the last collective's Python state: destroying the group under them hangs or
     aborts about one process in ten, so a short pause comes first. Rank 0, which serves the store, leaves last.
 
-    Args:
-        abort: a peer may be dead or stuck. Return without waiting and without destroying the group, which would wait
-            for pending collectives. The process must end next, by ``os._exit``.
+    With ``abort``, as a peer may be dead or stuck, return without waiting and without destroying the group, which would
+    wait for pending collectives. The process must end next, by ``os._exit``.
     """
     global _group
     group, _group = _group, None
@@ -314,15 +277,9 @@ def describe_lost_peers() -> str:
 
 def leave_store(store: Store, rank: int, world_size: int) -> None:
     """Mark this rank as gone; rank 0 waits for the marks of all, briefly, because a peer may have died."""
-    keys = [f"left/{other}" for other in range(1, world_size)]
     store_linger_s = 2.0  # maximum time for which rank 0 keeps the store open for ranks that have not left yet
-    try:
+    with contextlib.suppress(RuntimeError):  # the store is gone, with its process or its disk: no rank waits
         if rank != 0:
             store.set(f"left/{rank}", "")
-            return
-        deadline = time.monotonic() + store_linger_s
-        while not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.005)
-    except RuntimeError:
-        # The store is gone, with its process or its disk: no rank waits for this key.
-        return
+        else:
+            wait_for_keys(store, [f"left/{other}" for other in range(1, world_size)], store_linger_s)

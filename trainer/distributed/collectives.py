@@ -5,11 +5,14 @@ Without a process group every function works too, as in a world of one rank.
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,11 +54,7 @@ def get_world_size(group: Group = None) -> int:
 
 
 def is_master(args: Any = None) -> bool:
-    """Return whether this is rank 0, which reports, validates and saves for all.
-
-    Args:
-        args: fairseq's or HetSeq's arguments, whose ``distributed_rank`` counts; default: the rank in the group.
-    """
+    """Return whether this is rank 0, which reports, validates and saves for all; by ``args`` of fairseq if given."""
     return (get_rank() if args is None else settings_of(args).distributed_rank) == 0
 
 
@@ -88,10 +87,7 @@ def barrier(group: Group = None) -> None:
 def all_reduce(tensor: Tensor, group: Group | Op = None, op: Op = "sum") -> Tensor:
     """Reduce the tensor over all ranks of the group, in place, and return it.
 
-    Args:
-        tensor: the tensor.
-        group: the ranks; default: all. An operation in its place is ``op``, for all ranks.
-        op: the operation.
+    An operation in the place of ``group`` is ``op``, for all ranks.
     """
     if isinstance(group, str):
         op = group
@@ -108,10 +104,6 @@ def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], Tenso
     """Start summing a number over all ranks; the returned callable gives the sum [], in float64.
 
     On a CPU the callable waits for the other ranks; on a GPU the sum stays on the device and the host does not wait.
-
-    Args:
-        value: a number or a tensor of one element.
-        device: device of the sum.
     """
     if isinstance(value, Tensor):
         total = value.detach().to(device, torch.float64, non_blocking=True).reshape(1).clone()
@@ -134,10 +126,6 @@ def max_async(values: Sequence[int] | Tensor, copies: HostCopies | None = None) 
     """Start taking the maximum of each number over all ranks; the returned callable waits for the result.
 
     With nccl it waits for kernels queued before this call, not for those queued afterwards.
-
-    Args:
-        values: numbers, or a tensor of them [numbers], int64.
-        copies: pool of copies to the host; default: that of the result's device.
     """
     if isinstance(values, Tensor):
         # A clone, because the reduction is in place.
@@ -171,11 +159,6 @@ def all_reduce_dict(
 
     A number comes back as a float, a tensor as a float64 tensor of its shape on its device.
 
-    Args:
-        data: values by name; names and shapes are equal on every rank, in any order.
-        device: device of the reduction; default: the one that the backend needs.
-        group: the ranks; default: all.
-
     Raises:
         TrainingError: the names or shapes differ between ranks.
     """
@@ -207,11 +190,9 @@ def _require_same_shapes(shapes: Mapping[str, tuple[int, ...]], device: torch.de
 def all_gather_list(data: Any, group: Group = None, max_size: int | None = None) -> list[Any]:
     """Return the data of every rank of the group, in rank order; the ranks exchange the sizes first, then the bytes.
 
-    Args:
-        data: None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
-            the CPU. Every rank holds world size times the largest rank's bytes while it gathers.
-        group: the ranks; default: all.
-        max_size: accepted as in fairseq and HetSeq, and not needed: data may have any size.
+    The data is None, numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them. Tensors come back on
+    the CPU. Every rank holds world size times the largest rank's bytes while it gathers. ``max_size`` is accepted as in
+    fairseq and HetSeq, and not needed: data may have any size.
 
     Raises:
         TypeError: a value has another type.
@@ -256,11 +237,8 @@ def _exchange_sizes(exchange: int, size: int, group: Group) -> list[int]:
 def broadcast_object(data: Any, src_rank: int = 0, group: Group = None, dist_device: torch.device | None = None) -> Any:
     """Return the source's data on every rank of the group. Same types as ``all_gather_list``.
 
-    Args:
-        data: the data; ignored on the other ranks.
-        src_rank: the source, a rank among all.
-        group: the ranks; default: all.
-        dist_device: accepted as in fairseq; the data goes over the device that the backend needs.
+    The source is a rank among all. ``dist_device`` is accepted as in fairseq; the data goes over the device that the
+    backend needs.
     """
     if get_world_size(group) == 1:
         return decode(encode(data))
@@ -280,10 +258,7 @@ def broadcast_object(data: Any, src_rank: int = 0, group: Group = None, dist_dev
 
 
 def from_master(compute: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 only and return its result on every rank.
-
-    Args:
-        compute: returns data of the types that ``all_gather_list`` takes.
+    """Call a function on rank 0 only and return its result, data as of ``all_gather_list``, on every rank.
 
     Raises:
         RequestError: ``compute`` has raised one on rank 0; every rank raises it with the same message.
@@ -300,3 +275,52 @@ def from_master(compute: Callable[[], Any]) -> Any:
     if refusal:
         raise RequestError(refusal)
     return result if is_master() else received
+
+
+class RankRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """Options and other values with which one rank was started."""
+
+    rank: int
+    process: str
+    """Process of the rank, for a message: ``pid 7 on host``."""
+    values: dict[str, str]
+    """Values by the name used in messages, such as ``--lr``."""
+
+
+def disagreement(first: RankRequest, second: RankRequest) -> str:
+    """Return one line with the values in which two ranks differ, by rank and host; empty if they agree."""
+    low, high = sorted((first, second), key=lambda request: request.rank)
+    names = [name for name in {**low.values, **high.values} if low.values.get(name) != high.values.get(name)]
+    if not names:
+        return ""
+    named = 3  # differing values listed in a refusal; the rest is counted
+    differences = [
+        f"{name}: {_shown(low, name)} on rank {low.rank} ({low.process}), "
+        f"{_shown(high, name)} on rank {high.rank} ({high.process})"
+        for name in names[:named]
+    ]
+    more = f"; and {len(names) - named} more" if len(names) > named else ""
+    return f"ranks have different settings: {'; '.join(differences)}{more}"
+
+
+def require_same(values: Mapping[str, str]) -> None:
+    """Require equal values on all ranks of the group; a collective, and every rank raises the same message.
+
+    DDP compares shapes only: ranks with different learning rates or data files would train without an error.
+
+    Raises:
+        RequestError: values differ; one line names the ranks, their hosts, the value's name and both values.
+    """
+    own = f"pid {os.getpid()} on {socket.gethostname()}"
+    rows = all_gather_list((own, dict(values)))
+    requests = [RankRequest(rank=rank, process=process, values=held) for rank, (process, held) in enumerate(rows)]
+    for request in requests[1:]:
+        if refusal := disagreement(requests[0], request):
+            raise RequestError(refusal)
+
+
+def _shown(request: RankRequest, name: str) -> str:
+    value = request.values.get(name, "none")
+    # Maximum characters of a value in a refusal: enough for a path, too few for a list of a thousand batch sizes.
+    longest = 120
+    return value if len(value) <= longest else f"{value[: longest - 1]}…"

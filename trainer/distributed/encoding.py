@@ -54,25 +54,18 @@ def encode(data: Any) -> Tensor:
 
 
 def decode(data: Tensor) -> Any:
-    """Rebuild the data from the bytes of ``encode``; tensors are on the CPU and share no memory with ``data``.
-
-    Args:
-        data: ``[bytes]`` of uint8, on any device.
-
-    Raises:
-        TrainingError: the bytes do not come from ``encode``.
-    """
+    """Rebuild the data from the bytes of ``encode``; tensors are on the CPU and share no memory with ``data``."""
     data = data.cpu()
-    size = int.from_bytes(_bytes(data[:_SIZE_BYTES]), "little")
+    size = int.from_bytes(to_bytes(data[:_SIZE_BYTES]), "little")
     begin = _SIZE_BYTES + size
     begin += -begin % ALIGNMENT
     try:
-        return _from_tree(msgspec.msgpack.decode(_bytes(data[_SIZE_BYTES : _SIZE_BYTES + size])), data[begin:])
+        return _from_tree(msgspec.msgpack.decode(to_bytes(data[_SIZE_BYTES : _SIZE_BYTES + size])), data[begin:])
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
         raise TrainingError(f"another rank's message cannot be read: {error}") from error
 
 
-def _bytes(data: Tensor) -> bytes:
+def to_bytes(data: Tensor) -> bytes:
     """Return uint8 ``[n]`` as bytes, without numpy."""
     buffer = bytearray(data.numel())
     if buffer:

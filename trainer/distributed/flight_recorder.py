@@ -31,12 +31,8 @@ _file: Path | None = None
 def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the environment so that torch records the collectives, and writes them when NCCL aborts.
 
-    Call it before the process group exists. Variables that the user has set keep their values.
-
-    Args:
-        file: file for NCCL's own format, ``RunDir.rank_collectives``; ``dump`` writes JSON beside it, with ``.json``.
-        rank: rank of this process.
-        environ: environment that torch reads.
+    Call it before the process group exists. Variables that the user has set keep their values. NCCL writes ``file`` in
+    its own format, ``dump`` writes JSON beside it, with ``.json``.
     """
     global _file
     _file = file.with_name(f"{file.name}.json")
@@ -72,11 +68,7 @@ def dump() -> str:
 
 
 def describe_collectives(recorded: dict[str, Any]) -> str:
-    """Describe the last collectives of a record in one line; empty if it has none.
-
-    Args:
-        recorded: the decoded JSON of torch's flight recorder.
-    """
+    """Describe the last collectives of a record in one line; empty if it has none."""
     entries: Sequence[dict[str, Any]] = sorted(recorded.get("entries", ()), key=lambda entry: int(entry["record_id"]))
     if not entries:
         return ""

@@ -9,10 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.distributed.peer_failure import PEER_FAILURE_PREFIX, PeerReport, run_with_timeout
+from trainer.distributed.peer_failure import PEER_FAILURE_PREFIX, read_report, run_with_timeout
 from trainer.distributed.rendezvous import RankMachine
 
 PREFIX = "gputrain-heartbeat"
@@ -30,29 +29,17 @@ restart of a switch."""
 class Heartbeat:
     """Heartbeat of one machine; ``exchange`` is called every few seconds.
 
-    Args:
-        store: store of the rendezvous.
-        machines: all machines of the group.
-        own: index of this machine.
-        now: monotonic clock, in seconds.
-        timeout_s: time-out for the store requests of one heartbeat.
+    ``own`` is the index of this machine, ``now`` a monotonic clock in seconds.
     """
 
     def __init__(
-        self,
-        store: Store,
-        machines: Sequence[RankMachine],
-        own: int,
-        *,
-        now: Callable[[], float] = time.monotonic,
-        timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        self, store: Store, machines: Sequence[RankMachine], own: int, *, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._keys = PrefixStore(PREFIX, store)
         self._reports = PrefixStore(PEER_FAILURE_PREFIX, store)
         self._machines = machines
         self._own = own
         self._now = now
-        self._timeout_s = timeout_s
         self._count = 0
         self._seen = {index: (b"", now()) for index in range(len(machines)) if index != own}
         """Last count of each other machine, and the time of its last change."""
@@ -61,7 +48,7 @@ class Heartbeat:
         """Exchange counts; return a description of the lost machine or failed rank, empty while there is none."""
         self._count += 1
         failed: list[str] = []
-        answered = run_with_timeout(self._timeout_s, lambda: failed.extend(self._exchange()))
+        answered = run_with_timeout(HEARTBEAT_TIMEOUT_S, lambda: failed.extend(self._exchange()))
         if failed:
             return failed[0]
         now = self._now()
@@ -75,22 +62,21 @@ class Heartbeat:
 
     def leave(self) -> None:
         """Write that this machine has left in order, so that the others do not count its silence as a loss."""
-        run_with_timeout(self._timeout_s, lambda: self._keys.set(str(self._own), LEFT))
+        run_with_timeout(HEARTBEAT_TIMEOUT_S, lambda: self._keys.set(str(self._own), LEFT))
 
     def _exchange(self) -> list[str]:
         """Write this machine's count and read those of the others; return the failures that ranks have reported."""
         self._keys.set(str(self._own), str(self._count))
         for index, (count, _) in list(self._seen.items()):
-            if self._keys.check([str(index)]) and (found := self._keys.get(str(index))) != count:
-                self._seen[index] = found, self._now()
-        failed = []
-        for index, machine in enumerate(self._machines):
-            for rank in machine.ranks:
-                if index != self._own and self._reports.check([str(rank)]):
-                    report = msgspec.json.decode(self._reports.get(str(rank)), type=PeerReport)
-                    if report.failure:
-                        failed.append(f"rank {rank} on {machine.host} failed: {report.failure}")
-        return failed
+            if self._keys.check([str(index)]) and (latest := self._keys.get(str(index))) != count:
+                self._seen[index] = latest, self._now()
+        others = [machine for index, machine in enumerate(self._machines) if index != self._own]
+        return [
+            f"rank {rank} on {machine.host} failed: {failure}"
+            for machine in others
+            for rank in machine.ranks
+            if self._reports.check([str(rank)]) and (failure := read_report(self._reports, rank))
+        ]
 
 
 def start(heartbeat: Heartbeat, on_lost: Callable[[str], None]) -> Callable[[], None]:

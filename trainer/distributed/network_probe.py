@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -22,7 +21,9 @@ from trainer.distributed.store import (
     JoinTimeoutError,
     RendezvousStore,
     Wait,
+    lost_store,
     remove_store_file,
+    wait_for_keys,
 )
 from trainer.host.addresses import InterfaceAddress, source_towards
 from trainer.host.reachability import (
@@ -53,13 +54,6 @@ class Endpoint(msgspec.Struct, kw_only=True, frozen=True):
 def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registration, *, gloo: bool) -> str | None:
     """Return the interface to which the backend should bind; None if the user has set one or the backend has to choose.
 
-    Args:
-        rdzv: store in which the ranks have registered.
-        result: members of the group by machine.
-        mine: registration of this rank.
-        gloo: whether the backend is gloo, which connects every pair of ranks, so that all pairs of machines are probed;
-            otherwise it is NCCL.
-
     Raises:
         RequestError: the interface in the environment does not exist.
         TrainingError: machines cannot reach each other; the message names them.
@@ -74,7 +68,7 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
     wait = Wait(exchange_timeout_s, None)
     try:
         if mine.rank == result.machines[here].ranks[0]:
-            # NCCL interprets its own setting, which may be a prefix or a list.
+            # Gloo connects every pair of ranks. NCCL interprets its own setting, which may be a prefix or a list.
             forced = requested if gloo else None
             endpoint = _probe_machine(keys, rdzv, result.machines, here, forced, wait, probe_all=gloo)
         else:
@@ -88,8 +82,7 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
             _await_failure_read(keys, rdzv, result.machines[0], mine)
         raise
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
+        raise lost_store(rdzv, mine.rank, error) from None
     return None if requested is not None else endpoint.interface or None
 
 
@@ -122,9 +115,7 @@ def _probe_machine(
         else:
             address = _find_root_address(keys, rdzv, machines[0], own, address, wait)
         endpoint = Endpoint(
-            port=port,
-            addresses=[address.text] if address else [],
-            interface=address.interface if address else "",
+            port=port, addresses=[address.text] if address else [], interface=address.interface if address else ""
         )
         keys.set(f"endpoint/{here}", _to_json(endpoint))
         if probe_all:
@@ -199,23 +190,14 @@ def _await_failure_read(keys: Store, rdzv: RendezvousStore, root: RankMachine, m
     keys.set(f"probe_failure_read/{mine.rank}", "")
     if mine.rank not in root.ranks:
         return
-    deadline = time.monotonic() + REFUSAL_LINGER_S
-    keys_read = [f"probe_failure_read/{rank}" for rank in range(mine.world_size)]
     with contextlib.suppress(RuntimeError):
-        while not keys.check(keys_read) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for_keys(keys, [f"probe_failure_read/{rank}" for rank in range(mine.world_size)], REFUSAL_LINGER_S)
     if mine.rank == 0:
         remove_store_file(rdzv)
 
 
 def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
-    """Wait for a key that another machine, ``setter``, sets; return its value.
-
-    Raises:
-        TrainingError: the probe has failed on another machine.
-        JoinTimeoutError: the key was not set in time.
-    """
-    pause_s = 0.001
+    """Wait for a key that another machine, ``setter``, sets; return its value."""
     while not keys.check([key]):
         if key != "probe_result" and keys.check(["probe_result"]):
             raise TrainingError(keys.get("probe_result").decode())
@@ -223,8 +205,7 @@ def _wait_for_key(keys: Store, key: str, setter: str, wait: Wait) -> str:
             raise JoinTimeoutError(
                 f"no report from {setter} for {wait.timeout_s:g} s while connections between machines were checked"
             )
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.1)
+        wait.pause(lambda: ([], []))
     return keys.get(key).decode()
 
 
@@ -240,11 +221,7 @@ def _read_endpoint(keys: Store, machines: Sequence[RankMachine], index: int, wai
 
 
 def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> InterfaceAddress | None:
-    """Return the address of the interface named in the environment; None if it has none that peers could use.
-
-    Raises:
-        RequestError: the interface does not exist.
-    """
+    """Return the address of the interface named in the environment; None if it has none that peers could use."""
     names = [name for _, name in socket.if_nameindex()]
     first = requested.split(",")[0]
     if first not in names:

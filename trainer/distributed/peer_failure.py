@@ -29,13 +29,6 @@ COLLECT_TIMEOUT_S = 4.0
 """Time-out for the reports of the other ranks."""
 
 
-class PeerReport(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """Report of a rank whose collective or training failed."""
-
-    failure: str = ""
-    """The rank's own failure; empty if it has only lost others."""
-
-
 def report_failure(rdzv: RendezvousStore, rank: int, failure: str) -> None:
     """Write the failure of this rank into the store, for the ranks that lose it."""
     run_with_timeout(REPORT_TIMEOUT_S, lambda: _write_report(_store(rdzv), rank, failure))
@@ -48,7 +41,7 @@ def describe_lost_peers(
 
     The group cannot be used afterwards.
     """
-    reports: dict[int, PeerReport] = {}
+    reports: dict[int, str] = {}
     world_size = sum(len(machine.ranks) for machine in machines)
 
     def collect() -> None:
@@ -62,7 +55,7 @@ def describe_lost_peers(
         while len(reports) < world_size and time.monotonic() < min(deadline, idle_at):
             for other in range(world_size):
                 if other not in reports and keys.check([str(other)]):
-                    reports[other] = msgspec.json.decode(keys.get(str(other)), type=PeerReport)
+                    reports[other] = read_report(keys, other)
                     idle_at = time.monotonic() + collect_idle_s
             time.sleep(0.02)
 
@@ -76,29 +69,16 @@ def describe_lost_peers(
         dict(reports),
         rank=rank,
         store_answered=store_answered or 0 in reports,
-        interface_down=_interface_down(interface),
+        interface_down="" if interface in (None, "", "lo") or is_interface_up(interface) else interface,
     )
 
 
 def attribute_failure(
-    machines: Sequence[RankMachine],
-    reports: dict[int, PeerReport],
-    *,
-    rank: int,
-    store_answered: bool,
-    interface_down: str,
+    machines: Sequence[RankMachine], reports: dict[int, str], *, rank: int, store_answered: bool, interface_down: str
 ) -> str:
-    """Describe the ranks that a rank has lost, or the first failure reported; empty when no rank is missing.
-
-    Args:
-        machines: the members of the group.
-        reports: the reports that were collected, by rank.
-        rank: the rank that has lost others.
-        store_answered: whether the store answered to the end.
-        interface_down: name of this machine's interface if it is down, else empty.
-    """
+    """Describe the ranks that a rank has lost, or the first failure reported; empty when no rank is missing."""
     mine = next(machine for machine in machines if rank in machine.ranks)
-    failures = {other: report.failure for other, report in reports.items() if report.failure}
+    failures = {other: failure for other, failure in reports.items() if failure}
     if failures:
         first = min(failures)
         host = next(machine.host for machine in machines if first in machine.ranks)
@@ -122,7 +102,12 @@ def _store(rdzv: RendezvousStore) -> Store:
 
 
 def _write_report(keys: Store, rank: int, failure: str) -> None:
-    keys.compare_set(str(rank), "", msgspec.json.encode(PeerReport(failure=failure)).decode())
+    keys.compare_set(str(rank), "", msgspec.json.encode(failure).decode())
+
+
+def read_report(keys: Store, rank: int) -> str:
+    """Return the failure that a rank has reported; empty if it has only lost others."""
+    return msgspec.json.decode(keys.get(str(rank)), type=str)
 
 
 def run_with_timeout(limit_s: float, act: Callable[[], None]) -> bool:
@@ -155,10 +140,3 @@ def _close_connections(store_port: int | None) -> None:
             ports = (connection.getpeername()[1], connection.getsockname()[1])
             if store_port not in ports and all(low <= port <= high for port in ports):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _interface_down(interface: str | None) -> str:
-    """Return the interface if it is down, else an empty string."""
-    if not interface or interface == "lo":
-        return ""
-    return "" if is_interface_up(interface) else interface

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -17,8 +16,16 @@ import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.distributed.request import RankRequest, disagreement
-from trainer.distributed.store import KEY_PREFIX, JoinTimeoutError, RendezvousStore, Wait, remove_store_file
+from trainer.distributed.collectives import RankRequest, disagreement
+from trainer.distributed.store import (
+    KEY_PREFIX,
+    JoinTimeoutError,
+    RendezvousStore,
+    Wait,
+    lost_store,
+    remove_store_file,
+    wait_for_keys,
+)
 from trainer.host.boot import boot_id
 from trainer.host.processes import exists, namespace
 
@@ -44,20 +51,17 @@ class Registration(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def process(self) -> str:
-        """Pid and host, for a message."""
         return f"pid {self.pid} on {self.host}"
 
 
 class RankMachine(msgspec.Struct, kw_only=True, frozen=True):
-    """Ranks that reach each other through the loopback interface."""
+    """Ranks, in ascending order, that reach each other through the loopback interface."""
 
     host: str
     ranks: list[int]
-    """Ranks in ascending order."""
 
     @property
     def name(self) -> str:
-        """Host and ranks, for a message."""
         return f"{self.host} ({format_ranks(self.ranks)})"
 
 
@@ -110,12 +114,6 @@ def join(
 ) -> RendezvousResult:
     """Register this process as its rank and wait until every rank is registered.
 
-    Args:
-        rdzv: store of the rendezvous.
-        mine: registration of this process.
-        wait: time-out for the other ranks.
-        request: values by name that must be equal on all ranks.
-
     Raises:
         RequestError: two processes register one rank or one GPU, or disagree on the world size, the run or a value of
             the request; or the store's file is left from an earlier run.
@@ -129,8 +127,7 @@ def join(
     except TrainingError:
         raise
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise TrainingError(f"rank {mine.rank} lost the store at {rdzv.url} while joining: {first}") from None
+        raise lost_store(rdzv, mine.rank, error) from None
 
 
 def _join(
@@ -141,7 +138,9 @@ def _join(
             # The others may have refused each other before rank 0, which serves the store, registers.
             _await_refusal_read(keys, rdzv, mine)
         raise RequestError(_closed_message(rdzv, mine, result))
-    refusal, owns_rank = _register(keys, rdzv, mine, request)
+    first, holder = (_claim(keys, key, mine) for key in ("first", f"rank/{mine.rank}"))
+    owns_rank = holder == mine
+    refusal = _refusal(keys, rdzv, mine, first, holder, request)
     if refusal:
         # The other ranks, and with them the store, may have ended because of another refusal.
         with contextlib.suppress(RuntimeError):
@@ -170,42 +169,45 @@ def _join(
     raise RequestError(refusal or result.refusal)
 
 
-def _register(keys: Store, rdzv: RendezvousStore, mine: Registration, request: Mapping[str, str]) -> tuple[str, bool]:
-    """Register rank, request and GPU; return the refusal, and whether this process owns the rank.
+def _refusal(
+    keys: Store,
+    rdzv: RendezvousStore,
+    mine: Registration,
+    first: Registration,
+    holder: Registration,
+    request: Mapping[str, str],
+) -> str:
+    """Register request and GPU of this process, whose rank ``holder`` has; return why it is refused, empty if not.
 
     Each key is set by one compare-and-set, so of two processes exactly one sees the other's registration.
     """
-    first = _claim(keys, "first", mine)
-    holder = _claim(keys, f"rank/{mine.rank}", mine)
-    owner = holder == mine
-    if not owner:
+    if holder != mine:
         return _stale_file_message(rdzv, holder, mine) or (
             f"rank {mine.rank} is claimed twice: by {holder.process} and by {mine.process}"
             + (f", or {rdzv.file} is left from an earlier run" if rdzv.file else "")
-        ), owner
+        )
     if first.world_size != mine.world_size:
         return _stale_file_message(rdzv, first, mine) or (
             f"ranks disagree on the world size: {first.world_size} on rank {first.rank} ({first.process}), "
             f"{mine.world_size} on rank {mine.rank} ({mine.process})"
-        ), owner
+        )
     if first.identity != mine.identity:
         return _stale_file_message(rdzv, first, mine) or (
             f"ranks of two runs use the same rendezvous, {rdzv.url}: "
             f"{first.identity!r} is rank {first.rank} ({first.process}), "
             f"{mine.identity!r} is rank {mine.rank} ({mine.process})"
-        ), owner
+        )
     own = RankRequest(rank=mine.rank, process=mine.process, values=dict(request))
     text = keys.compare_set("request", "", msgspec.json.encode(own).decode())
     if refusal := disagreement(own, msgspec.json.decode(text, type=RankRequest)):
-        return refusal, owner
-    if mine.device:
-        user = _claim(keys, f"device/{mine.device}", mine)
-        if user != mine:
-            return (
-                f"ranks {user.rank} and {mine.rank} ({user.process}, {mine.process}) use one GPU, {mine.device}; "
-                "give every rank its own, or allow it with --share-devices"
-            ), owner
-    return "", owner
+        return refusal
+    user = _claim(keys, f"device/{mine.device}", mine) if mine.device else mine
+    if user == mine:
+        return ""
+    return (
+        f"ranks {user.rank} and {mine.rank} ({user.process}, {mine.process}) use one GPU, {mine.device}; "
+        "give every rank its own, or allow it with --share-devices"
+    )
 
 
 def _claim(keys: Store, key: str, mine: Registration) -> Registration:
@@ -268,11 +270,11 @@ def _read_registration(keys: Store, rank: int) -> Registration:
 
 
 def _machines(keys: Store, world_size: int) -> list[RankMachine]:
-    found: dict[str, RankMachine] = {}
+    machines: dict[str, RankMachine] = {}
     for rank in range(world_size):
         holder = _read_registration(keys, rank)
-        found.setdefault(holder.network_namespace, RankMachine(host=holder.host, ranks=[])).ranks.append(rank)
-    return list(found.values())
+        machines.setdefault(holder.network_namespace, RankMachine(host=holder.host, ranks=[])).ranks.append(rank)
+    return list(machines.values())
 
 
 def _timeout_message(
@@ -305,8 +307,6 @@ def _await_refusal_read(keys: Store, rdzv: RendezvousStore, mine: Registration) 
             0 not in joined or _read_registration(keys, 0).network_namespace != mine.network_namespace
         ):
             return
-        deadline = time.monotonic() + REFUSAL_LINGER_S
-        while not keys.check([f"refusal_read/{rank}" for rank in joined]) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_for_keys(keys, [f"refusal_read/{rank}" for rank in joined], REFUSAL_LINGER_S)
     if mine.rank == 0:
         remove_store_file(rdzv)

@@ -21,13 +21,6 @@ class SparseRows:
     """Gradients of one bucket, some of them with few nonzero rows (CPU, gloo)."""
 
     def __init__(self, group: Any, sparse: Sequence[Tensor], dense: Sequence[Tensor]) -> None:
-        """Keep views of the bucket.
-
-        Args:
-            group: process group over which the bucket is reduced.
-            sparse: gradients [rows, ...] with few nonzero rows.
-            dense: the other gradients of the bucket.
-        """
         self._group = group
         self._sparse = [gradient.flatten(1) for gradient in sparse]
         self._dense = [gradient.view(-1) for gradient in dense]
@@ -52,7 +45,6 @@ class SparseRows:
         return self._packed
 
     def unpack(self) -> None:
-        """Write the reduced values back into the bucket."""
         assert self._packed is not None
         sizes = [len(index) * gradient.shape[1] for gradient, index in zip(self._sparse, self._rows, strict=True)]
         parts = torch.split(self._packed, [*sizes, *map(len, self._dense)])

@@ -49,7 +49,6 @@ class RendezvousStore:
     store: Store
     url: str
     file: Path | None = None
-    """File of the store, which rank 0 removes."""
     host: str | None = None
     """Host of the store; the network interface is chosen on the route to it."""
     port: int | None = None
@@ -67,7 +66,6 @@ class Wait:
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the rendezvous began."""
         return time.monotonic() - self.started
 
     @property
@@ -220,6 +218,18 @@ def _refuse_foreign_file(path: Path) -> None:
         if time.monotonic() > deadline:
             raise RequestError(f"{path} exists and is not empty: delete it, or name a file that does not exist yet")
         time.sleep(0.02)
+
+
+def wait_for_keys(keys: Store, names: list[str], limit_s: float) -> None:
+    """Wait until all keys are set, or the limit; this process keeps the store open for the ranks that set them."""
+    deadline = time.monotonic() + limit_s
+    while not keys.check(names) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def lost_store(rdzv: RendezvousStore, rank: int, error: RuntimeError) -> TrainingError:
+    """Return the error for a store that went away while a rank joined."""
+    return TrainingError(f"rank {rank} lost the store at {rdzv.url} while joining: {str(error).splitlines()[0]}")
 
 
 def remove_store_file(rdzv: RendezvousStore) -> None:

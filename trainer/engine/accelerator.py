@@ -20,7 +20,7 @@ AMPERE = (8, 0)
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables that configure torch's CUDA allocator: the older name, and that of later versions."""
 EXPANDABLE = "expandable_segments:True"
-"""Allocator setting against fragmentation: batches of varying length otherwise leave gaps that fit no later one."""
+"""Against fragmentation: batches of varying length otherwise leave gaps that fit no later one."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE_WORKSPACE = ":4096:8"
 """One of two workspaces with which cuBLAS repeats its sums bit for bit (its documentation, "reproducibility")."""
@@ -41,29 +41,16 @@ def set_numerics(
     capability: Callable[[torch.device], tuple[int, int]] = torch.cuda.get_device_capability,
     name: Callable[[torch.device], str] = torch.cuda.get_device_name,
 ) -> bool | None:
-    """Set the precision of a GPU's matrix products and convolutions: TF32 or full 32 bits.
-
-    Args:
-        options: ``--precision`` and ``--tf32``.
-        device: device of this rank.
-        capability: returns a GPU's compute capability, as (major, minor).
-        name: returns a GPU's name.
-
-    Returns:
-        Whether products of 32-bit floats are rounded to TF32; None on a CPU, where nothing is set.
-
-    Raises:
-        RequestError: the GPU has no bf16.
-    """
+    """Set the precision of a GPU's matrix products and convolutions; return whether it is TF32, None on a CPU."""
     if device.type != "cuda":
         return None
-    found = capability(device)
-    if options.precision == "bf16" and found < AMPERE:
+    actual = capability(device)
+    if options.precision == "bf16" and actual < AMPERE:
         raise RequestError(
             f"--precision bf16 needs a GPU of compute capability 8.0 or later, and {name(device)} has "
-            f"{found[0]}.{found[1]}: allowed here are fp32 and fp16"
+            f"{actual[0]}.{actual[1]}: allowed here are fp32 and fp16"
         )
-    tf32 = options.tf32 and found >= AMPERE
+    tf32 = options.tf32 and actual >= AMPERE
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     with warnings.catch_warnings():
         # The setting that replaces this one is not in all supported versions of torch.

@@ -19,11 +19,10 @@ class LoopRequests:
     """Requests to the training loop: those of one rank, or those agreed on by all."""
 
     stop: bool = False
-    """Stop, because the user asked for it."""
     end: bool = False
-    """End training, because ``--stop-time`` is reached."""
+    """``--stop-time`` is reached."""
     save: bool = False
-    """Save a checkpoint, because one is due by the clock or a number was not finite."""
+    """One is due by the clock, or a number was not finite."""
 
 
 NONE = LoopRequests()
@@ -44,15 +43,6 @@ class Agreement:
         first_update: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Schedule the first agreement after the first update.
-
-        Args:
-            begin: starts the collective.
-            requests: returns this rank's requests; called when an agreement starts.
-            leads: whether this rank sets the time of the next agreement; exactly one rank does.
-            first_update: updates done before, if the training resumes.
-            now: clock, in seconds.
-        """
         self._begin = begin
         self._requests = requests
         self._leads = leads

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer import distributed
+from trainer.checkpoint import weights_of
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.option_rules import evaluated_split, require_consistent
 from trainer.contract.options import Training
 from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
-from trainer.engine.batching import evaluation_batches
-from trainer.engine.data_sample import DataSample, NoDataSample, data_samples
+from trainer.engine.data_sample import DataSample
 from trainer.engine.ddp_model import autocast
 from trainer.engine.evaluation import evaluate
-from trainer.engine.preparation import read_splits, require_same_on_ranks
+from trainer.engine.preparation import evaluation_batches, read_splits, require_same_on_ranks
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint
 from trainer.engine.stopping import Best, TrainingOutcome
@@ -26,18 +26,7 @@ from trainer.tasks.task import Task
 
 
 def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start: StartingPoint) -> TrainingOutcome:
-    """Evaluate one split with a checkpoint's weights, which rank 0 has read; write nothing but the record.
-
-    Args:
-        task: the task, with the state of the checkpoint.
-        options: the options.
-        ctx: context of this rank.
-        start: the opened checkpoint.
-
-    Raises:
-        RequestError: the task lacks the split, or the checkpoint is damaged or of another task or model.
-        TrainingError: the loss or a metric is not finite.
-    """
+    """Evaluate one split with a checkpoint's weights, which rank 0 has read; write nothing but the record."""
     assert options.eval_only is not None
     require_consistent(options, task.options)
     distributed.from_master(lambda: start.checkpoint() and None)
@@ -50,37 +39,30 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     seed_all(options.seed)
     model = task.model()
     own_state = state_of(task)
-    samples = data_samples({split: splits[split]}, task.collate, num_workers=options.num_workers)
-    require_same_on_ranks(task, samples, ctx)
+    sample = DataSample(splits[split], task.collate, num_workers=options.num_workers)
+    require_same_on_ranks(task, {split: sample}, ctx)
     source = start.source
 
     def read() -> tuple[dict[str, Any], int, int, list[tuple[str, str]]]:
         opened = start.checkpoint()
-        found = require_weights(opened.state, model, task=options.task, task_state=own_state, source=source)
+        entries = require_weights(opened.state, model, task=options.task, task_state=own_state, source=source)
         notes = [("checkpoint_passed_over", "; ".join(opened.passed_over))]
-        if own_state and not found.has_task_state:
+        if own_state and entries.task_state is None:
             notes.append((TASK_STATE, without_task_state(source)))
-        notes.append(("data_changed", _data_change(found.data, split, samples[split], source)))
-        return found.weights, found.updates, found.epoch, notes
+        known = entries.data.splits if entries.data is not None else {}
+        notes.append(("data_changed", _data_change(known, split, sample, source)))
+        return weights_of(opened.state, source=source), entries.updates, entries.position.epoch, notes
 
     weights, updates, epoch, notes = distributed.from_master(read)
     for kind, text in notes:
-        reports.remark(ctx, kind, text, severity="warning")
-    reports.remark(ctx, EVALUATED_CHECKPOINT, f"evaluating {split} with the weights of step {updates}: {source}")
+        reports.finding(ctx, kind, text, severity="warning")
+    reports.finding(ctx, EVALUATED_CHECKPOINT, f"evaluating {split} with the weights of step {updates}: {source}")
     try:
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # a module of the user's own
         raise RequestError(f"{source} does not fit this model: {' '.join(str(error).split())[:300]}") from None
     ctx.set_state("validating")
-    result = evaluate(
-        task,
-        model.to(ctx.device),
-        batches,
-        device=ctx.device,
-        autocast=autocast(options, ctx.device),
-        stop_requested=ctx.stop_requested,
-        before_wait=ctx.before_wait,
-    )
+    result = evaluate(task, model.to(ctx.device), batches, ctx, autocast(options, ctx.device))
     if result is not None:
         reports.report_validation(ctx, split, result, step=updates, epoch=epoch, weights_step=updates)
         if result.non_finite:
@@ -92,7 +74,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     )
 
 
-def _data_change(known: Mapping[str, DataDigests], split: str, sample: DataSample | NoDataSample, source: str) -> str:
+def _data_change(known: Mapping[str, DataDigests], split: str, sample: DataSample, source: str) -> str:
     """Describe how a split differs from that of the checkpoint's training; empty if it does not, or is not known."""
     if not known:
         return ""

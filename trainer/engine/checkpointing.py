@@ -18,6 +18,7 @@ from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError
 from trainer.contract.record.checkpoints import foreign_run
+from trainer.engine import reports
 from trainer.engine.worker_context import WorkerContext
 
 State = dict[str, Any]
@@ -27,12 +28,7 @@ class Saving:
     """Saving of one training's checkpoints; every rank has an instance, rank 0 writes."""
 
     def __init__(self, ctx: WorkerContext, *, keep_last: int, keep_last_epochs: int = 0) -> None:
-        """Open the folder for checkpoints; every rank calls this.
-
-        Raises:
-            RequestError: another rank has a folder and rank 0, which writes, has none; or the folder holds checkpoints
-                of another run, which this one does not continue.
-        """
+        """Open the folder for checkpoints; every rank calls this."""
         has_folder = distributed.all_gather_list(ctx.checkpoints is not None)
         self.enabled = has_folder[0]
         """Whether rank 0 has a folder for checkpoints; the others need none."""
@@ -40,20 +36,17 @@ class Saving:
             rank = has_folder.index(True)
             raise RequestError(f"--save-dir is given to rank {rank} and not to rank 0, which writes the checkpoints")
         self.keeps_epochs = keep_last_epochs != 0
-        """Whether the checkpoints of epoch ends are kept besides the newest."""
         self.last_update = -1
-        """The update after which the last checkpoint was begun, or from which training was resumed."""
+        """Steps done when the last checkpoint was begun, or when training was resumed."""
         self.last_epoch: int | None = None
-        """The epoch that ended at that update, if the checkpoint is kept as that of an epoch's end."""
+        """The epoch that ended there, if the checkpoint is kept as that of an epoch's end."""
         self.last_time = time.monotonic()
-        """Time of that save or of the start, in seconds of the monotonic clock."""
         self._ctx = ctx
         self._begun = -1
-        """Updates done at the last save of this training; -1 before the first."""
+        """Steps done at the last save of this training; -1 before the first."""
         self._on_disk: Saved | None = None
         """Newest checkpoint that was written; its file may have been deleted since."""
         self.run = ctx.run_id
-        """Id of the run that the checkpoints belong to."""
         self._writer: CheckpointWriter | None = None
         if ctx.checkpoints is not None and ctx.rank == 0:
             # A restart of a command without an id: its first start has refused a folder of another run.
@@ -72,19 +65,11 @@ class Saving:
             )
 
     def inherit_best(self, path: Path, *, step: int) -> None:
-        """Keep the best checkpoint of the training that is resumed, besides the new ones; only rank 0 acts."""
         if self._writer is not None:
             self._writer.inherit_best(path, step=step)
 
     def save(self, state: Callable[[], State], *, step: int, best: bool = False, epoch: int | None = None) -> None:
-        """Start to write a checkpoint; every rank calls this, because each gives its random state.
-
-        Args:
-            state: returns the entries of the checkpoint; called on rank 0.
-            step: updates done.
-            best: whether the last validation was the best so far.
-            epoch: the epoch that ends here, if one does.
-        """
+        """Start to write a checkpoint; every rank calls this, because each gives its random state."""
         self.last_update, self.last_epoch, self.last_time = step, epoch, time.monotonic()
         self._ctx.before_wait()
         rng = distributed.all_gather_list(capture_rng())
@@ -111,7 +96,7 @@ class Saving:
         return f"the best checkpoint, of step {lost.step}, was not written: {lost.why}" if lost is not None else ""
 
     def path_of(self, step: int) -> Path | None:
-        """Return the path of the newest checkpoint if it is of update ``step``, else None; rank 0 only."""
+        """Return the path of the newest checkpoint if it is of this step, else None; rank 0 only."""
         last = self._kept()
         return last.path if last is not None and last.step == step else None
 
@@ -136,20 +121,14 @@ class Saving:
         )
 
     def _failed(self, step: int, why: str) -> None:
-        """Report a checkpoint that was not written; training goes on."""
-        why = why.encode(errors="backslashreplace").decode()  # it may hold the path
-        self._ctx.print_line(why)
-        self._ctx.writer.write(
-            record.Finding(
-                time=time.time(),
-                kind="checkpoint_lost",
-                severity="critical",
-                rank=self._ctx.rank,
-                step=step,
-                message=why,
-                advice="free space in the checkpoint folder, and do not move or delete it; the training goes on and "
-                "tries the next checkpoint",
-            )
+        reports.finding(
+            self._ctx,
+            "checkpoint_lost",
+            why,
+            severity="critical",
+            step=step,
+            advice="free space in the checkpoint folder, and do not move or delete it; the training goes on and "
+            "tries the next checkpoint",
         )
 
 
@@ -162,5 +141,4 @@ def _run_to_continue(ctx: WorkerContext) -> str:
 
 
 def _new_run_id() -> str:
-    """Return the id of a training that was started by hand and has no run directory."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-by-hand-{secrets.token_hex(4)}"

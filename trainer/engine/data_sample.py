@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from trainer.checkpoint import CheckpointError, copy_to_cpu
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
@@ -24,28 +25,27 @@ SAMPLES = 32
 class DataSample:
     """Digests of a few samples of a dataset, to compare with those in a checkpoint or of another rank.
 
-    Args:
-        dataset: the data of a split.
-        collate: makes a batch of one sample.
-        num_workers: loader processes of the training. If it has some, the samples are read in one too: a dataset may
-            open its file at the first sample, and processes share a file that is opened before they are forked.
+    Of a stream there are none: ``StreamBatches`` compares its first samples instead. If the training has loader
+    processes, the samples are read in one too: a dataset may open its file at the first sample, and processes share a
+    file that is opened before they are forked.
     """
 
-    def __init__(self, dataset: SizedDataset, collate: Collate, *, num_workers: int) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: AnyDataset, collate: Collate, *, num_workers: int) -> None:
+        self.of_stream = is_stream(dataset)
+        self._dataset = cast(SizedDataset, dataset)
         self._collate = collate
         self._num_workers = min(num_workers, 1)
+        self._size = 0 if self.of_stream else len(self._dataset)
         self._known: list[list[int | str]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the dataset, and index and digest of a few samples, which the first call reads."""
         if self._known is None:
-            size = len(self._dataset)
-            indices = random.Random(size).sample(range(size), min(SAMPLES, size))
+            indices = random.Random(self._size).sample(range(self._size), min(SAMPLES, self._size))
             self._known = [
                 [index, digest] for index, digest in zip(indices, self._digests(indices), strict=False) if digest
             ]
-        return {"samples": len(self._dataset), "known": self._known}
+        return {"samples": self._size, "known": self._known}
 
     def repeatable(self, indices: Sequence[int]) -> list[int]:
         """Return the indices of samples whose digest is the same when they are read again."""
@@ -54,15 +54,11 @@ class DataSample:
         return [index for index, digest in read if digest and digest == known.get(index)]
 
     def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
-        """Return in words how the data differs from that of a checkpoint; empty without a difference.
-
-        Args:
-            samples: how many the data had.
-            known: index and digest of some of them.
-        """
-        size = len(self._dataset)
-        if samples != size:
-            return f"it has {size} samples now, but had {samples}"
+        """Describe how the data differs from that of a checkpoint, which had so many samples; empty if it does not."""
+        if self.of_stream:
+            return ""
+        if samples != self._size:
+            return f"it has {self._size} samples now, but had {samples}"
         indices = [index for index, _ in known]
         read = zip(known, self._digests(indices), strict=False)
         unequal = [index for (index, digest), now in read if now and now != digest]
@@ -79,81 +75,44 @@ class DataSample:
 
     def _digests(self, indices: Sequence[int]) -> list[str]:
         """Return a digest of each sample, empty where it has none; fewer where reading fails or takes long."""
+        if not indices:
+            return []
         began = time.monotonic()
-        found: list[str] = []
-        reader = BatchLoader(self._dataset, self._digest, num_workers=self._num_workers, pin_memory=False)
+        digests: list[str] = []
+        reader = BatchLoader(self._dataset, self._digest_of, num_workers=self._num_workers, pin_memory=False)
         seed = 0  # seed for reading samples, so that random augmentation is the same each time
-        read = reader.read(range(len(self._dataset)), indices, lambda index: (index, index + 1), seed=seed)
+        read = reader.read(range(self._size), indices, lambda index: (index, index + 1), seed=seed)
         budget_s = 1.0  # seconds after which no further sample is read, since training waits for it
         try:
             with keep_random_state():
                 for index in indices:
                     seed_all(mix_seed(seed, index))  # as a loader process does
-                    found.append(next(read).batch)
+                    digests.append(next(read).batch)
                     if time.monotonic() - began > budget_s:
                         break
         except Exception:  # noqa: BLE001 - training raises the same error when it reads the sample
-            return found
+            return digests
         finally:
             reader.close()
-        return found
+        return digests
 
-    def _digest(self, samples: list[Any]) -> str:
+    def _digest_of(self, samples: list[Any]) -> str:
         try:
             content = encode(copy_to_cpu(self._collate(samples)))
         except (CheckpointError, TypeError):
             return ""  # it holds an object that cannot be encoded
-        buffer = bytearray(content.numel())
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
-        return hashlib.blake2b(buffer, digest_size=16).hexdigest()
+        return hex_digest(content, size=16)
 
 
-class NoDataSample:
-    """Empty sample of a stream; ``StreamBatches`` compares the first samples of the stream instead."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a sample of no data."""
-        return {"samples": 0, "known": []}
-
-    def altered(self, samples: int, known: Sequence[tuple[int, str]]) -> str:
-        """Return an empty string: no difference."""
-        return ""
-
-
-def data_samples(
-    splits: Mapping[str, AnyDataset], collate: Collate, *, num_workers: int
-) -> dict[str, DataSample | NoDataSample]:
-    """Return the samples of all splits; they are read when they are first needed."""
-    return {split: data_sample(data, collate, num_workers=num_workers) for split, data in splits.items()}
-
-
-def data_sample(dataset: AnyDataset, collate: Collate, *, num_workers: int) -> DataSample | NoDataSample:
-    """Return the sample of a dataset."""
-    if is_stream(dataset):
-        return NoDataSample()
-    return DataSample(cast(SizedDataset, dataset), collate, num_workers=num_workers)
-
-
-def samples_to_compare(every: Mapping[str, DataSample | NoDataSample], *, world_size: int) -> dict[str, DataSample]:
-    """Read the samples by which the ranks compare their data, by split; none if there is one rank."""
-    if world_size == 1:
-        return {}
-    samples = {split: sample for split, sample in every.items() if isinstance(sample, DataSample)}
-    for sample in samples.values():
-        sample.state_dict()
-    return samples
+def hex_digest(content: Tensor, *, size: int) -> str:
+    """Return a digest of so many bytes of some bytes, [bytes] of uint8."""
+    buffer = bytearray(content.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
+    return hashlib.blake2b(buffer, digest_size=size).hexdigest()
 
 
 def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, str]) -> None:
-    """Raise unless all ranks have the same request and read the same data; every rank calls this.
-
-    Args:
-        samples: samples by split.
-        request: values by name that must be equal on all ranks.
-
-    Raises:
-        RequestError: one line that names the ranks, their hosts and what differs, the same on every rank.
-    """
+    """Raise unless all ranks have the same request and read the same data; every rank calls this."""
     known = {split: sample.state_dict() for split, sample in samples.items()}
     require_same({**request, **{f"samples of {split}": str(data["samples"]) for split, data in known.items()}})
     everywhere = [
@@ -161,10 +120,8 @@ def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, s
         for rank in all_gather_list({split: data["known"] for split, data in known.items()})
     ]
     suspects = {
-        split: [
-            index for index in first if len({rank[split][index] for rank in everywhere if index in rank[split]}) > 1
-        ]
-        for split, first in everywhere[0].items()
+        split: [index for index in own if len({rank[split][index] for rank in everywhere if index in rank[split]}) > 1]
+        for split, own in everywhere[0].items()
     }
     if not any(suspects.values()):
         return
@@ -172,7 +129,7 @@ def require_same_data(samples: Mapping[str, DataSample], request: Mapping[str, s
     repeatable = all_gather_list({split: samples[split].repeatable(indices) for split, indices in suspects.items()})
     shown: dict[str, str] = {}
     for split, indices in suspects.items():
-        found = next((index for index in indices if all(index in rank[split] for rank in repeatable)), None)
-        if found is not None:
-            shown[f"contents of {split}"] = f"sample {found} with digest {dict(known[split]['known'])[found][:8]}"
+        first = next((index for index in indices if all(index in rank[split] for rank in repeatable)), None)
+        if first is not None:
+            shown[f"contents of {split}"] = f"sample {first} with digest {dict(known[split]['known'])[first][:8]}"
     require_same(shown)

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,9 +35,6 @@ def checkpoint_activations(task: Task, model: nn.Module) -> None:
     """Recompute the activations of the task's ``checkpointed_modules`` in the backward pass instead of keeping them.
 
     The random state of the forward pass is restored for that, so that gradients do not change.
-
-    Raises:
-        RequestError: the task names none.
     """
     modules = task.checkpointed_modules(model)
     if not modules:
@@ -67,11 +63,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Require parameters to train, all of known shape.
-
-    Raises:
-        RequestError: there is none, or one is made by the first batch.
-    """
+    """Require parameters to train, all of known shape: none that the first batch would make."""
     if not trainable(model):
         raise RequestError("the task's model has no parameter to train")
     for name, module in model.named_modules():
@@ -125,8 +117,6 @@ def _arrange_buckets(ddp: DDP) -> None:
 
 
 class _Touch(torch.autograd.Function):
-    """Function of a parameter with the value and the gradient 0."""
-
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sparse: bool) -> Tensor:
         ctx.parameter, ctx.sparse = parameter, sparse
@@ -141,33 +131,22 @@ class _Touch(torch.autograd.Function):
         return torch.sparse_coo_tensor(rows, ctx.parameter.new_zeros((0, *shape[1:])), shape), None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compression:
-    """Gradient compression: a DDP comm hook and the size of its messages."""
+def compression(options: Training) -> tuple[tuple[object, CommHook] | None, float | None]:
+    """Return state and function of the comm hook that the options name, and its bytes sent per byte of gradient.
 
-    hook: tuple[object, CommHook] | None
-    """State and comm hook; None for DDP's own averaging."""
-    wire_ratio: float | None
-    """Bytes on the wire per byte of gradient; None where it depends on the shapes."""
-
-
-def compression(options: Training) -> Compression:
-    """Return the comm hook that the options name.
-
-    Raises:
-        RequestError: the hook needs a package that is not installed.
+    No hook is DDP's own averaging; no ratio means that it depends on the shapes.
     """
     match options.ddp_comm_hook:
         case "fp16":
-            return Compression(hook=(None, default_hooks.fp16_compress_hook), wire_ratio=0.5)
+            return (None, default_hooks.fp16_compress_hook), 0.5
         case "bf16":
-            return Compression(hook=(None, default_hooks.bf16_compress_hook), wire_ratio=0.5)
+            return (None, default_hooks.bf16_compress_hook), 0.5
         case "powersgd":
             if find_spec("numpy") is None:
                 raise RequestError("--ddp-comm-hook powersgd needs numpy, which torch's hook draws from: install numpy")
             state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
-            return Compression(hook=(state, powerSGD_hook.powerSGD_hook), wire_ratio=None)
-    return Compression(hook=None, wire_ratio=1.0)
+            return (state, powerSGD_hook.powerSGD_hook), None
+    return None, 1.0
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -198,10 +177,6 @@ def share_buffers(model: nn.Module, *, source: int) -> None:
 
     A batch norm's statistics come from the batches of its rank, but the model that is evaluated and saved must be the
     same everywhere. A mean over the ranks would be wrong for some buffers.
-
-    Args:
-        model: the task's own module.
-        source: a rank that has had data in every step since the buffers were last equal.
     """
     group = distributed.get_default_group()
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
@@ -236,7 +211,6 @@ class Accumulation:
         self._learning = self._ddp is not None and self._ddp.static_graph
 
     def __call__(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-step's forward and backward pass."""
         reduces, self._learning = last or self._learning, False
         if reduces or self._ddp is None:
             return contextlib.nullcontext()
@@ -301,9 +275,9 @@ def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
     return factor.to(dtype) if isinstance(factor, Tensor) else factor
 
 
-def clip(found: Sequence[Tensor], max_norm: float) -> Tensor:
+def clip(values: Sequence[Tensor], max_norm: float) -> Tensor:
     """Return the norm [] of all gradients and, with ``max_norm`` above 0, scale them down to it."""
-    norm = torch.nn.utils.get_total_norm(found)
+    norm = torch.nn.utils.get_total_norm(values)
     if max_norm > 0:
-        scale(found, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
+        scale(values, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
     return norm

@@ -24,13 +24,11 @@ class WeightAverage:
         self.enabled = decay > 0
 
     def begin(self) -> None:
-        """Reset the average to the current weights."""
         for average, weight in zip(self._average, self._weights, strict=True):
             average.copy_(weight.detach())
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the weights after an update in the average."""
         if self.enabled:
             torch._foreach_lerp_(self._average, self._weights, 1.0 - self._decay)
 
@@ -44,7 +42,6 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the average into the model until the context ends."""
         self.swap()
         try:
             yield
@@ -52,7 +49,6 @@ class WeightAverage:
             self.swap()
 
     def plain_weights(self) -> dict[str, Tensor]:
-        """Return the plain weights while the average is in place."""
         return dict(zip(self._names, self._average, strict=True))
 
     def load(self, plain: Mapping[str, Tensor] | None, model: nn.Module) -> None:
@@ -60,10 +56,6 @@ class WeightAverage:
 
         Without an average in this run the plain weights are used; without one in the checkpoint the average begins with
         its weights.
-
-        Args:
-            plain: plain weights of the checkpoint; None if its weights were not averaged.
-            model: the model.
         """
         self.begin()
         if plain is None:

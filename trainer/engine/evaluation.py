@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +16,19 @@ from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.loader import MicroBatch
 from trainer.data.stream_batches import StreamEvalBatches
 from trainer.engine.ddp_model import to_device
+from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task, summed_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result of one pass over a split; equal on all ranks."""
+    """Result of one pass over a split; equal on all ranks."""
 
     loss: float
-    """Mean over the split, in nats."""
     metrics: dict[str, float]
 
     @property
     def non_finite(self) -> str:
-        """The names of the results that are NaN or infinite, as words; empty if all are finite."""
         results = {"loss": self.loss, **self.metrics}
         return ", ".join(f"{name} {value}" for name, value in results.items() if not math.isfinite(value))
 
@@ -39,29 +38,13 @@ def evaluate(
     task: Task,
     model: nn.Module,
     batches: Iterable[MicroBatch],
-    *,
-    device: torch.device,
+    ctx: WorkerContext,
     autocast: AbstractContextManager[Any],
-    stop_requested: Callable[[], bool],
-    before_wait: Callable[[], None],
 ) -> Evaluation | None:
     """Evaluate this rank's share of a split and sum over all ranks; None on all ranks if one was asked to stop.
 
     The batches are the same on any number of ranks and their sums are added exactly, so that the result does not depend
     on the world size.
-
-    Args:
-        task: gives the loss and the metrics.
-        model: the unwrapped model; its mode is restored afterwards.
-        batches: the split's batches of this rank; dummies do not count.
-        device: where the batches go.
-        autocast: the precision of the forward pass.
-        stop_requested: returns whether this rank is to stop; called after every batch.
-        before_wait: called before this rank waits for the others.
-
-    Raises:
-        RequestError: the loss computes a gradient.
-        TrainingError: the ranks sum different metrics, or no item counts.
     """
     training = model.training
     model.eval()
@@ -70,16 +53,16 @@ def evaluate(
     try:
         for micro in batches:
             with autocast, refuse_gradients(task):
-                loss, items, metrics = summed_loss(task, model, to_device(micro.batch, device))
+                loss, items, metrics = summed_loss(task, model, to_device(micro.batch, ctx.device))
             sums = {"loss": loss, "count": items, **{f"metric:{name}": value for name, value in metrics.items()}}
             for name, value in sums.items():
                 each.setdefault(name, []).append(float(value) if micro.samples else 0.0)
-            if stop_requested():  # after at least one batch, which gives the names of the metrics
+            if ctx.stop_requested():  # after at least one batch, which gives the names of the metrics
                 stopped = True
                 break
     finally:
         model.train(training)
-    before_wait()
+    ctx.before_wait()
     own = {name: torch.tensor(values, dtype=torch.float64) for name, values in each.items()}
     ranks = distributed.all_gather_list((stopped, own))
     if any(rank_stopped for rank_stopped, _ in ranks):
@@ -103,11 +86,7 @@ def evaluate(
 
 @contextmanager
 def refuse_gradients(task: Task) -> Iterator[None]:
-    """Explain torch's error about a gradient that the task's loss computes, where no graph is recorded.
-
-    Raises:
-        RequestError: in its place.
-    """
+    """Explain torch's error about a gradient that the task's loss computes, where no graph is recorded."""
     try:
         yield
     except RuntimeError as error:

@@ -20,14 +20,6 @@ class ItemCount:
     With ``count_per_sample`` B is known beforehand. Otherwise the last known B is used, and the gradients are corrected
     after the reduction; with a compressing comm hook before it, since half precision holds a mean but may not hold a
     sum. On a GPU the numbers stay there, and a count of 0 is detected later.
-
-    Args:
-        ctx: context of this rank.
-        per_sample: items of each sample; None if only the losses give their number.
-        estimate: items of the first step.
-        parameters: parameters whose gradients are corrected.
-        finite: checks the counts.
-        before_reduction: whether gradients are corrected before they are reduced.
     """
 
     def __init__(
@@ -41,9 +33,7 @@ class ItemCount:
         before_reduction: bool,
     ) -> None:
         self.estimate: Tensor | float = estimate
-        """The last known number."""
         self.samples = 0
-        """Samples of this rank in the step."""
         self._ctx = ctx
         self._per_sample = per_sample
         self._parameters = parameters
@@ -52,25 +42,16 @@ class ItemCount:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of this rank in the step; None if a sample is one item, or items are not known per sample."""
+        """None if a sample is one item, or items are not known per sample."""
         return self.samples * self._per_sample if self._per_sample and self._per_sample > 1 else None
 
     def begin_step(self, update: Update, *, step: int) -> None:
-        """Begin to count the items of a step."""
         self._step, self.samples = step, 0
         self._count: Tensor | float = 0
         self._divisor = update.global_samples * self._per_sample if self._per_sample else self.estimate
 
     def add(self, loss: Tensor, count: Tensor | float, samples: int, *, last: bool) -> Tensor:
-        """Count a micro-batch of this rank, and after the last one begin to sum over the ranks.
-
-        Returns:
-            The summed loss [] of the micro-batch.
-
-        Raises:
-            RequestError: the losses of the step count other items than ``count_per_sample`` makes.
-            TrainingError: no rank counts an item.
-        """
+        """Count a micro-batch of this rank, and after the last one begin to sum over the ranks; return its loss []."""
         if not samples:  # a dummy is for the other ranks' collectives; it counts for nothing
             loss, count = loss * 0.0, 0
         self.samples += samples
@@ -89,14 +70,7 @@ class ItemCount:
         return loss * factor_for(self._ctx.world_size / self._divisor, loss.dtype)
 
     def correct_gradients(self) -> Tensor | float:
-        """Turn gradients that were divided by an estimate into the exact mean; the true count is the next estimate.
-
-        Returns:
-            The true count over the estimate; 1 if the true count divided them.
-
-        Raises:
-            TrainingError: no rank counts an item.
-        """
+        """Turn gradients that were divided by an estimate into the exact mean; return true count over estimate."""
         return 1.0 if self._per_sample or self._before_reduction else self._correct()
 
     def mean(self, loss: Tensor | float) -> Tensor | float | None:

@@ -7,8 +7,10 @@ entries of a checkpoint, and resuming, are in `training_state.py`.
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +25,6 @@ from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
-from trainer.engine.batching import batch_sizes
 from trainer.engine.checkpointing import Saving
 from trainer.engine.ddp_model import (
     Accumulation,
@@ -39,13 +40,12 @@ from trainer.engine.ddp_model import (
 from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
-from trainer.engine.loss_scaler import LossScaler
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.optimizers import Schedule, training_optimizer
+from trainer.engine.optimizers import LossScaler, Schedule, training_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
+from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
 from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
@@ -58,11 +58,6 @@ class Loop:
     """One rank's training, from a task and options to an outcome."""
 
     def __init__(self, task: Task, options: Training, ctx: WorkerContext) -> None:
-        """Build data, model, optimizer and schedule; every rank builds the same model.
-
-        Raises:
-            RequestError: the options do not fit the task, the data or the number of ranks.
-        """
         self.task, self.options, self.ctx = task, options, ctx
         self.data = read_data(task, options, ctx)
         model = build_model(task, options, self.data)
@@ -74,14 +69,7 @@ class Loop:
         metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
         self._validation = Validator(
-            task,
-            options,
-            ctx,
-            self.data,
-            model=self.raw_model,
-            average=self.average,
-            autocast=self.autocast,
-            metrics=metrics,
+            task, options, ctx, self.data, self.raw_model, self.average, self.autocast, metrics=metrics
         )
         self.best = self._validation.best
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
@@ -90,27 +78,22 @@ class Loop:
         self.schedule = Schedule(options, self.optimizer)
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self._accumulation = Accumulation(self.model)
-        compressed = compression(options)
+        comm_hook, wire_ratio = compression(options)
         self.meter = StepMeter(
             self.model,
             device=ctx.device,
             writer=ctx.writer,
             rank=ctx.rank,
             detail_every=options.sync_detail_every,
-            comm_hook=compressed.hook,
-            wire_ratio=compressed.wire_ratio,
+            comm_hook=comm_hook,
+            wire_ratio=wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
         )
         self._to_device = batch_copy(ctx.device)
         choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
         self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
-        self._finite = FiniteCheck(
-            task,
-            self.raw_model,
-            autocast=self.autocast,
-            scaled=self.scaler.enabled,
-            copies=ctx.copies or host_copies(ctx.device),
-        )
+        copies = ctx.copies or host_copies(ctx.device)
+        self._finite = FiniteCheck(task, self.raw_model, self.autocast, scaled=self.scaler.enabled, copies=copies)
         self._items = ItemCount(
             ctx,
             per_sample=task.count_per_sample,
@@ -118,7 +101,7 @@ class Loop:
             estimate=float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
             finite=self._finite,
-            before_reduction=compressed.hook is not None,
+            before_reduction=comm_hook is not None,
         )
         self._flops = FlopCount(options, ctx)
         self._progress = reports.Progress(ctx, every=options.log_interval)
@@ -133,11 +116,9 @@ class Loop:
             average=self.average,
             scaler=self.scaler,
             items=self._items,
-            train_batches=self.data.train,
             task=task,
-            data_samples=self.data.samples,
-            best=self.best,
-            best_weights=self._validation.best_weights,
+            data=self.data,
+            validation=self._validation,
             saving=self._saving,
         )
         self.epoch = 1
@@ -148,7 +129,6 @@ class Loop:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps done."""
         return self.state.updates
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -230,22 +210,15 @@ class Loop:
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
-            counts = nullcontext() if micro.samples else keep_buffers(self.raw_model)
-            try:
-                # Only in the backward pass of the last micro-batch does DDP reduce the gradients.
-                with self._accumulation(last=last), self._flops.count(batch, micro.samples), counts:
-                    with self.autocast:
-                        loss, count, _ = summed_loss(self.task, self.model, batch)
-                    loss = items.add(loss, count, micro.samples, last=last)
-                    meter.lap("forward")
-                    loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
-                    self._flops.begin_backward()
-                    self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
-                    meter.lap("backward")
-            except (RuntimeError, MemoryError) as error:
-                self._use.raise_unused(error)
-                raise_out_of_memory(error, batch, step=step)
-                raise
+            with self._micro_step(batch, micro.samples, step=step, last=last):
+                with self.autocast:
+                    loss, count, _ = summed_loss(self.task, self.model, batch)
+                loss = items.add(loss, count, micro.samples, last=last)
+                meter.lap("forward")
+                loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
+                self._flops.begin_backward()
+                self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
+                meter.lap("backward")
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
@@ -261,32 +234,38 @@ class Loop:
         self._report_step(items.mean(loss_sum), lr=lr, grad_norm=grad_norm, grad_scale=grad_scale)
         return True
 
+    @contextmanager
+    def _micro_step(self, batch: Any, samples: int, *, step: int, last: bool) -> Iterator[None]:
+        """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
+        keeps_buffers = nullcontext() if samples else keep_buffers(self.raw_model)
+        try:
+            with self._accumulation(last=last), self._flops.count(batch, samples), keeps_buffers:
+                yield
+        except (RuntimeError, MemoryError) as error:
+            self._use.raise_unused(error)
+            raise_out_of_memory(error, batch, step=step)
+            raise
+
     def _report_step(
         self, loss: Tensor | float | None, *, lr: float, grad_norm: Tensor | float, grad_scale: Tensor | float
     ) -> None:
         """Record a step, and compare the models of the ranks if it is time to."""
-        step, items = self.updates, self._items
         self.meter.end(
-            step=step,
+            step=self.updates,
             epoch=self.epoch,
             loss=loss,
-            samples=items.samples,
-            tokens=items.tokens,
+            samples=self._items.samples,
+            tokens=self._items.tokens,
             lr=lr,
             grad_norm=grad_norm,
             grad_scale=grad_scale,
         )
         self._desync.finish()
         if self._due(self.options.desync_every):
-            self._desync.begin(step=step)
-        self._progress(epoch=self.epoch, step=step, loss=loss, lr=lr)
+            self._desync.begin(step=self.updates)
+        self._progress(epoch=self.epoch, step=self.updates, loss=loss, lr=lr)
 
     def _discard_step(self) -> None:
-        """Discard a step whose gradient overflowed.
-
-        Raises:
-            NonFiniteError: the loss scale is below ``--min-loss-scale``.
-        """
         step, scaler = self.updates + 1, self.scaler
         self._finite.require_scale(scaler.value, self.options.min_loss_scale, step=step, left_out=scaler.left_out)
         self.meter.discard()
@@ -298,11 +277,7 @@ class Loop:
         return self._validation.enabled and self.state.validated_at != self.updates
 
     def end_reason(self) -> str:
-        """Return why training makes no further update; empty if it makes one.
-
-        Raises:
-            TrainingError: only patience would end it, and the validations have no finite result.
-        """
+        """Return why training makes no further update; empty if it makes one."""
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"
         return self.best.end_reason(self.options) or end_reached(
@@ -310,7 +285,7 @@ class Loop:
         )
 
     def _requests(self) -> LoopRequests:
-        """Return the requests of this rank; only those of rank 0 depend on the clock."""
+        """Return this rank's requests; only those of rank 0 depend on the clock."""
         options, ctx = self.options, self.ctx
 
         def passed(minutes: float, since: float) -> bool:
@@ -352,13 +327,7 @@ class Loop:
             self._save(ended=ended)
 
     def _finish(self, reason: str) -> None:
-        """Validate and save if the last update was not yet, then test; return early if asked to stop.
-
-        Raises:
-            NotKeptError: the last checkpoint, or the best one, is not on disk.
-            TrainingError: the ranks hold different parameters.
-            NonFiniteError: the test's loss or a metric is not finite.
-        """
+        """Validate and save if the last update was not yet, then test; return early if asked to stop."""
         self._desync.finish()
         self.meter.close()
         if self.updates:
@@ -405,12 +374,7 @@ class Loop:
     def _save(self, *, best: bool = False, ended: int | None = None) -> None:
         """Write a checkpoint of this update, unless there is one that is also kept as ``best`` and ``ended`` require.
 
-        Args:
-            best: whether the last validation was the best so far.
-            ended: the epoch that ended here, if its checkpoint is kept as such.
-
-        Raises:
-            NonFiniteError: a loss, gradient, parameter or buffer is not finite.
+        ``ended`` is the epoch that ended here, if its checkpoint is kept as such.
         """
         if self._validation.model_has_best or (
             self._saving.last_update == self.updates and not best and ended in (None, self._saving.last_epoch)
@@ -424,11 +388,7 @@ class Loop:
         self.meter.start()
 
     def _sync_model(self) -> None:
-        """Check that the model is finite, and give all ranks the same buffers, before it is evaluated or saved.
-
-        Raises:
-            NonFiniteError: a loss, gradient, parameter or buffer is not finite.
-        """
+        """Check that the model is finite, and give all ranks the same buffers, before it is evaluated or saved."""
         self.ctx.before_wait()
         self._finite.require_all(step=self.updates)
         share_buffers(self.raw_model, source=self._data_rank)

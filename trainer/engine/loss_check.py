@@ -30,19 +30,12 @@ class SampleBatches:
     """Batches for the check: of one sample, and of the same sample twice."""
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    """Empty for a stream, and where the task opts out."""
     problem: str = ""
     """Why they could not be read or computed; training raises the same error, if it has such a batch."""
 
 
 def read_sample_batches(task: Task, splits: Mapping[str, AnyDataset], *, num_workers: int) -> SampleBatches:
-    """Read the batches for ``check_loss``, before CUDA is in use.
-
-    Args:
-        task: collates the samples.
-        splits: the data; that of the validation is taken first, because it has no random augmentation.
-        num_workers: loader processes; if there are some, the samples are read in one too.
-    """
+    """Read the batches for ``check_loss``, before CUDA is in use."""
     sized = [splits[name] for name in ("valid", "test", "train") if name in splits and not is_stream(splits[name])]
     if not (task.check_loss and sized):
         return SampleBatches()
@@ -54,21 +47,21 @@ def read_sample_batches(task: Task, splits: Mapping[str, AnyDataset], *, num_wor
         # One sample read once, because reading may draw random numbers; copies, because a collate may change them.
         return [task.collate(copy.deepcopy(samples)), task.collate(copy.deepcopy(samples) + copy.deepcopy(samples))]
 
-    found = SampleBatches()
+    batches = SampleBatches()
     reader = BatchLoader(dataset, collate, num_workers=min(num_workers, 1), pin_memory=False)
     try:
         with keep_random_state():
             for index in sorted({0, len(dataset) - 1}):
                 order = torch.tensor([index, index])
                 single, double = (each.batch for each in reader.read(order, [1, 2], lambda size: (0, size), seed=_SEED))
-                found.pairs.append((single[0], single[-1] if len(single) > 1 else double[-1]))
+                batches.pairs.append((single[0], single[-1] if len(single) > 1 else double[-1]))
     except RequestError:
         raise
     except Exception as error:  # noqa: BLE001 - a user's collate may take no single sample
         return SampleBatches(problem=_describe(error))
     finally:
         reader.close()
-    return found
+    return batches
 
 
 def check_loss(
@@ -78,16 +71,6 @@ def check_loss(
 
     A mean over the batch is the same for both, while the count doubles. Random numbers, buffers and the model's mode
     are as before.
-
-    Args:
-        task: gives loss and metrics.
-        model: the unwrapped model, on its device.
-        batches: the batches to compute.
-        ctx: context of this rank.
-        autocast: the precision of the forward pass.
-
-    Returns:
-        The names of the metrics; None where they are not known.
 
     Raises:
         RequestError: the loss is a mean, or is no loss, or the forward pass makes a parameter.
@@ -107,7 +90,7 @@ def check_loss(
         model.train(training)
     require_same_parameters(model, names)
     if batches.problem:
-        reports.remark(ctx, "loss_not_checked", f"the loss of one sample cannot be computed: {batches.problem}")
+        reports.finding(ctx, "loss_not_checked", f"the loss of one sample cannot be computed: {batches.problem}")
     return metrics
 
 
@@ -148,11 +131,7 @@ def _compare(
 
 
 def require_same_parameters(model: nn.Module, names: set[str]) -> None:
-    """Require that a forward pass has made no parameter, which the optimizer would not know.
-
-    Raises:
-        RequestError: the model has a parameter that is not one of ``names``.
-    """
+    """Require that a forward pass has made no parameter, which the optimizer would not know."""
     made = [name for name, _ in model.named_parameters() if name not in names]
     if made:
         raise RequestError(

@@ -1,15 +1,19 @@
 """Number of floating-point operations of a model per sample, forward and backward.
 
-Operations that activation checkpointing repeats do not count, as in the definition of model FLOPs utilization
-(Chowdhery et al., PaLM, appendix B). If the number cannot be right, none is reported.
+By the formulas of ``torch.utils.flop_counter``. Operations that activation checkpointing repeats do not count, as in
+the definition of model FLOPs utilization (Chowdhery et al., PaLM, appendix B). If the number cannot be right, none is
+reported.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,12 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.contract import record
 from trainer.contract.options import Training
 from trainer.engine.accelerator import AMPERE
-from trainer.engine.flop_formulas import BY_CUDNN, FORMULAS, UNCOUNTED
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
 _KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional")
 """Namespaces whose costly operators are all known here; the operations of other kernels cannot be counted."""
+_PRODUCTS = re.compile(
+    r"(mm|matmul|linear|rnn|attention|layer_fwd)(_(?!flatten)|$)|conv(\d|_|olution)|gemm|lstm_mps|"
+    r"^(lstm|gru)(_cell)?$|einsum|tensordot|multi_dot"
+)
+"""Names of torch operators that compute products, or (composite ones, without gradients) call those that do."""
 _FORMATS: Mapping[torch.dtype, NumberFormat] = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -34,11 +42,42 @@ _FORMATS: Mapping[torch.dtype, NumberFormat] = {
 }
 
 
+@cache
+def formulas() -> ChainMap[Any, Callable[..., int]]:
+    """Return the formulas by operator: those of torch, and more with these.
+
+    A backward pass takes twice as many operations as the forward pass. torch ignores the groups of a convolution there,
+    and counts attention scores that are computed again.
+    """
+    from torch.utils.flop_counter import flop_registry  # imports Triton, where there is one
+
+    aten = torch.ops.aten
+    convolution = flop_registry[aten.convolution]
+    attention = flop_registry[aten._scaled_dot_product_flash_attention]
+
+    def convolution_backward(*args: Any, out_val: Any) -> int:
+        gradient, inputs, weight, _, *settings, output_mask = args
+        return int(sum(output_mask[:2]) * convolution(inputs, weight, None, *settings, out_val=gradient))
+
+    def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        return int(2 * attention(query, key, value))
+
+    own: dict[Any, Callable[..., int]] = {
+        aten.convolution_backward: convolution_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        aten._scaled_dot_product_flash_attention_backward: attention_backward,
+        aten._scaled_dot_product_efficient_attention_backward: attention_backward,
+        aten._scaled_dot_product_cudnn_attention_backward: attention_backward,
+    }
+    return ChainMap(own, flop_registry)
+
+
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that adds up the operations of all operators that have a formula.
 
-    ``FlopCounterMode`` decomposes operators without a formula, which may change results. Here every operator is called
-    unchanged, and one that cannot be counted ends only the counting.
+    ``FlopCounterMode`` decomposes operators without a formula, which may change results, and counts nothing for those
+    it does not know. Here every operator is called unchanged, and one that cannot be counted ends only the counting.
     """
 
     supports_higher_order_operators = True
@@ -48,41 +87,43 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         self.flops: dict[NumberFormat, int] = {}
-        """Operations by number format."""
         self.in_backward = False
         """Whether the forward pass is over; operators that record gradients after it are repeated ones."""
         self.failed = False
         """Whether there was an operator whose operations are not known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if not self.failed:
             try:
-                self._add(func, types, args, out)
+                self._add(func, types, args, kwargs, out)
             except Exception:  # noqa: BLE001 - the figure is then absent
                 self.failed = True
         return out
 
-    def _add(self, func: Any, types: Any, args: Any, out: Any) -> None:
-        operator = getattr(func, "_overloadpacket", None)
-        formula = FORMULAS.get(operator)
+    def _add(self, func: Any, types: Any, args: Any, kwargs: Any, out: Any) -> None:
+        formula = formulas().get(getattr(func, "_overloadpacket", None))
         if formula is None:
-            # Of higher order, of another library, on a tensor subclass that dispatches, or a product without a formula.
             self.failed = (
-                operator is None
+                not isinstance(func, torch._ops.OpOverload)  # of higher order
                 or func.namespace not in _KNOWN_NAMESPACES
-                or any(_dispatches(kind) for kind in types)
-                or UNCOUNTED.search(func._schema.name.partition("::")[2]) is not None
+                or any(map(_dispatches, types))
+                or _PRODUCTS.search(func._schema.name.partition("::")[2]) is not None
             )
             return
-        flops, tensor = formula(args, out)
-        dense = all(arg.layout is torch.strided for arg in args if isinstance(arg, Tensor))
-        found = number_format(tensor.dtype, self._capability, by_cudnn=operator in BY_CUDNN)
-        other_device = tensor.device.type != self._device.type
-        if found is None or not dense or other_device or any(_dispatches(kind) for kind in types):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        number_format = format_of(tensors[0].dtype, self._capability, by_cudnn="convolution" in func._schema.name)
+        if (
+            number_format is None
+            or any(tensor.layout is not torch.strided for tensor in tensors)
+            or tensors[0].device.type != self._device.type
+            or any(map(_dispatches, types))
+        ):
             self.failed = True
         elif not (self.in_backward and torch.is_grad_enabled()):
-            self.flops[found] = self.flops.get(found, 0) + flops
+            flops = formula(*args, **kwargs, out_val=out)
+            self.flops[number_format] = self.flops.get(number_format, 0) + flops
 
 
 def _dispatches(kind: type) -> bool:
@@ -90,21 +131,15 @@ def _dispatches(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
-def number_format(
-    dtype: torch.dtype, capability: tuple[int, int] | None, *, by_cudnn: bool = False
-) -> NumberFormat | None:
+def format_of(dtype: torch.dtype, capability: tuple[int, int] | None, *, by_cudnn: bool = False) -> NumberFormat | None:
     """Return the number format of products; None for an unknown one.
 
-    Whether 32-bit floats are rounded to TF32 follows from torch's current settings, which a task may change.
-
-    Args:
-        dtype: type of the factors.
-        capability: compute capability of the GPU, as (major, minor); None on a CPU.
-        by_cudnn: whether cuDNN computes them, which has its own setting for TF32.
+    Whether 32-bit floats are rounded to TF32 follows from torch's current settings, which a task may change; cuDNN has
+    its own. A CPU has no compute capability.
     """
-    found = _FORMATS.get(dtype)
-    if found != "fp32" or capability is None or capability < AMPERE:
-        return found
+    known = _FORMATS.get(dtype)
+    if known != "fp32" or capability is None or capability < AMPERE:
+        return known
     rounds = torch.backends.cudnn.allow_tf32 if by_cudnn else torch.get_float32_matmul_precision() != "highest"
     return "tf32" if rounds else "fp32"
 
@@ -116,7 +151,6 @@ class FlopCount:
     """
 
     def __init__(self, options: Training, ctx: WorkerContext) -> None:
-        """Count if ``--count-flops`` requires it, there is a record and nothing is compiled."""
         on_gpu = ctx.device.type == "cuda"
         # A CPU has no known peak, and so no utilization to show: ``auto`` does not count there.
         wanted = options.count_flops == "on" or (options.count_flops == "auto" and on_gpu)
@@ -126,11 +160,9 @@ class FlopCount:
         """Micro-batches with samples so far, without those whose shape was counted before."""
         self._shapes: set[Any] = set()
         self._counter: OperationCounter | None = None
-        """Counter of the current micro-batch; None if it is not counted."""
         self._written: record.ModelFlops | None = None
 
     def count(self, batch: Any, samples: int) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward pass."""
         if not self._counts or not samples:
             return nullcontext()
         shape = (samples, _shape(batch))
@@ -147,7 +179,6 @@ class FlopCount:
         return self._counted(samples)
 
     def begin_backward(self) -> None:
-        """Mark the end of the forward pass, if it is counted."""
         if self._counter is not None:
             self._counter.in_backward = True
 
@@ -175,18 +206,17 @@ class FlopCount:
             self._counts = False
 
     def _event(self, flops: Mapping[NumberFormat, int], per_sample: float) -> record.ModelFlops:
-        device = self._ctx.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        return record.ModelFlops(
+        event = record.ModelFlops(
             time=time.time(),
             rank=self._ctx.rank,
             flops_per_sample=per_sample,
-            number_format=max(flops, key=lambda found: flops[found]),
-            device_name=name,
-            peak_flops_per_s=None
-            if name is None
-            else peak_of_mixture(name, torch.cuda.get_device_properties(device).multi_processor_count, flops),
+            number_format=max(flops, key=flops.__getitem__),
         )
+        if self._ctx.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self._ctx.device)
+            event.device_name = gpu.name
+            event.peak_flops_per_s = peak_of_mixture(gpu.name, gpu.multi_processor_count, flops)
+        return event
 
     def _write(self, event: record.ModelFlops) -> None:
         self._written = event
@@ -196,14 +226,15 @@ class FlopCount:
 def peak_of_mixture(gpu: str, multiprocessors: int, flops: Mapping[NumberFormat, int]) -> float | None:
     """Return the operations per second of a GPU that computes each number format at its peak; None if one is unknown.
 
-    Args:
-        gpu: its name.
-        multiprocessors: number of them that the process may use.
-        flops: operations by number format, at least one.
+    Of the GPU's ``multiprocessors`` the process may use so many; ``flops`` are operations by number format.
     """
-    peaks = {found: peak_flops_per_s(gpu, multiprocessors, found) for found in flops}
-    seconds = [flops[found] / peak for found, peak in peaks.items() if peak is not None]
-    return sum(flops.values()) / sum(seconds) if len(seconds) == len(peaks) else None
+    seconds = 0.0
+    for number_format, operations in flops.items():
+        peak = peak_flops_per_s(gpu, multiprocessors, number_format)
+        if peak is None:
+            return None
+        seconds += operations / peak
+    return sum(flops.values()) / seconds
 
 
 def _has_compiled() -> bool:

@@ -39,7 +39,6 @@ class _PendingNumber:
     batch: Any
     copy: HostCopy
     samples: int = 0
-    """Samples of this rank in the step, with which its ``items`` are compared."""
 
 
 class FiniteCheck:
@@ -50,20 +49,15 @@ class FiniteCheck:
     (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it does
     nothing or gets zeros, so that the parameters stay finite and the batch computed again shows the module.
 
-    Args:
-        task: computes the loss once more to find the place.
-        model: the task's own module.
-        autocast: the precision of the forward pass; an overflow in it does not show in another one.
-        scaled: whether a loss scaler checks the gradients itself and leaves steps out.
-        copies: copies numbers from the device; None on a CPU.
+    With ``scaled`` a loss scaler checks the gradients itself and leaves steps out. ``copies`` is None on a CPU.
     """
 
     def __init__(
         self,
         task: Task,
         model: nn.Module,
-        *,
         autocast: AbstractContextManager[Any],
+        *,
         scaled: bool,
         copies: HostCopies | None,
     ) -> None:
@@ -79,7 +73,6 @@ class FiniteCheck:
         self._bad_text = ""
         """The message about it, if it is a count."""
         self._overflowed: Tensor | None = None
-        """Whether a gradient was not finite, [] on the device."""
         # Without buffers that begin with infinities, such as a mask.
         self._checked_names = [
             *(name for name, parameter in model.named_parameters() if parameter.requires_grad),
@@ -87,14 +80,7 @@ class FiniteCheck:
         ]
 
     def require_loss(self, loss: Tensor, batch: Any, *, step: int) -> Tensor | float:
-        """Raise if this rank's loss [] is not finite, before it reaches the others; on a GPU check it later.
-
-        Returns:
-            The detached loss: a number on a CPU, a tensor [] on a GPU.
-
-        Raises:
-            NonFiniteError: with the step and the place.
-        """
+        """Raise if this rank's loss [] is not finite, before it reaches the others; on a GPU check it later."""
         self._batch = batch
         if self._copies is not None:
             self._check_later("loss", loss, step, self._copies)
@@ -104,14 +90,7 @@ class FiniteCheck:
         raise NonFiniteError(_loss_message(step, self._locate(batch)))
 
     def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
-        """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later.
-
-        Returns:
-            The norm: a number if it was checked, else the tensor [].
-
-        Raises:
-            NonFiniteError: with the step and the places.
-        """
+        """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later."""
         if self._scaled:
             return norm
         if self._copies is not None:
@@ -125,38 +104,23 @@ class FiniteCheck:
         raise NonFiniteError(self._gradient_message(step, self._batch))
 
     def require_count(self, count: Tensor, *, step: int) -> Tensor | float:
-        """Raise if the number of items of all ranks in a step, [], is not above 0; on a GPU check it later.
-
-        Returns:
-            A number if it was checked, else the tensor [].
-
-        Raises:
-            TrainingError: with the step.
-        """
+        """Raise if the items of all ranks in a step, [], are not above 0; on a GPU check it later."""
         if self._copies is not None:
             self._check_later("count", count, step, self._copies)
             return count
         if (value := count.item()) <= 0:
-            raise TrainingError(no_item(step))
+            raise TrainingError(_no_item(step))
         return value
 
     def require_items(self, count: Tensor | float, *, samples: int, step: int) -> None:
-        """Raise unless the count of this rank's losses follows from ``count_per_sample``; on a GPU check it later.
-
-        Raises:
-            RequestError: with both counts, and the remedy.
-        """
+        """Raise unless the count of this rank's losses follows from ``count_per_sample``; on a GPU check it later."""
         if self._copies is not None and isinstance(count, Tensor):
             self._check_later("items", count, step, self._copies, samples=samples)
         elif not self._is_count(float(count), samples):
             raise RequestError(self._count_message(float(count), samples, step))
 
     def require_scale(self, scale: float, least: float, *, step: int, left_out: int) -> None:
-        """Raise on all ranks if the loss scale is below the least one, where no step will be taken any more.
-
-        Raises:
-            NonFiniteError: with the step and the places.
-        """
+        """Raise on all ranks if the loss scale is below the least one, where no step will be taken any more."""
         if scale < least:
             raise NonFiniteError(
                 f"the loss scale is {scale:.3g}, below --min-loss-scale {least:g}, and {left_out} steps in a row were "
@@ -170,13 +134,7 @@ class FiniteCheck:
         return self._bad is not None
 
     def require_all(self, *, step: int) -> None:
-        """Wait for all numbers up to this step and check them, parameters and buffers; every rank calls this.
-
-        Raises:
-            NonFiniteError: on all ranks, if one of them has a number that is not finite; with the step and the places.
-            TrainingError: the losses of a step counted no item.
-            RequestError: the losses of a step counted other items than ``count_per_sample`` makes.
-        """
+        """Wait for all numbers up to this step and check them, parameters and buffers; every rank calls this."""
         while self._bad is None and self._unread:
             self._check(self._unread.popleft())
         bad, tensor = self._bad, "" if self._bad else self._first_bad_tensor()
@@ -191,14 +149,13 @@ class FiniteCheck:
                 raise NonFiniteError(self._gradient_message(at, batch))
             bad_loss = bad is not None and (bad.step, bad.kind) == (at, "loss")
             raise NonFiniteError(_loss_message(at, self._places(batch if bad_loss else None)))
-        if found := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
+        if places := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
             raise NonFiniteError(
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
-                f"{'; '.join(found)}; {remedy('parameter')}"
+                f"{'; '.join(places)}; {_remedy('parameter')}"
             )
 
     def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:
-        """Keep the optimizer from changing parameters if ``overflowed``, [] on the device, is true."""
         if all(group.get("fused") for group in optimizer.param_groups):
             # GradScaler sets these attributes on a fused optimizer, whose kernel then does nothing.
             optimizer.found_inf, optimizer.grad_scale = overflowed.to(torch.float32), None  # type: ignore[attr-defined]
@@ -224,7 +181,7 @@ class FiniteCheck:
         value = number.copy.numbers()[0]
         match number.kind:
             case "count":
-                good, text = value > 0, no_item(number.step)
+                good, text = value > 0, _no_item(number.step)
             case "items":
                 good = self._is_count(value, number.samples)
                 text = self._count_message(value, number.samples, number.step)
@@ -248,7 +205,7 @@ class FiniteCheck:
     def _gradient_message(self, step: int, batch: Any) -> str:
         """Return the message about a step's bad gradient; every rank computes its batch of that step again."""
         if places := self._places(batch):
-            return f"non-finite gradient at step {step}: first in {places}; {remedy(places)}"
+            return f"non-finite gradient at step {step}: first in {places}; {_remedy(places)}"
         return (
             f"non-finite gradient at step {step}: {self._describe_gradients()}; the last batch of each rank computed "
             "again gives finite gradients, so the module where it began cannot be named; lower --lr"
@@ -256,8 +213,8 @@ class FiniteCheck:
 
     def _places(self, batch: Any) -> str:
         """Have each rank compute its batch, if any, again; return the places of bad numbers. All ranks call this."""
-        found = distributed.all_gather_list("" if batch is None else self._locate(batch))
-        return "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(found) if where)
+        places = distributed.all_gather_list("" if batch is None else self._locate(batch))
+        return "; ".join(f"{place} on rank {rank}" for rank, place in enumerate(places) if place)
 
     def _locate(self, batch: Any) -> str:
         with self._autocast:
@@ -282,14 +239,13 @@ class FiniteCheck:
         return next(name for name in self._checked_names if not _finite(tensors[name]))
 
 
-def no_item(step: int) -> str:
-    """Return the message about a step in which no item counts."""
+def _no_item(step: int) -> str:
     return f"step {step}: loss() returned a count of 0 on every rank"
 
 
 def _loss_message(step: int, places: str) -> str:
     if places:
-        return f"non-finite loss at step {step}: first in {places}; {remedy(places)}"
+        return f"non-finite loss at step {step}: first in {places}; {_remedy(places)}"
     return (
         f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
         f"named; {AGAIN}"
@@ -309,16 +265,16 @@ def locate(task: Task, model: nn.Module, batch: Any) -> str:
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             return f"parameter {name}"
-    found: list[str] = []
+    bad_outputs: list[str] = []
     handles = [
-        module.register_forward_hook(_output_hook(name, found))
+        module.register_forward_hook(_output_hook(name, bad_outputs))
         for name, module in model.named_modules()
         if next(module.children(), None) is None
     ]
     try:
         loss, _, _ = summed_loss(task, model, batch)
-        if found:
-            return found[0]
+        if bad_outputs:
+            return bad_outputs[0]
         if not _finite(loss):
             return "the loss itself, from finite outputs"
         gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
@@ -345,16 +301,15 @@ REMEDIES = {
 """Advice by the beginning of a place that ``locate`` returns."""
 
 
-def remedy(places: str) -> str:
-    """Return the advice for the first of some places."""
+def _remedy(places: str) -> str:
     return next(text for place, text in REMEDIES.items() if places.startswith(place))
 
 
-def _output_hook(name: str, found: list[str]) -> Callable[[nn.Module, Any, Any], None]:
+def _output_hook(name: str, bad_outputs: list[str]) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         outputs = output if isinstance(output, list | tuple) else [output]
         if any(isinstance(tensor, Tensor) and not _finite(tensor) for tensor in outputs):
-            found.append(f"output of {name or type(module).__name__} ({type(module).__name__})")
+            bad_outputs.append(f"output of {name or type(module).__name__} ({type(module).__name__})")
 
     return hook
 

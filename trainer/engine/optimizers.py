@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name.
+"""Optimizers and learning-rate schedules by name, and the loss scaler.
 
 A schedule is a pure function of the number of updates done, so that a resumed run needs nothing but that number.
 """
@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
@@ -21,11 +22,7 @@ from trainer.tasks.task import Task
 
 
 def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optimizer:
-    """Return the task's own optimizer, or else that of the options.
-
-    Raises:
-        RequestError: it takes no sparse gradients, or computes the loss by itself; or see ``build_optimizer``.
-    """
+    """Return the task's own optimizer, or else that of the options."""
     own = task.optimizer(model)
     if own is not None:
         _require_plain_step(own)
@@ -57,14 +54,6 @@ def build_optimizer(
     Weight decay is what torch's class of that name does, on every parameter, biases and norms included: added to the
     gradient (L2) in sgd, adam, adadelta and adagrad, apart from it in adamw. A task that wants exclusions gives an
     optimizer of its own.
-
-    Args:
-        options: name and settings.
-        params: parameters, or groups of them; a group may have an ``lr`` and other settings of its own.
-        sparse: whether a gradient may be sparse, which torch's fused optimizers do not take.
-
-    Raises:
-        RequestError: there is nothing to train.
     """
     trained: list[Any] = list(params)
     if not trained:
@@ -88,7 +77,6 @@ def build_optimizer(
 
 
 def _fused(params: list[Any], name: str) -> bool:
-    """Return whether torch has a fused kernel for this optimizer and these parameters."""
     # Adagrad's kernel for GPUs is not in all supported versions of torch; adadelta has none.
     devices = ("cpu",) if name == "adagrad" else ("cpu", "cuda")
     tensors = [tensor for group in params for tensor in (group["params"] if isinstance(group, dict) else [group])]
@@ -96,11 +84,7 @@ def _fused(params: list[Any], name: str) -> bool:
 
 
 def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise if a saved state is not of an optimizer of this kind over the same groups of parameters.
-
-    Raises:
-        RequestError: one line that names what differs.
-    """
+    """Raise if a saved state is not of an optimizer of this kind over the same groups of parameters."""
     own, groups = optimizer.state_dict(), saved.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise RequestError("its param_groups are not a list of dicts")
@@ -187,7 +171,6 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update; with several groups, of the first."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self, num_updates: int) -> None:
@@ -203,15 +186,54 @@ class Schedule:
             group["lr"] = lr * factor
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the learning rate for the next update, which is of this epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
             self.step(self._updates)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of updates; everything else is in the options and the position in the data."""
+        """Everything else is in the options and the position in the data."""
         return {"updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the saved number of updates, on the schedule of this run's options."""
         self.step(state["updates"])
+
+
+class LossScaler:
+    """Wrapper of torch's ``GradScaler`` whose ``step`` returns whether it was taken; passes through if not enabled."""
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
+        self.value = self._scaler.get_scale()
+        self.left_out = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step unless a gradient is not finite, and adjust the scale; return whether the step was taken.
+
+        In fp16 this is a CPU-GPU sync point, as ``GradScaler.step`` is for every optimizer that is not fused.
+        """
+        self._scaler.step(optimizer)
+        if not self.enabled:
+            return True
+        self._scaler.update()
+        before, self.value = self.value, self._scaler.get_scale()
+        taken = self.value >= before  # only a gradient that is not finite lowers it
+        self.left_out = 0 if taken else self.left_out + 1
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty in another precision than fp16."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep the initial scale if the state, of another precision, is empty."""
+        if state and self.enabled:
+            self._scaler.load_state_dict(dict(state))
+            self.value = self._scaler.get_scale()

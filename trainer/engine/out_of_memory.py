@@ -15,11 +15,7 @@ class OutOfMemoryError(TrainingError):
 
 
 def raise_out_of_memory(error: Exception, batch: Any, *, step: int) -> None:
-    """Raise an error with the step and the shapes of the batch in place of an out-of-memory error; ignore another one.
-
-    Raises:
-        OutOfMemoryError: memory ran out.
-    """
+    """Raise an ``OutOfMemoryError`` with the shapes of the batch if memory ran out; ignore another error."""
     if is_out_of_memory(error):
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OutOfMemoryError(f"out of memory at step {step}, batch {shapes(batch)}: {first_line}") from error

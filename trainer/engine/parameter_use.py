@@ -25,7 +25,6 @@ class ParameterUse:
     def __init__(
         self, model: nn.Module, *, raw_model: nn.Module, parameters: Sequence[nn.Parameter], ctx: WorkerContext
     ) -> None:
-        """Begin; ``model`` is ``raw_model`` as it is called, wrapped in DDP or not."""
         self._ctx = ctx
         self._model = raw_model
         self._parameters = parameters
@@ -36,27 +35,19 @@ class ParameterUse:
         self._first = True
 
     def gradients(self, *, step: int) -> list[Tensor]:
-        """Return the gradients of a step, of sparse ones the values; report parameters without one.
-
-        Raises:
-            RequestError: several ranks, and DDP is not told to search for them; or the forward pass made a parameter.
-        """
+        """Return the gradients of a step, of sparse ones the values; report or refuse parameters without one."""
         if self._sparse:
             coalesce(self._parameters)
-        found = gradients(self._parameters)
+        present = gradients(self._parameters)
         if self._first:
             require_same_parameters(self._model, self._names)
-        if len(found) < len(self._parameters) and (self._first or self._all_reduced):
+        if len(present) < len(self._parameters) and (self._first or self._all_reduced):
             self._report([self._name(each) for each in self._parameters if each.grad is None], step)
         self._first = False
-        return found
+        return present
 
     def raise_unused(self, error: Exception) -> None:
-        """Raise an error that names the parameters in place of DDP's about unused ones; ignore another error.
-
-        Raises:
-            RequestError: the step before did not use a parameter.
-        """
+        """Raise an error that names the parameters in place of DDP's about unused ones; ignore another error."""
         if _UNFINISHED in str(error):
             matched = _INDICES.search(str(error))
             indices = [int(index) for index in matched[1].split()] if matched else []
@@ -67,7 +58,7 @@ class ParameterUse:
         if self._all_reduced:
             raise RequestError(_refusal(names, f"step {step}"))
         if self._ctx.world_size == 1:
-            reports.remark(
+            reports.finding(
                 self._ctx,
                 "unused_parameters",
                 f"step {step} does not use {listed(names)}: without a gradient a parameter is not trained",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from trainer import distributed
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import ends_without_validation, require_consistent, require_end
 from trainer.contract.options import Training
@@ -16,17 +18,10 @@ from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
 from trainer.data.seeds import seed_all
-from trainer.data.shares import DEFAULT_BATCH_SIZE
+from trainer.data.shares import DEFAULT_BATCH_SIZE, TokenLimit, rank_batch_sizes
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.engine import reports, task_state
-from trainer.engine.batching import evaluation_batches, training_batches
-from trainer.engine.data_sample import (
-    DataSample,
-    NoDataSample,
-    data_samples,
-    require_same_data,
-    samples_to_compare,
-)
+from trainer.engine.data_sample import DataSample, require_same_data
 from trainer.engine.ddp_model import checkpoint_activations, require_trainable
 from trainer.engine.loss_check import SampleBatches, read_sample_batches
 from trainer.engine.worker_context import WorkerContext
@@ -39,33 +34,27 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """The task's data on this rank."""
+    """Data of the task on this rank."""
 
     splits: Mapping[str, AnyDataset]
     train: EpochBatches | StreamBatches
-    """Batches of the training."""
     evaluation: Mapping[str, EvalBatches | StreamEvalBatches]
     """Batches of the other splits."""
-    samples: Mapping[str, DataSample | NoDataSample]
+    samples: Mapping[str, DataSample]
     """Samples by split, which the ranks and a resumed training compare."""
     loss_check: SampleBatches
-    """Batches for the check of the loss."""
 
 
 def read_splits(task: Task, options: Training, ctx: WorkerContext) -> Mapping[str, AnyDataset]:
     """Read the task's data."""
     seed_all(options.seed)  # so that a random split is the same on all ranks, and in an evaluation
     splits = task.datasets()
-    reports.remark(ctx, "data_read", task.data_note())
+    reports.finding(ctx, "data_read", task.data_note())
     return splits
 
 
 def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData:
-    """Read the task's data, and make the batches of this rank.
-
-    Raises:
-        RequestError: the options do not fit each other, the data or the number of ranks.
-    """
+    """Read the task's data, and make the batches of this rank; refuse options that do not fit."""
     require_consistent(options, task.options)
     require_end(options, task.options)
     splits = read_splits(task, options, ctx)
@@ -80,17 +69,15 @@ def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData
         splits=splits,
         train=training_batches(task, splits["train"], options, ctx),
         evaluation=evaluation_batches(task, splits, options, ctx),
-        samples=data_samples(splits, task.collate, num_workers=options.num_workers),
+        samples={
+            split: DataSample(data, task.collate, num_workers=options.num_workers) for split, data in splits.items()
+        },
         loss_check=read_sample_batches(task, splits, num_workers=options.num_workers),
     )
 
 
 def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
-    """Build the task's model on the CPU.
-
-    Raises:
-        RequestError: it cannot be trained with these options and this data.
-    """
+    """Build the task's model on the CPU; refuse one that cannot be trained with these options and this data."""
     seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
     model = task.model()
     require_trainable(model)
@@ -100,13 +87,12 @@ def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
     return model
 
 
-def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample | NoDataSample], ctx: WorkerContext) -> None:
-    """Wait until all ranks have read their data and built their models; require the same request, data and task state.
-
-    Raises:
-        RequestError: one line that names the ranks and what differs, the same on every rank.
-    """
-    compared = samples_to_compare(samples, world_size=ctx.world_size)
+def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample], ctx: WorkerContext) -> None:
+    """Wait until all ranks have data and model; require the same request, data and state of the task."""
+    several = ctx.world_size > 1
+    compared = {split: sample for split, sample in samples.items() if several and not sample.of_stream}
+    for sample in compared.values():
+        sample.state_dict()  # reads the samples, before the ranks wait for each other
     state = task_state.digest(task_state.state_of(task))
     ctx.before_wait()
     require_same_data(compared, {**ctx.request, "state of the task": state})
@@ -115,18 +101,7 @@ def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample | NoDataS
 def require_batches_for_norms(
     task: Task, model: nn.Module, dataset: AnyDataset, options: Training, *, smallest: int
 ) -> None:
-    """Try a batch of one sample if there will be one and the model has a batch norm; an image may have enough values.
-
-    Args:
-        task: gives batch and loss.
-        model: on the CPU; not changed.
-        dataset: the training data.
-        options: batch sizes and loader processes.
-        smallest: the fewest samples of a batch.
-
-    Raises:
-        RequestError: a batch of one sample cannot be trained on.
-    """
+    """Try a batch of one sample if there will be one and the model has a batch norm; an image may do."""
     if smallest > 1 or is_stream(dataset) or not any(isinstance(module, _NORMS) for module in model.modules()):
         return
     dataset = cast(SizedDataset, dataset)
@@ -153,3 +128,97 @@ def require_batches_for_norms(
         reader.close()
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
+
+
+def batch_sizes(options: Training, world_size: int) -> tuple[int, ...]:
+    """Return the samples per micro-step of each rank; the default with ``--max-tokens``, where they vary."""
+    return rank_batch_sizes(None if options.max_tokens else options.batch_size, world_size)
+
+
+def training_batches(
+    task: Task, dataset: AnyDataset, options: Training, ctx: WorkerContext
+) -> EpochBatches | StreamBatches:
+    """Return the training batches of this rank; refuse options that do not fit the data or the number of ranks."""
+    common: dict[str, Any] = {
+        "collate": task.collate,
+        "batch_sizes": batch_sizes(options, ctx.world_size),
+        "rank": ctx.rank,
+        "seed": options.seed,
+        "num_workers": options.num_workers,
+        "pin_memory": ctx.device.type == "cuda",
+        "drop_last": options.drop_last,
+    }
+    limit = token_limit(options)
+    if not is_stream(dataset):
+        return EpochBatches(
+            cast(SizedDataset, dataset),
+            shuffle=options.shuffle,
+            lengths=sample_lengths(task, "train", dataset, limit),
+            limit=limit,
+            curriculum=options.curriculum,
+            fix_batches=options.fix_batches_to_gpus,
+            **common,
+        )
+    for flag in ("max_tokens", "curriculum", "fix_batches_to_gpus"):
+        if getattr(options, flag):
+            raise RequestError(
+                f"--{flag.replace('_', '-')} needs samples by index, but the training data is a stream, which is read "
+                "in its own order: give the dataset __getitem__ and __len__, or leave the flag out"
+            )
+    warn = partial(reports.finding, ctx, "data_length", severity="warning")
+    batches = StreamBatches(dataset, exchange=distributed.all_gather_list, warn=warn, **common)
+    if batches.length is None and not (options.max_updates or options.stop_time):
+        raise RequestError(
+            "the training data is a stream without a length, whose epochs may never end: set --max-updates or "
+            "--stop-time, or give the dataset a __len__"
+        )
+    return batches
+
+
+def evaluation_batches(
+    task: Task, splits: Mapping[str, AnyDataset], options: Training, ctx: WorkerContext
+) -> dict[str, EvalBatches | StreamEvalBatches]:
+    """Return this rank's batches of every split but ``train``."""
+    limit = None if options.valid_batch_size else token_limit(options)
+    largest = max(batch_sizes(options, ctx.world_size))
+    batches: dict[str, EvalBatches | StreamEvalBatches] = {}
+    for split, dataset in splits.items():
+        if split == "train":
+            continue
+        common: dict[str, Any] = {
+            "collate": task.collate,
+            "batch_sizes": (options.valid_batch_size or largest,) * ctx.world_size,
+            "rank": ctx.rank,
+            "split": split,
+            "num_workers": options.num_workers,
+            "pin_memory": ctx.device.type == "cuda",
+        }
+        if is_stream(dataset):
+            batches[split] = StreamEvalBatches(dataset, exchange=distributed.all_gather_list, **common)
+        else:
+            lengths = sample_lengths(task, split, dataset, limit)
+            batches[split] = EvalBatches(cast(SizedDataset, dataset), lengths=lengths, limit=limit, **common)
+    return batches
+
+
+def token_limit(options: Training) -> TokenLimit | None:
+    """Return the limits on a batch's tokens and samples; None without ``--max-tokens``."""
+    if not options.max_tokens:
+        return None
+    (most,) = options.batch_size or (0,)
+    return TokenLimit(max_tokens=options.max_tokens, max_samples=most, multiple=options.required_batch_size_multiple)
+
+
+def sample_lengths(task: Task, split: str, dataset: Any, limit: TokenLimit | None) -> Sequence[int] | None:
+    """Return the length of each sample of a split, in tokens if there is a limit; None if lengths are not used."""
+    if limit is None:
+        return task.lengths(split)
+    sizes = task.sizes(split)
+    if sizes is None and (size := getattr(dataset, "size", None)) is not None and callable(size):
+        sizes = [int(size(index)) for index in range(len(dataset))]
+    if sizes is None:
+        raise RequestError(
+            f"--max-tokens needs the tokens of each sample of the {split} data: give {type(task).__name__} a "
+            "sizes(split) that returns them, or its dataset a size(index)"
+        )
+    return sizes

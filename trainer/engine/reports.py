@@ -11,28 +11,18 @@ from torch import Tensor, nn
 
 from trainer.contract import record
 from trainer.contract.options import Training
-from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
+from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.engine.evaluation import Evaluation
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry import desync
 
 REPORT_EVERY_S = 2.0
-"""Seconds between two lines about the loss."""
 
 
 def announce(
     ctx: WorkerContext, options: Training, *, samples: int, updates_per_epoch: int, first_update: int, parameters: int
 ) -> None:
-    """Record the training plan; rank 0 only.
-
-    Args:
-        ctx: context of this rank.
-        options: end of the training.
-        samples: samples of an epoch.
-        updates_per_epoch: updates of the first epoch.
-        first_update: updates done already.
-        parameters: number of trained values.
-    """
+    """Record the training plan; rank 0 only."""
     if ctx.rank != 0:
         return
     ctx.writer.write(
@@ -54,16 +44,7 @@ def announce(
 def report_validation(
     ctx: WorkerContext, split: Any, result: Evaluation, *, step: int, epoch: int, weights_step: int | None = None
 ) -> None:
-    """Report the result of an evaluation; rank 0 only.
-
-    Args:
-        ctx: context of this rank.
-        split: the split that was evaluated.
-        result: result over all ranks.
-        step: updates done.
-        epoch: epoch of the training.
-        weights_step: updates done when the weights were taken, if they may not be the last ones.
-    """
+    """Report the result of an evaluation; rank 0 only."""
     if ctx.rank != 0:
         return
     ctx.writer.write(
@@ -83,32 +64,30 @@ def report_validation(
     ctx.print_line(f"{split} {which}: loss {result.loss:.4f}{unit}{metrics}")
 
 
-class ValidationFindings:
-    """Finding about validations whose loss or a metric is NaN or infinite: raised once, cleared by a finite one."""
+def non_finite_validation(
+    ctx: WorkerContext, raised: record.Finding | None, split: str, result: Evaluation, *, step: int
+) -> record.Finding | None:
+    """Raise a finding about a result that is NaN or infinite once, and clear it at a finite one; return it if raised.
 
-    def __init__(self, ctx: WorkerContext) -> None:
-        self._ctx = ctx
-        self._raised: record.Finding | None = None
-
-    def add(self, split: str, result: Evaluation, *, step: int) -> None:
-        """Raise or clear the finding after an evaluation; rank 0 only."""
-        if self._ctx.rank != 0 or bool(result.non_finite) == (self._raised is not None):
-            return
-        if self._raised is not None:
-            self._ctx.writer.write(structs.replace(self._raised, time=time.time(), state="cleared", step=step))
-            self._raised = None
-            return
-        self._raised = record.Finding(
-            time=time.time(),
-            kind="non_finite_validation",
-            severity="critical",
-            step=step,
-            message=f"no validation has had finite results since step {step}: {split} {result.non_finite}",
-            advice="look in that data for a number that is not finite, and in the task for a division by 0 or a "
-            "logarithm of 0; such a validation is neither better nor worse for --best-metric and --patience",
-        )
-        self._ctx.writer.write(self._raised)
-        self._ctx.print_line(f"{self._raised.message}; {self._raised.advice}")
+    Rank 0 only.
+    """
+    if ctx.rank != 0 or bool(result.non_finite) == (raised is not None):
+        return raised
+    if raised is not None:
+        ctx.writer.write(structs.replace(raised, time=time.time(), state="cleared", step=step))
+        return None
+    raised = record.Finding(
+        time=time.time(),
+        kind="non_finite_validation",
+        severity="critical",
+        step=step,
+        message=f"no validation has had finite results since step {step}: {split} {result.non_finite}",
+        advice="look in that data for a number that is not finite, and in the task for a division by 0 or a "
+        "logarithm of 0; such a validation is neither better nor worse for --best-metric and --patience",
+    )
+    ctx.writer.write(raised)
+    ctx.print_line(f"{raised.message}; {raised.advice}")
+    return raised
 
 
 def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
@@ -117,8 +96,14 @@ def report_sample(ctx: WorkerContext, text: str, *, step: int) -> None:
     ctx.print_line(text)
 
 
-def remark(
-    ctx: WorkerContext, kind: str, text: str, *, severity: Literal["info", "warning"] = "info", advice: str = ""
+def finding(
+    ctx: WorkerContext,
+    kind: str,
+    text: str,
+    *,
+    severity: Literal["info", "warning", "critical"] = "info",
+    step: int | None = None,
+    advice: str = "",
 ) -> None:
     """Report a finding that does not end the training; rank 0 only, and nothing for an empty text."""
     if ctx.rank != 0 or not text:
@@ -126,7 +111,7 @@ def remark(
     text = text.encode(errors="backslashreplace").decode()  # it may hold a path
     ctx.print_line(text)
     ctx.writer.write(
-        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, message=text, advice=advice)
+        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, step=step, message=text, advice=advice)
     )
 
 
@@ -141,7 +126,6 @@ class DesyncReports:
         """Unresolved findings by cause; only rank 0 has any."""
 
     def begin(self, *, step: int) -> None:
-        """Start to compare the models of all ranks; all of them call this after the same step."""
         ctx = self._ctx
         self._pending = desync.DesyncCheck(
             self._replica, step=step, rank=ctx.rank, device=ctx.device, copies=ctx.copies
@@ -149,8 +133,8 @@ class DesyncReports:
 
     @property
     def unresolved(self) -> str:
-        """Message of the unresolved finding about parameters; empty without one, and on ranks other than 0."""
-        return next((found.message for found in self._reported.values() if found.severity == "critical"), "")
+        """Message about parameters that differ now; empty without one, and on ranks other than 0."""
+        return next((finding.message for finding in self._reported.values() if finding.severity == "critical"), "")
 
     def finish(self) -> None:
         """Report the result of a check, if one was started; all ranks call this after the same step."""
@@ -159,29 +143,28 @@ class DesyncReports:
         writer, step = self._ctx.writer, self._pending.step
         checksum, findings = self._pending.result()
         writer.write(checksum)
-        found = {finding.cause: finding for finding in findings}
+        current = {finding.cause: finding for finding in findings}
         self._pending = None
         for cause, finding in self._reported.items():
-            if cause not in found or found[cause].rank != finding.rank:
+            if cause not in current or current[cause].rank != finding.rank:
                 writer.write(structs.replace(finding, time=time.time(), state="cleared", step=step))
                 self._ctx.print_line(f"desync is over at step {step}: {finding.message}")
-        for cause, finding in found.items():
+        for cause, finding in current.items():
             if cause not in self._reported or self._reported[cause].message != finding.message:
                 writer.write(finding)
                 self._ctx.print_line(f"desync at step {step}: {finding.message}; {finding.advice}")
-        self._reported = found
+        self._reported = current
 
 
 class Progress:
     """Progress line with epoch, step, loss and learning rate, printed at intervals."""
 
     def __init__(self, ctx: WorkerContext, *, every: int = 0) -> None:
-        """Print a line every so many steps; with 0, every ``REPORT_EVERY_S``."""
         self._ctx = ctx
         self._unit = f" {ctx.loss_unit}" if ctx.loss_unit else ""
         self._every = every
         self._last = 0.0
-        self._pending: tuple[str, str, HostCopy | CpuNumbers] | None = None
+        self._pending: tuple[str, str, HostCopy] | None = None
         """Text before the loss and after it, and the loss on its way to the host."""
 
     def __call__(self, *, epoch: int, step: int, loss: Tensor | float | None, lr: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng, weights_of
 from trainer.contract.errors import RequestError
-from trainer.engine.optimizers import require_state_of, restore
 from trainer.engine.task_state import difference as difference_of_states
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -72,7 +70,6 @@ class DataDigests(msgspec.Struct):
 
     samples: Count
     known: list[tuple[Count, str]]
-    """Index and digest of some samples."""
     splits: dict[str, DataDigests] = {}
     """Those of the other splits; absent from checkpoints of earlier versions."""
 
@@ -101,7 +98,7 @@ class CheckpointEntries(msgspec.Struct):
     """The plain weights of the parameters, if ``model`` has their average."""
 
 
-class _WeightEntries(msgspec.Struct):
+class WeightEntries(msgspec.Struct):
     """Entries of a checkpoint that an evaluation needs besides the weights."""
 
     task: str
@@ -111,88 +108,17 @@ class _WeightEntries(msgspec.Struct):
     task_state: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointWeights:
-    """The weights of a checkpoint, which fit a model."""
-
-    weights: dict[str, Any]
-    updates: int
-    epoch: int
-    data: dict[str, DataDigests]
-    """Digests of the data by split, without ``train``; empty if it holds none."""
-    has_task_state: bool
-    """Whether the checkpoint holds the state of its task."""
-
-
-def require_weights(
-    state: Mapping[str, Any], model: nn.Module, *, task: str, task_state: Mapping[str, Any], source: str
-) -> CheckpointWeights:
-    """Return a checkpoint's weights; raise if they are of another task, or do not fit its state or this model.
-
-    Raises:
-        RequestError: one line that names the file and the entry.
-    """
-    entries = _convert(state, _WeightEntries, source)
-    _require_task(entries.task, task, source)
-    require_task_state(entries.task_state, task_state, source=source)
-    weights = weights_of(state, source=source)
-    if wrong := difference(kinds(weights, "model"), kinds(model.state_dict(), "model"), of="in the model of this run"):
-        raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    return CheckpointWeights(
-        weights=weights,
-        updates=entries.updates,
-        epoch=entries.position.epoch,
-        data=entries.data.splits if entries.data is not None else {},
-        has_task_state=entries.task_state is not None,
-    )
-
-
-def require_task_state(saved: Mapping[str, Any] | None, own: Mapping[str, Any], *, source: str) -> None:
-    """Require that a task has the state with which the weights of a checkpoint were trained, if that is known.
-
-    Raises:
-        RequestError: one line that names the file and the first difference.
-    """
-    if saved is not None and (wrong := difference_of_states(saved, own)):
-        raise RequestError(
-            f"{source} does not fit this run's data: in the task's state {_line(wrong)}, where the weights were trained"
-        )
-
-
-def require_fit(
-    state: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    *,
-    task: str,
-    task_state: Mapping[str, Any],
-    source: str,
-) -> CheckpointEntries:
-    """Return a checkpoint's entries; raise if one is not as it was saved or does not fit this model and optimizer.
-
-    Args:
-        state: the checkpoint.
-        model: the task's own module.
-        optimizer: optimizer of the model's parameters; None if its state is not restored.
-        task: name of the task that this run trains.
-        task_state: its state.
-        source: the checkpoint's path, for the message.
-
-    Returns:
-        The entries, checked.
-
-    Raises:
-        RequestError: one line that names the file and the entry.
-    """
+def read_entries(state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
+    """Return a checkpoint's entries; raise if one is not as it was saved."""
     saved = state.get(ENTRIES)
     if not isinstance(saved, Mapping):
         problem = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
         raise CheckpointError(
             f"{source}: entry {ENTRIES}, the list of saved entries, {problem}; was it written by an earlier version?"
         )
-    found = kinds({key: value for key, value in state.items() if key != ENTRIES})
-    if wrong := difference(found, saved, of=f"in {ENTRIES}, its list of saved entries"):
-        raise CheckpointError(f"{source}: {_line(wrong)}")
+    present = kinds({key: value for key, value in state.items() if key != ENTRIES})
+    if wrong := difference(present, saved, of=f"in {ENTRIES}, its list of saved entries"):
+        raise CheckpointError(f"{source}: {one_line(wrong)}")
     entries = _convert(state, CheckpointEntries, source)
     if entries.scaler:
         _convert(state, _InFp16, source)
@@ -200,37 +126,43 @@ def require_fit(
         raise CheckpointError(
             f"{source}: entry schedule['updates'] is {entries.schedule.updates}, but 'updates' is {entries.updates}"
         )
-    _require_task(entries.task, task, source)
-    require_task_state(entries.task_state, task_state, source=source)
-    own = kinds(model.state_dict(), "model")
-    wrong = difference(kinds(entries.model, "model"), own, of="in the model of this run")
-    if optimizer is not None:
-        wrong = wrong or _parameter_difference(entries.parameters, parameter_names(model, optimizer))
-    if wrong:
-        raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    if entries.plain is not None:
-        trained = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
-        if wrong := difference(kinds(entries.plain, "plain"), kinds(trained, "plain"), of="in the model of this run"):
-            raise RequestError(f"{source} does not fit this model: {_line(wrong)}")
-    if optimizer is None:
-        return entries
-    try:
-        require_state_of(optimizer, entries.optimizer)
-    except RequestError as error:
-        raise RequestError(f"{source} does not fit this model: entry optimizer: {error}") from None
     return entries
 
 
-def _require_task(saved: str, task: str, source: str) -> None:
-    if saved != task:
-        raise RequestError(f"{source} is of task {saved!r}, but this run trains {task!r}: see its entry task")
+def require_weights(
+    state: Mapping[str, Any], model: nn.Module, *, task: str, task_state: Mapping[str, Any], source: str
+) -> WeightEntries:
+    """Return a checkpoint's entries; raise if its weights are of another task, or fit neither state nor model."""
+    entries = _convert(state, WeightEntries, source)
+    require_task(entries, task, task_state, source=source)
+    if wrong := misfit("model", weights_of(state, source=source), model.state_dict()):
+        raise RequestError(f"{source} does not fit this model: {one_line(wrong)}")
+    return entries
+
+
+def require_task(
+    entries: CheckpointEntries | WeightEntries, task: str, task_state: Mapping[str, Any], *, source: str
+) -> None:
+    """Require the task, and the state of it, with which the weights of a checkpoint were trained, if that is known."""
+    if entries.task != task:
+        raise RequestError(f"{source} is of task {entries.task!r}, but this run trains {task!r}: see its entry task")
+    if entries.task_state is not None and (wrong := difference_of_states(entries.task_state, task_state)):
+        raise RequestError(
+            f"{source} does not fit this run's data: in the task's state {one_line(wrong)}, where the weights were "
+            "trained"
+        )
+
+
+def misfit(entry: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Describe the first difference between saved tensors and those of this run's model; empty if they fit."""
+    return difference(kinds(saved, entry), kinds(own, entry), of="in the model of this run")
 
 
 def _convert(state: Mapping[str, Any], schema: type[S], source: str) -> S:
     try:
         return msgspec.convert(state, schema)
     except msgspec.ValidationError as error:
-        matched = _FIELD.fullmatch(_line(str(error)))
+        matched = _FIELD.fullmatch(one_line(str(error)))
         where = f"entry {matched['path'].removeprefix('.')}: " if matched else ""
         raise CheckpointError(f"{source}: {where}{matched['reason'] if matched else error}") from None
 
@@ -241,7 +173,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _parameter_difference(saved: Sequence[str], own: Sequence[str]) -> str:
+def parameter_difference(saved: Sequence[str], own: Sequence[str]) -> str:
+    """Describe the first difference between the names of trained parameters; empty if they are the same."""
     if len(saved) != len(own):
         return f"entry parameters names {len(saved)} trained parameters, but this run trains {len(own)}"
     for index, (was, name) in enumerate(zip(saved, own, strict=True)):
@@ -250,45 +183,18 @@ def _parameter_difference(saved: Sequence[str], own: Sequence[str]) -> str:
     return ""
 
 
-def resume_model(entries: CheckpointEntries, model: nn.Module, optimizer: Optimizer | None, *, source: str) -> None:
-    """Load a checkpoint that ``require_fit`` accepted into the model, and into the optimizer unless that is None.
-
-    Raises:
-        RequestError: a module or an optimizer of the user's own refuses it.
-    """
-    for entry, load in (
-        ("model", lambda: model.load_state_dict(entries.model)),
-        ("optimizer", lambda: None if optimizer is None else restore(optimizer, entries.optimizer)),
-    ):
-        try:
-            load()
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RequestError(f"{source} does not fit this model: entry {entry}: {_line(str(error))}") from None
-
-
 def resume_rng(entries: CheckpointEntries, *, rank: int, world_size: int, source: str) -> None:
-    """Restore this rank's random state from a checkpoint; do nothing if that is of another world size.
-
-    Raises:
-        CheckpointError: torch or Python does not accept it.
-    """
+    """Restore this rank's random state from a checkpoint; do nothing if that is of another world size."""
     if len(entries.rng) != world_size:
         return
     try:
         restore_rng(entries.rng[rank])
     except (RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{source}: entry rng[{rank}] cannot be restored: {_line(str(error))}") from None
+        raise CheckpointError(f"{source}: entry rng[{rank}] cannot be restored: {one_line(str(error))}") from None
 
 
 def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_ranks: bool) -> str:
-    """Describe the effect of a seed that differs from the checkpoint's; empty without a difference.
-
-    Args:
-        position: the checkpoint's position in its data.
-        seed: seed of this run.
-        shuffle: whether this run shuffles.
-        same_ranks: whether the ranks have restored their random states.
-    """
+    """Describe the effect of a seed that differs from the checkpoint's; empty without a difference."""
     was, epoch = position["seed"], position["epoch"]
     if was == seed:
         return ""
@@ -305,6 +211,6 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
     return f"seed {seed} orders the data from epoch {epoch} on; {numbers}"
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
     """Return a text as one line of bounded length, without controls: a file may hold anything."""
     return "".join(char for char in " ".join(text.split()) if char.isprintable())[:300]

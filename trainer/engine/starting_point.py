@@ -37,31 +37,21 @@ class StartingPoint:
     source: str = ""
     """The file; empty for a run that starts afresh."""
     task: str = ""
-    """Task of the checkpoint; empty if not known."""
     task_state: dict[str, Any] | None = None
-    """State of that task; None if the file holds none."""
     opened: OpenCheckpoint | None = None
     """The checkpoint of ``--resume`` or ``--eval-only``; only on rank 0."""
     refused: RequestError | None = None
     """Why it could not be opened; only on rank 0, which raises it once it can offer another one."""
 
     def checkpoint(self) -> OpenCheckpoint:
-        """Return the opened checkpoint, on rank 0.
-
-        Raises:
-            RequestError: it could not be opened.
-        """
+        """Return the opened checkpoint, on rank 0."""
         if self.refused is not None:
             raise self.refused
         assert self.opened is not None
         return self.opened
 
     def restore_into(self, task: Task, *, name: str) -> None:
-        """Restore the state into a task, if it is of a task of this name; call it before ``datasets``.
-
-        Raises:
-            RequestError: the task refuses it.
-        """
+        """Restore the state into a task, if it is of a task of this name; call it before ``datasets``."""
         if self.task_state is not None and self.task == name:
             task_state.restore(task, self.task_state, source=self.source)
 

@@ -68,11 +68,7 @@ class Best:
 
     @classmethod
     def of(cls, options: Training, *, metrics: Iterable[str] | None = None) -> Best:
-        """Return the criterion of the options: by default a lower loss, or a higher metric.
-
-        Raises:
-            RequestError: the task's metrics are known, and the criterion is none of them.
-        """
+        """Return the criterion of the options: by default a lower loss, or a higher metric; refuse an unknown one."""
         maximize = options.maximize_best_metric
         best = cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
         if metrics is not None:
@@ -80,11 +76,6 @@ class Best:
         return best
 
     def require_known(self, metrics: Iterable[str]) -> None:
-        """Require that the criterion is the loss or one of the task's metrics.
-
-        Raises:
-            RequestError: the task has no such metric.
-        """
         known = ["loss", *metrics]
         if self.metric not in known:
             raise RequestError(
@@ -93,12 +84,7 @@ class Best:
             )
 
     def end_reason(self, options: Training) -> str:
-        """Return why patience ends the training, or an empty string.
-
-        Raises:
-            TrainingError: nothing else would end it, and the newest validations have no value to compare, as many as
-                patience allows.
-        """
+        """Return why patience ends the training, or an empty string; raise if only it would and it cannot compare."""
         others = options.max_updates or options.max_epochs or options.stop_time or options.min_lr >= 0
         if options.patience and self.unknown >= options.patience and not others:
             raise TrainingError(
@@ -109,13 +95,7 @@ class Best:
         return f"no better {self.metric} in {self.since} validations" if ended else ""
 
     def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
-        """Add a validation; return whether it is the best so far.
-
-        A value that is not finite is neither better nor worse.
-
-        Raises:
-            RequestError: the task has no such metric.
-        """
+        """Add a validation; return whether it is the best. One that is not finite is neither better nor worse."""
         self.require_known(metrics)
         value = {"loss": loss, **metrics}[self.metric]
         if not math.isfinite(value):
@@ -130,7 +110,6 @@ class Best:
         return better
 
     def state_dict(self) -> dict[str, object]:
-        """Return the entry of a checkpoint."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,8 +130,7 @@ class TrainingOutcome:
     reason: str
     best: Best
     stopped: bool = False
-    """Whether the user stopped it before an end condition held."""
     saved: Path | None = None
-    """The checkpoint of the update at which it was stopped; rank 0 only."""
+    """The checkpoint of the step at which it was stopped; rank 0 only."""
     not_kept: str = ""
-    """Line about a checkpoint that a stopped training could not write, else empty; rank 0 only."""
+    """Line about a checkpoint that a stopped training could not write; rank 0 only."""

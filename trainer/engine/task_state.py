@@ -5,16 +5,15 @@ Without it, weights that were trained with one numbering of words and labels wou
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer.checkpoint import CheckpointError, copy_to_cpu
 from trainer.contract.errors import RequestError, quoted
 from trainer.distributed.encoding import encode
+from trainer.engine.data_sample import hex_digest
 from trainer.tasks.task import Task
 
 TASK_STATE = "task_state"
@@ -23,11 +22,7 @@ _ABSENT = object()
 
 
 def state_of(task: Task) -> dict[str, Any]:
-    """Return a copy of a task's state.
-
-    Raises:
-        RequestError: it is no dict, or a checkpoint cannot hold it.
-    """
+    """Return a copy of a task's state; refuse one that is no dict, or that a checkpoint cannot hold."""
     state = task.state_dict()
     where = f"{type(task).__name__}.state_dict()"
     if not isinstance(state, Mapping):
@@ -41,18 +36,11 @@ def state_of(task: Task) -> dict[str, Any]:
 
 def digest(state: Mapping[str, Any]) -> str:
     """Return a digest of a state, by which the ranks compare theirs."""
-    content = encode(dict(state))
-    buffer = bytearray(content.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(content)
-    return hashlib.blake2b(buffer, digest_size=6).hexdigest()
+    return hex_digest(encode(dict(state)), size=6)
 
 
 def restore(task: Task, state: Mapping[str, Any], *, source: str) -> None:
-    """Restore a state of a checkpoint, before the task reads its data.
-
-    Raises:
-        RequestError: the task refuses it.
-    """
+    """Restore a state of a checkpoint, before the task reads its data."""
     try:
         task.load_state_dict(state)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -69,13 +57,7 @@ def without_task_state(source: str) -> str:
 
 
 def difference(saved: Any, own: Any, path: str = "") -> str:
-    """Describe the first difference of two states; empty if they are equal.
-
-    Args:
-        saved: state of a checkpoint.
-        own: state of this run's task.
-        path: location of both in the whole states.
-    """
+    """Describe the first difference of two states, at ``path`` in the whole ones; empty if they are equal."""
     where = path or "the state"
     if saved is _ABSENT:
         return f"{where} is {_short(own)} here, and absent there"
@@ -96,7 +78,7 @@ def difference(saved: Any, own: Any, path: str = "") -> str:
     else:
         same = type(saved) is type(own) and (saved == own or (saved != saved and own != own))
         return "" if same else f"{where} is {_short(own)} here, and {_short(saved)} there"
-    return next((found for at, was, now in pairs if (found := difference(was, now, at))), "")
+    return next((text for at, was, now in pairs if (text := difference(was, now, at))), "")
 
 
 def _short(value: Any) -> str:

@@ -13,28 +13,27 @@ from trainer.checkpoint import fit, load_weights
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.outcome import SEED_ON_RESUME
-from trainer.data.batches import EpochBatches
-from trainer.data.stream_batches import StreamBatches
 from trainer.engine import reports
-from trainer.engine.best_weights import BestWeights
 from trainer.engine.checkpointing import Saving
-from trainer.engine.data_sample import DataSample, NoDataSample
 from trainer.engine.ema import WeightAverage
 from trainer.engine.item_count import ItemCount
-from trainer.engine.loss_scaler import LossScaler
-from trainer.engine.optimizers import Schedule
+from trainer.engine.optimizers import LossScaler, Schedule, require_state_of, restore
+from trainer.engine.preparation import TrainingData
 from trainer.engine.resuming import (
     CheckpointEntries,
     DataDigests,
+    misfit,
+    one_line,
+    parameter_difference,
     parameter_names,
-    require_fit,
-    resume_model,
+    read_entries,
+    require_task,
     resume_rng,
     seed_effect,
 )
 from trainer.engine.starting_point import StartingPoint
-from trainer.engine.stopping import Best
 from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
+from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
@@ -46,18 +45,14 @@ class TrainingState:
     options: Training
     ctx: WorkerContext
     model: nn.Module
-    """The task's own module, without DDP around it."""
     optimizer: Optimizer
     schedule: Schedule
     average: WeightAverage
     scaler: LossScaler
     items: ItemCount
-    train_batches: EpochBatches | StreamBatches
     task: Task
-    data_samples: Mapping[str, DataSample | NoDataSample]
-    """Samples of the data by split, by which a resumed training detects that it was altered."""
-    best: Best
-    best_weights: BestWeights
+    data: TrainingData
+    validation: Validator
     saving: Saving
     updates: int = 0
     """Optimizer steps done."""
@@ -76,48 +71,43 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "position": self.train_batches.state_dict(),
-            "best": self.best.state_dict(),
+            "position": self.data.train.state_dict(),
+            "best": self.validation.best.state_dict(),
             "validated_at": self.validated_at,
             "data": {
-                **self.data_samples["train"].state_dict(),
-                "splits": {split: each.state_dict() for split, each in self.data_samples.items() if split != "train"},
+                **self.data.samples["train"].state_dict(),
+                "splits": {split: each.state_dict() for split, each in self.data.samples.items() if split != "train"},
             },
             TASK_STATE: state_of(self.task),
         }
 
     def require_fit(self, state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
-        """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing.
-
-        Raises:
-            RequestError: one line that names the file, and the entry that is wrong or does not fit.
-        """
-        fresh_state = self.options.reset_optimizer
-        entries = require_fit(
-            state,
-            self.model,
-            None if fresh_state else self.optimizer,
-            task=self.options.task,
-            task_state=state_of(self.task),
-            source=source,
-        )
+        """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing."""
+        entries = read_entries(state, source=source)
+        require_task(entries, self.options.task, state_of(self.task), source=source)
+        wrong = misfit("model", entries.model, self.model.state_dict())
+        if not (wrong or self.options.reset_optimizer):
+            wrong = parameter_difference(entries.parameters, parameter_names(self.model, self.optimizer))
+        if not wrong and entries.plain is not None:
+            trained = {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+            wrong = misfit("plain", entries.plain, trained)
+        if not (wrong or self.options.reset_optimizer):
+            try:
+                require_state_of(self.optimizer, entries.optimizer)
+            except RequestError as error:
+                wrong = f"entry optimizer: {error}"
+        if wrong:
+            raise RequestError(f"{source} does not fit this model: {one_line(wrong)}")
         if self.options.reset_dataloader:
             return entries
         try:
-            self.train_batches.require_fit(state["position"])
+            self.data.train.require_fit(state["position"])
         except RequestError as error:
             raise RequestError(f"{source}: entry position: {error}") from None
         return entries
 
     def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
-        """Read the weights of a file that fit this model; change nothing.
-
-        Returns:
-            Those that fit by name and shape, and a description of the other ones, which is empty unless ``partial``.
-
-        Raises:
-            RequestError: the file cannot be read, or does not fit; one line that names what does not.
-        """
+        """Return the weights of a file that fit this model, and a description of the others; change nothing."""
         weights, misfits = fit(load_weights(file), self.model.state_dict())
         if misfits and not (partial and weights):
             hint = "; --finetune-partial loads those that match" if weights else ""
@@ -125,11 +115,7 @@ class TrainingState:
         return weights, misfits
 
     def difference_from(self, start: StartingPoint) -> str:
-        """Describe in words how the task's state differs from that of the weights to start with; empty if it does not.
-
-        Raises:
-            RequestError: it differs, and the weights are not to be loaded in part.
-        """
+        """Describe how the task's state differs from that of the weights to start with; empty if it does not."""
         own = state_of(self.task)
         if start.task and start.task != self.options.task:
             return f"their task {start.task} has another state, which was not used" if start.task_state else ""
@@ -149,16 +135,7 @@ class TrainingState:
         self.average.begin()
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: str, own_checkpoint: bool = False) -> None:
-        """Restore a checkpoint: exactly on the same world size; on another one, samples are still read once per epoch.
-
-        Args:
-            state: the checkpoint.
-            source: its path, for messages.
-            own_checkpoint: whether this run wrote it, after the resets that its options require.
-
-        Raises:
-            RequestError: the checkpoint is damaged or belongs to another task or model.
-        """
+        """Restore a checkpoint: exactly on the same world size; on another one, each sample is read once per epoch."""
         ctx, options = self.ctx, self.options
         entries = self.require_fit(state, source=source)
         fresh_state, fresh_data, fresh_best = (
@@ -166,41 +143,46 @@ class TrainingState:
             for reset in (options.reset_optimizer, options.reset_dataloader, options.reset_meters)
         )
         altered = self._altered(entries.data) if ctx.rank == 0 and not fresh_data else []
-        resume_model(entries, self.model, None if fresh_state else self.optimizer, source=source)
+        entry = "model"
+        try:
+            self.model.load_state_dict(entries.model)
+            if not fresh_state:
+                entry = "optimizer"
+                restore(self.optimizer, entries.optimizer)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # of a class of the user's own
+            raise RequestError(f"{source} does not fit this model: entry {entry}: {one_line(str(error))}") from None
         self.average.load(entries.plain, self.model)
         if self.average.enabled != (entries.plain is not None):
-            begins = (
-                "starts from these weights"
-                if self.average.enabled
-                else "ends; training continues from the plain weights"
-            )
-            reports.remark(ctx, "ema_on_resume", f"the average of the weights {begins}")
+            begins, ends = "starts from these weights", "ends; training continues from the plain weights"
+            change = begins if self.average.enabled else ends
+            reports.finding(ctx, "ema_on_resume", f"the average of the weights {change}")
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
-            self.train_batches.load_state_dict(state["position"])
-        self.schedule.begin_epoch(self.train_batches.position.epoch)
+            self.data.train.load_state_dict(state["position"])
+        self.schedule.begin_epoch(self.data.train.position.epoch)
         if not fresh_best:
-            self.best.load_state_dict(state["best"])
+            self.validation.best.load_state_dict(state["best"])
         self.updates = self.saving.last_update = entries.updates
         self.validated_at = entries.validated_at
         self.items.estimate = entries.count_estimate
-        best_file = self.best_weights.find_beside(source, self.best) if ctx.rank == 0 and not fresh_best else None
-        if best_file is not None:
-            self.saving.inherit_best(best_file, step=self.best.step)
+        if ctx.rank == 0 and not fresh_best:
+            best = self.validation.best
+            if best_file := self.validation.best_weights.find_beside(source, best):
+                self.saving.inherit_best(best_file, step=best.step)
         resume_rng(entries, rank=ctx.rank, world_size=ctx.world_size, source=source)
-        position = self.train_batches.position
+        position = self.data.train.position
         fresh = "; the state of the optimizer was reset" if fresh_state else ""
         where = f"sample {position.consumed} of epoch {position.epoch}"
         ctx.print_line(f"resumed at {where}, after {self.updates} steps{fresh}")
         same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
-        reports.remark(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
-        reports.remark(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
+        reports.finding(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
+        reports.finding(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
         if entries.task_state is None and state_of(self.task):
-            reports.remark(ctx, TASK_STATE, without_task_state(source), severity="warning")
+            reports.finding(ctx, TASK_STATE, without_task_state(source), severity="warning")
         for what, how in altered:
-            reports.remark(
+            reports.finding(
                 ctx,
                 "data_changed",
                 f"{what} differs from that of {source}: {how}",
@@ -210,13 +192,11 @@ class TrainingState:
 
     def _altered(self, data: DataDigests) -> list[tuple[str, str]]:
         """Return the splits whose data differs from that of a checkpoint, each with how it does."""
-        known = {"train": data, **data.splits}
-        found = [
-            ("the training data" if split == "train" else f"the {split} split", each.altered(was.samples, was.known))
-            for split, each in self.data_samples.items()
-            if (was := known.get(split)) is not None
-        ]
-        return [(what, how) for what, how in found if how]
+        altered = []
+        for split, saved in {"train": data, **data.splits}.items():
+            if (sample := self.data.samples.get(split)) and (how := sample.altered(saved.samples, saved.known)):
+                altered.append(("the training data" if split == "train" else f"the {split} split", how))
+        return altered
 
 
 def inexact_resume(options: Training, world_size: int) -> str:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from trainer import distributed
+from trainer.checkpoint import BEST, CheckpointError, copy_to_cpu, load, peek, step_name, weights_of
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.options import Training
+from trainer.contract.outcome import BEST_NOT_TESTED
+from trainer.contract.record import Finding
+from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.engine import reports
-from trainer.engine.best_weights import BestWeights
 from trainer.engine.ema import WeightAverage
 from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.preparation import TrainingData
@@ -22,15 +28,7 @@ from trainer.tasks.task import Task
 class Validator:
     """Validation and test of the averaged weights, if there is an average; every rank calls each method.
 
-    Args:
-        task: gives loss and metrics.
-        options: the best validation, and whether there is a test.
-        ctx: context of this rank.
-        data: batches of the splits.
-        model: the task's own module, with the weights of the last step.
-        average: average of these weights.
-        autocast: the precision of the forward pass.
-        metrics: names of the task's metrics; None if not known yet.
+    ``model`` is the task's own module, and ``metrics`` are the names of the task's, None if not known yet.
 
     Raises:
         RequestError: the best validation is to be chosen by a metric that the task does not have.
@@ -42,14 +40,13 @@ class Validator:
         options: Training,
         ctx: WorkerContext,
         data: TrainingData,
-        *,
         model: nn.Module,
         average: WeightAverage,
         autocast: AbstractContextManager[Any],
+        *,
         metrics: Iterable[str] | None,
     ) -> None:
         self.enabled = "valid" in data.splits and bool(options.valid_every_epochs or options.valid_every_updates)
-        """Whether the training is validated at all."""
         self.best = Best.of(options, metrics=metrics if self.enabled else None)
         self._tests = options.test and "test" in data.splits
         self._tests_best = self._tests and options.test_best
@@ -57,9 +54,8 @@ class Validator:
         self.model_has_best = False
         """Whether the model holds the best weights in place of the last ones, after the test."""
         self._task, self._ctx, self._data, self._model = task, ctx, data, model
-        self._average = average
-        self._autocast = autocast
-        self._findings = reports.ValidationFindings(ctx)
+        self._average, self._autocast = average, autocast
+        self._non_finite: Finding | None = None
 
     def validate(self, *, step: int, epoch: int) -> bool | None:
         """Validate; return whether the result is the best so far, or None on all ranks if one was asked to stop."""
@@ -71,14 +67,13 @@ class Validator:
             if is_best:
                 self.best_weights.keep(self._model)
         reports.report_validation(self._ctx, "valid", result, step=step, epoch=epoch)
-        self._findings.add("valid", result, step=step)
+        self._non_finite = reports.non_finite_validation(self._ctx, self._non_finite, "valid", result, step=step)
         return is_best
 
     def test(self, *, step: int, epoch: int) -> str | None:
         """Report a sample of the model's output, then test the last weights, or the best ones if the options say so.
 
-        Returns:
-            The results that are not finite, in words; None on all ranks if one was asked to stop.
+        Return the results that are not finite, in words; None on all ranks if one was asked to stop.
         """
         with self._average.in_place():
             if self._ctx.rank == 0 and (text := self._task.sample(self._model)):
@@ -97,12 +92,73 @@ class Validator:
         return result.non_finite
 
     def _evaluate(self, split: str) -> Evaluation | None:
-        return evaluate(
-            self._task,
-            self._model,
-            self._data.evaluation[split],
-            device=self._ctx.device,
-            autocast=self._autocast,
-            stop_requested=self._ctx.stop_requested,
-            before_wait=self._ctx.before_wait,
-        )
+        return evaluate(self._task, self._model, self._data.evaluation[split], self._ctx, self._autocast)
+
+
+class BestWeights:
+    """Best weights of a training, in rank 0's memory; after a resume in a checkpoint, until there are better ones.
+
+    In memory, because there may be no file: checkpoints may be switched off, or the disk full. The copy has the weights
+    alone; a checkpoint that is being written takes several times as much memory.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._weights: dict[str, Any] | None = None
+        self._file: Path | None = None
+        self._missing_reason = ""
+
+    def keep(self, model: nn.Module) -> None:
+        if not self._wanted:
+            return
+        self._file = None
+        try:
+            self._weights = copy_to_cpu(model.state_dict())
+        except CheckpointError as error:
+            self._weights, self._missing_reason = None, str(error)
+
+    def find_beside(self, source: str, best: Best) -> Path | None:
+        """Find the best checkpoint beside the one that is resumed, or that one itself; return it, None without one."""
+        self._file = None
+        if best.value is None:
+            return None
+        path = Path(source)
+        folder = path.parent
+        others = sorted(folder / name for name in checkpoints_in(folder))
+        for candidate in dict.fromkeys((folder / BEST, folder / step_name(best.step), path, *others)):
+            if candidate.is_file() and owner_of(candidate) == owner_of(path) and _is_of(candidate, best):
+                self._file = candidate
+                return candidate
+        self._missing_reason = f"{folder}, from which the training was resumed, has no checkpoint of that step"
+        return None
+
+    def _find(self, best: Best) -> tuple[dict[str, Any] | None, str]:
+        """Return the weights of the best validation, or None and the reason in one line."""
+        if self._weights is not None or self._file is None:
+            return self._weights, self._missing_reason
+        try:
+            if not _is_of(self._file, best):
+                return None, f"{self._file} is gone, or was replaced"
+            return weights_of(load(self._file), source=str(self._file)), ""
+        except CheckpointError as error:
+            return None, str(error)
+
+    def load_into(self, model: nn.Module, best: Best, ctx: WorkerContext, *, last_step: int) -> bool:
+        """Load the best weights on all ranks; return whether there are any. Every rank calls this."""
+        ctx.before_wait()
+        weights, reason = distributed.from_master(lambda: self._find(best))
+        if weights is None:
+            text = f"testing the last weights (step {last_step}), not the best (step {best.step}): {reason}"
+            reports.finding(ctx, BEST_NOT_TESTED, text, severity="warning")
+            return False
+        model.load_state_dict(weights)
+        return True
+
+
+def _is_of(path: Path, best: Best) -> bool:
+    """Return whether a file is the checkpoint of this best validation; another training may have left files there."""
+    try:
+        entries = peek(path)
+    except CheckpointError:
+        return False
+    return entries.get("updates") == best.step and entries.get("best") == {**best.state_dict(), "since": 0}

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,18 @@ import torch
 from trainer import distributed
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.exception_failure import failure_of
 from trainer.agent.line_printer import LinePrinter
+from trainer.agent.rank_failure import failure_of
 from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
-from trainer.contract.options import Training
+from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
 from trainer.contract.seed_flags import remove_seed_flags
-from trainer.contract.training_spec import TrainingSpec
 from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
@@ -41,8 +39,8 @@ from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
 from trainer.environments import slurm_step
-from trainer.host.allocator import keep_freed_memory
 from trainer.host.cores import usable_cores
+from trainer.host.memory import keep_freed_memory
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -60,8 +58,6 @@ def run_rank(assignment: RankAssignment) -> int:
 
 
 class _Rank:
-    """Run of one rank, from the rendezvous to the teardown."""
-
     def __init__(self, assignment: RankAssignment, run_dir: RunDir | None, writer: EventWriter) -> None:
         self.assignment = assignment
         self.run_dir = run_dir
@@ -69,9 +65,9 @@ class _Rank:
         self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
         self._printer = LinePrinter(assignment.terminal)
+        self._print_line = self._printer.print_line
 
     def run(self) -> int:
-        """Train, report the outcome, tear down; return the exit code."""
         try:
             return self._run()
         finally:
@@ -85,23 +81,20 @@ class _Rank:
             self._end_failed(failure)
             distributed.shutdown(abort=True)  # without waiting for peers, which may be gone
             return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+        if not outcome.stopped:
+            self.set_state("finished")
+        self.writer.flush()
         if outcome.stopped:
-            self.writer.flush()
             self.assignment.stopped(  # the step is None in an evaluation
                 self.step(), outcome.saved, not_kept=outcome.not_kept, not_recorded=self.writer.write_error
             )
-            self.writer.close()
-            distributed.shutdown()
-            return ExitCode.STOPPED
-        self.set_state("finished")
-        self.writer.flush()
-        self.assignment.finished(not_recorded=self.writer.write_error)
+        else:
+            self.assignment.finished(not_recorded=self.writer.write_error)
         self.writer.close()
         distributed.shutdown()
-        return ExitCode.FINISHED
+        return ExitCode.STOPPED if outcome.stopped else ExitCode.FINISHED
 
     def set_state(self, state: RankStateName, *, message: str | None = None) -> None:
-        """Record that this rank entered a state."""
         if state == self._state:
             return
         self._state = state
@@ -153,7 +146,7 @@ class _Rank:
         self.set_state("ready")
         task, request = self._task(spec)
         start = open_start(options)
-        ctx = replace(self._context(options, device, request, tf32, start), loss_unit=task.loss_unit)
+        ctx = self._context(task, options, device, request, tf32, start)
         start.restore_into(task, name=options.task)
         if options.eval_only:
             assignment.stoppable()
@@ -178,6 +171,7 @@ class _Rank:
 
     def _context(
         self,
+        task: Task,
         options: Training,
         device: torch.device,
         request: Mapping[str, str],
@@ -195,7 +189,7 @@ class _Rank:
             tf32=tf32,
             writer=self.writer,
             set_state=self.set_state,
-            print_line=self._print_line if assignment.rank == 0 else _discard_line,
+            print_line=self._print_line if assignment.rank == 0 else lambda line: None,
             checkpoints=None if options.eval_only else folder,
             stop_requested=assignment.stop_requested,
             step_took=assignment.step_took,
@@ -206,17 +200,14 @@ class _Rank:
             is_restart=slurm_step.is_requeued(os.environ) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             request=request,
             recipe=_recipe_in(self.run_dir),
+            loss_unit=task.loss_unit,
         )
 
     def _warm_start(self, loop: Loop, options: Training, start: StartingPoint) -> None:
-        """Load the weights of ``--finetune-from``, if given; a run that resumes has its own.
-
-        Raises:
-            RequestError: the file cannot be read, or does not fit the model.
-        """
+        """Load the weights of ``--finetune-from``, if given; a run that resumes has its own."""
         file = options.finetune_from
         if not file or options.resume:
-            reports.remark(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
+            reports.finding(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
         differs = loop.state.difference_from(start)
         # Rank 0 reads and sends: the others need no file, and cannot read a different one.
@@ -225,8 +216,8 @@ class _Rank:
         )
         loop.state.begin_with(weights)
         took = f"the model starts from {len(weights)} weights of {file}"
-        reports.remark(loop.ctx, "warm_start", f"{took}; not loaded: {misfits}" if misfits else took)
-        reports.remark(loop.ctx, TASK_STATE, differs, severity="warning")
+        reports.finding(loop.ctx, "warm_start", f"{took}; not loaded: {misfits}" if misfits else took)
+        reports.finding(loop.ctx, TASK_STATE, differs, severity="warning")
 
     def _resume(self, loop: Loop, options: Training, start: StartingPoint) -> None:
         """Restore the checkpoint of ``--resume``, if given.
@@ -245,25 +236,20 @@ class _Rank:
         # A run that continues from its own checkpoint has made the resets of its options already.
         own_checkpoint = distributed.from_master(lambda: self._is_own(source))
         loop.state.load_state_dict(state, source=source, own_checkpoint=own_checkpoint)
-        reports.remark(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
+        reports.finding(loop.ctx, "checkpoint_passed_over", "; ".join(passed_over), severity="warning")
         if not (reason := loop.end_reason()):
             return
         distributed.from_master(lambda: self._require_work(loop, source, reason))
         missing = "running its last validation now" if loop.validation_missing else "it is finished"
-        reports.remark(loop.ctx, NO_UPDATE_LEFT, f"no steps are left, {reason}: {missing}")
+        reports.finding(loop.ctx, NO_UPDATE_LEFT, f"no steps are left, {reason}: {missing}")
 
     def _require_work(self, loop: Loop, name: str, reason: str) -> None:
-        """Raise if a checkpoint's training is finished, unless this run trained it.
-
-        Raises:
-            RequestError: nothing is left to train.
-        """
+        """Raise if a checkpoint's training is finished, unless this run trained it."""
         # A run that is restarted after its last checkpoint has trained; another one would end without having trained.
         if not self._is_own(name) and not loop.validation_missing:
             raise RequestError(f"{name} is at step {loop.updates}, and nothing is left to train: {reason}")
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a checkpoint was written by this very run."""
         source = Path(name)
         if owner := owner_of(source):
             return owner == self.assignment.run_id
@@ -271,9 +257,6 @@ class _Rank:
             source.resolve().is_relative_to(self.run_dir.path.resolve())
             or source.absolute() in recorded_checkpoints(self.run_dir)
         )
-
-    def _print_line(self, line: str) -> None:
-        self._printer.print_line(line)
 
     def _report_wait(self) -> None:
         if self.assignment.world_size == 1:
@@ -349,8 +332,7 @@ class _Rank:
 def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, Any], list[str]]:
     """Return the file of the opened checkpoint, its state, and the reasons for passing over newer ones.
 
-    Raises:
-        RequestError: it could not be opened or does not fit; the message offers one beside it that does.
+    If it could not be opened or does not fit, the message offers one beside it that does.
     """
     try:
         opened = start.checkpoint()
@@ -387,31 +369,28 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
 
 
 def _kind(error: Exception) -> str:
-    """Sort an error into the record's kinds of failure."""
-    if isinstance(error, RequestError | CheckpointError):
-        return "request"
-    if isinstance(error, NotKeptError):
-        return "checkpoint_lost"
-    if isinstance(error, OutOfMemoryError) or is_out_of_memory(error):
+    kinds: dict[type[Exception], str] = {
+        RequestError: "request",
+        CheckpointError: "request",
+        NotKeptError: "checkpoint_lost",
+        OutOfMemoryError: "out_of_memory",
+        NonFiniteError: "non_finite",
+        distributed.JoinTimeoutError: "join_timeout",
+    }
+    for kind, name in kinds.items():
+        if isinstance(error, kind):
+            return name
+    if is_out_of_memory(error):
         return "out_of_memory"
-    if isinstance(error, NonFiniteError):
-        return "non_finite"
-    if isinstance(error, distributed.JoinTimeoutError):
-        return "join_timeout"
     if is_lost_peer(str(error)):
         return "lost_peer"
     return "training" if isinstance(error, TrainingError) else "exception"
 
 
 def _recipe_in(run_dir: RunDir | None) -> str:
-    """Return the recipe in a run directory; empty if there is none."""
     if run_dir is None:
         return ""
     try:
         return read_whole(run_dir.recipe).decode("utf-8", "replace")
     except OSError:
         return ""
-
-
-def _discard_line(line: str) -> None:
-    """Do nothing: only rank 0 prints."""

@@ -22,7 +22,6 @@ class WorkerContext:
     writer: EventWriter
     set_state: Callable[[RankStateName], None]
     print_line: Callable[[str], None]
-    """Prints a line for people; rank 0 only."""
     checkpoints: Path | None
     """The folder for checkpoints; None keeps none."""
     run_id: str = ""
@@ -38,11 +37,10 @@ class WorkerContext:
     loss_unit: str = ""
     """Unit of the task's loss; empty: none."""
     tf32: bool | None = None
-    """Whether products of 32-bit floats are rounded to TF32, for the record; None on a CPU."""
+    """Whether products of 32-bit floats are rounded to TF32; None on a CPU."""
     copies: HostCopies | None = None
     """Copies numbers from the device without waiting; None chooses by the device."""
     stop_requested: Callable[[], bool] = lambda: False
-    """Returns whether this rank has a stop request."""
     step_took: Callable[[float], None] = lambda seconds: None
     """Called with the recent duration of a step, in seconds, if it has changed much."""
     stopping: Callable[[], None] = lambda: None

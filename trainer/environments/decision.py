@@ -39,8 +39,6 @@ class Decision:
 
     mode: Mode
     world_size: int
-    first_rank: int
-    """Lowest rank of this node."""
     ranks: tuple[int, ...]
     """Ranks that this process starts; its own rank if ``spawn`` is False."""
     local_ranks: tuple[int, ...]
@@ -59,6 +57,92 @@ class Decision:
     exchange: CountExchange | None = None
     """Exchange to make first, if ranks and world size were computed as if all nodes had the GPUs of this one."""
 
+    @property
+    def first_rank(self) -> int:
+        return self.ranks[0]
+
+
+def decide_node(
+    mode: Mode,
+    options: Distributed,
+    device_count: int,
+    *,
+    world: int,
+    first: int,
+    count: int,
+    init_method: str | None,
+    why: str,
+    exchange: CountExchange | None = None,
+) -> Decision:
+    """Return the decision that this process starts ``count`` ranks, from ``first`` on, and is the rank if it is one."""
+    if options.device_id is None or not device_count:
+        device_ids, shared = assign_devices(options, device_count, count)
+    elif count > 1:
+        raise RequestError(
+            f"--device-id is for one rank, but {count} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    else:
+        device_ids, shared = (check_device(options.device_id, device_count, "--device-id"),), False
+    return Decision(
+        mode=mode,
+        world_size=world,
+        ranks=tuple(range(first, first + count)),
+        local_ranks=tuple(range(count)),
+        local_world_size=count,
+        device_ids=device_ids,
+        init_method=init_method,
+        spawn=count > 1,
+        backend=choose_backend(options, device_count, shared=shared),
+        why=why,
+        exchange=exchange,
+    )
+
+
+def decide_rank(
+    mode: Mode,
+    options: Distributed,
+    device_count: int,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    local_world: int,
+    init_method: str | None,
+    why: str,
+    own_device: bool,
+) -> Decision:
+    """Return the decision that this process is one rank.
+
+    With ``own_device`` a single visible GPU belongs to this process alone, whatever its local rank is.
+    """
+    local_world = max(local_world, local_rank + 1)
+    device, shared = local_rank, False
+    if device_count and options.device_id is not None:
+        device = check_device(options.device_id, device_count, "--device-id")
+    elif device_count == 1 and own_device:
+        device = 0
+    elif device_count and local_world > device_count:
+        if not options.share_devices:
+            ranks, remedy = f"local rank {local_rank} of {local_world}", "start fewer ranks"
+            if mode == "slurm":
+                ranks, remedy = f"Slurm started {local_world} tasks", "ask srun for one task per GPU"
+            raise RequestError(
+                f"{ranks} on this node, but it has {gpu_text(device_count)} visible: {remedy}, or add --share-devices"
+            )
+        device, shared = local_rank % device_count, True
+    return Decision(
+        mode=mode,
+        world_size=world,
+        ranks=(rank,),
+        local_ranks=(local_rank,),
+        local_world_size=local_world,
+        device_ids=(device if device_count else None,),
+        init_method=init_method if world > 1 else None,
+        spawn=False,
+        backend=choose_backend(options, device_count, shared=shared),
+        why=why,
+    )
+
 
 def apply_counts(decision: Decision, counts: Sequence[int]) -> Decision:
     """Return the decision with rank offset and world size computed from the count of every node.
@@ -71,35 +155,26 @@ def apply_counts(decision: Decision, counts: Sequence[int]) -> Decision:
     assert len(counts) == exchange.nodes
     assert counts[exchange.node] == len(decision.ranks)
     world = sum(counts)
+    count_sum = " + ".join(map(str, counts)) + f" = {world}"
     if exchange.expected_world not in (None, world):
         raise RequestError(
-            f"--distributed-world-size is {exchange.expected_world}, but the nodes have {_count_sum(counts)} ranks"
+            f"--distributed-world-size is {exchange.expected_world}, but the nodes have {count_sum} ranks"
         )
     first = sum(counts[: exchange.node])
     return dataclasses.replace(
         decision,
         world_size=world,
-        first_rank=first,
         ranks=tuple(range(first, first + len(decision.ranks))),
-        why=f"{decision.why}; nodes have {_count_sum(counts)} ranks",
+        why=f"{decision.why}; nodes have {count_sum} ranks",
         exchange=None,
     )
-
-
-def _count_sum(counts: Sequence[int]) -> str:
-    return " + ".join(str(count) for count in counts) + f" = {sum(counts)}"
 
 
 def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> Literal["nccl", "gloo"]:
     """Return the backend of the flags; for ``auto`` nccl on GPUs, gloo on CPUs and on shared GPUs.
 
-    Args:
-        options: the flags.
-        device_count: GPUs that the ranks use; 0 on the CPU.
-        shared: whether two ranks share a GPU, which NCCL refuses.
-
     Raises:
-        RequestError: nccl without a GPU, or on a shared one.
+        RequestError: nccl without a GPU, or on a shared one, which NCCL refuses.
     """
     if options.distributed_backend == "nccl" and device_count == 0:
         raise RequestError("--distributed-backend nccl needs GPUs, but the ranks here run on the CPU: use gloo or auto")
@@ -111,12 +186,9 @@ def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> 
 
 
 def require_devices(options: Distributed, device_count: int, world_size: int) -> None:
-    """Refuse several ranks without a GPU, unless ``--cpu`` is given.
+    """Raise ``RequestError`` for several ranks without a visible GPU, unless ``--cpu`` is given.
 
     With a silent fallback, a broken driver would mean a job that is a hundred times slower.
-
-    Raises:
-        RequestError: several ranks and no visible GPU.
     """
     if not options.cpu and device_count == 0 and world_size > 1:
         raise RequestError(
@@ -142,7 +214,7 @@ def assign_devices(options: Distributed, device_count: int, count: int) -> tuple
 
 
 def check_device(device_id: int, device_count: int, name: str) -> int:
-    """Return a device index after checking that it exists; ``name`` is its flag or variable in the message."""
+    """Return a device index after checking that it exists."""
     if device_id >= device_count:
         allowed = "no GPU is visible here" if device_count == 0 else f"the GPUs here are 0 to {device_count - 1}"
         raise RequestError(f"{name} is {device_id}, but {allowed}")
@@ -155,11 +227,7 @@ def gpu_text(count: int) -> str:
 
 
 def parse_integer(name: str, text: str, *, low: int = 0) -> int:
-    """Parse the value of an environment variable as an integer.
-
-    Raises:
-        RequestError: it is no integer, or below ``low``.
-    """
+    """Parse the value of an environment variable; raise ``RequestError`` if it is no integer, or below ``low``."""
     try:
         value = int(text)
     except ValueError:

@@ -13,19 +13,14 @@ from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import SCHEMES, Scheme, parse_rendezvous_url, scheme_of, tcp_url
 from trainer.environments import slurm_step
 from trainer.environments.decision import (
-    CountExchange,
     Decision,
-    Mode,
-    apply_counts,
-    assign_devices,
     check_device,
-    choose_backend,
+    decide_node,
+    decide_rank,
     gpu_text,
     parse_integer,
     require_devices,
 )
-
-__all__ = ["CountExchange", "Decision", "Mode", "apply_counts", "decide"]
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment of a rank that a launcher such as torchrun starts."""
@@ -34,12 +29,7 @@ SINGLE_NODE_INIT = "tcp://127.0.0.1:0"
 
 
 def decide(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
-    """Decide which ranks start on this node, on which devices, and with which init method.
-
-    Args:
-        options: the flags.
-        environ: the environment, with the variables of launchers and Slurm.
-        device_count: visible GPUs of this machine.
+    """Decide which ranks start on this node, on which of the visible GPUs, and with which init method.
 
     Raises:
         RequestError: the request contradicts itself, the environment or the machine.
@@ -48,13 +38,13 @@ def decide(options: Distributed, environ: Mapping[str, str], device_count: int) 
         device_count = 0
     if options.distributed_init_method is not None:
         if _scheme(options.distributed_init_method) == "env":
-            return _env_url_decision(options, environ, device_count)
-        return _explicit_decision(options, environ, device_count, options.distributed_init_method)
+            return _decide_env_url(options, environ, device_count)
+        return _decide_explicit(options, environ, device_count, options.distributed_init_method)
     if _from_launcher(environ):
-        return _launcher_decision(options, environ, device_count)
+        return _decide_launched(options, environ, device_count)
     if slurm_step.is_task(environ):
         return slurm_step.decide(options, environ, device_count)
-    return _single_node_decision(options, device_count)
+    return _decide_single_node(options, device_count)
 
 
 # --- an explicit init method ---------------------------------------------------------------------------------------
@@ -75,8 +65,8 @@ def _scheme(url: str) -> Scheme:
     return scheme
 
 
-def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_count: int, url: str) -> Decision:
-    world = options.distributed_world_size or device_count
+def _decide_explicit(options: Distributed, environ: Mapping[str, str], device_count: int, url: str) -> Decision:
+    world, first = options.distributed_world_size or device_count, options.distributed_rank
     if world == 0:
         raise RequestError("--distributed-init-method needs --distributed-world-size: the number of ranks on all nodes")
     if world == 1:
@@ -91,23 +81,25 @@ def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_
     elif options.distributed_gpus is not None:
         nprocs = options.distributed_gpus
     elif device_count:
-        nprocs = max(1, min(device_count, world - options.distributed_rank))
-    elif world - options.distributed_rank <= 1:
+        nprocs = max(1, min(device_count, world - first))
+    elif world - first <= 1:
         nprocs = 1
     else:
         raise RequestError(
-            f"--distributed-gpus is missing: how many of the {world} ranks run on this node, from rank "
-            f"{options.distributed_rank} on; on CPUs there is no default"
+            f"--distributed-gpus is missing: how many of the {world} ranks run on this node, from rank {first} on; "
+            "on CPUs there is no default"
         )
-    _check_ranks(options.distributed_rank, nprocs, world)
-    why = f"ranks {_rank_range(options.distributed_rank, nprocs)} of {world}, rendezvous at {url}"
+    _check_ranks(first, nprocs, world)
+    why = f"ranks {_rank_range(first, nprocs)} of {world}, rendezvous at {url}"
     if nprocs > 1:
-        return _spawn_decision("explicit", options, device_count, world, options.distributed_rank, nprocs, url, why)
-    return _own_rank_decision(
+        return decide_node(
+            "explicit", options, device_count, world=world, first=first, count=nprocs, init_method=url, why=why
+        )
+    return decide_rank(
         "explicit",
         options,
         device_count,
-        rank=options.distributed_rank,
+        rank=first,
         world=world,
         local_rank=_local_rank(environ, options.device_id or 0),
         local_world=options.distributed_gpus or 1,
@@ -118,7 +110,6 @@ def _explicit_decision(options: Distributed, environ: Mapping[str, str], device_
 
 
 def _check_port(options: Distributed, url: str) -> None:
-    """Require that ``--distributed-port`` is the port of the init method, where both are given."""
     parsed = parse_rendezvous_url(url)
     port = parsed.port if parsed is not None and parsed.scheme == "tcp" else None
     if options.distributed_port not in (None, port):
@@ -140,17 +131,16 @@ def _check_ranks(first: int, nprocs: int, world: int) -> None:
         )
 
 
-def _env_url_decision(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+def _decide_env_url(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
     """Decide for ``env://``: a launcher's rank if it is set, else the flags' ranks at MASTER_ADDR and MASTER_PORT."""
     if _from_launcher(environ):
-        return _launcher_decision(options, environ, device_count)
+        return _decide_launched(options, environ, device_count)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise RequestError(
             f"--distributed-init-method is env://, but the environment has no {' and no '.join(missing)}"
         )
-    host, port = environ["MASTER_ADDR"], _port(environ)
-    return _explicit_decision(options, environ, device_count, tcp_url(host, port))
+    return _decide_explicit(options, environ, device_count, tcp_url(environ["MASTER_ADDR"], _port(environ)))
 
 
 # --- the environment of a launcher ----------------------------------------------------------------------------------
@@ -174,7 +164,7 @@ def _port(environ: Mapping[str, str]) -> int:
     return port
 
 
-def _launcher_decision(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
+def _decide_launched(options: Distributed, environ: Mapping[str, str], device_count: int) -> Decision:
     world = parse_integer("WORLD_SIZE", environ["WORLD_SIZE"], low=1)
     rank = parse_integer("RANK", environ["RANK"])
     _port(environ)
@@ -202,7 +192,7 @@ def _launcher_decision(options: Distributed, environ: Mapping[str, str], device_
             f"--device-id is {options.device_id}, but the launcher's LOCAL_RANK is {local_rank}: leave --device-id "
             "out, or several ranks would use one GPU"
         )
-    return _own_rank_decision(
+    return decide_rank(
         "environment",
         options,
         device_count,
@@ -217,9 +207,9 @@ def _launcher_decision(options: Distributed, environ: Mapping[str, str], device_
     )
 
 
-def _require_equal(flag: str, requested: int | None, variable: str, found: int) -> None:
-    if requested not in (None, found):
-        raise RequestError(f"{flag} is {requested}, but the launcher's {variable} is {found}: leave the flag out")
+def _require_equal(flag: str, requested: int | None, variable: str, given: int) -> None:
+    if requested not in (None, given):
+        raise RequestError(f"{flag} is {requested}, but the launcher's {variable} is {given}: leave the flag out")
 
 
 def _local_rank(environ: Mapping[str, str], default: int) -> int:
@@ -228,16 +218,14 @@ def _local_rank(environ: Mapping[str, str], default: int) -> int:
 
 
 def _one_visible(environ: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES has exactly one device."""
     return len([entry for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]) == 1
 
 
 # --- this machine alone ---------------------------------------------------------------------------------------------
 
 
-def _single_node_decision(options: Distributed, device_count: int) -> Decision:
-    requested = options.distributed_world_size
-    nprocs = options.distributed_gpus
+def _decide_single_node(options: Distributed, device_count: int) -> Decision:
+    requested, nprocs = options.distributed_world_size, options.distributed_gpus
     if options.distributed_rank > 0:
         raise RequestError(
             f"--distributed-rank {options.distributed_rank} needs --distributed-init-method, "
@@ -263,98 +251,19 @@ def _single_node_decision(options: Distributed, device_count: int) -> Decision:
     if world > 1:
         init = tcp_url("127.0.0.1", options.distributed_port) if options.distributed_port else SINGLE_NODE_INIT
         why = f"{world} ranks on this node, on {gpu_text(device_count) if device_count else 'the CPU'}"
-        return _spawn_decision("single_node", options, device_count, world, 0, world, init, why)
-    return _own_rank_decision(
+        return decide_node(
+            "single_node", options, device_count, world=world, first=0, count=world, init_method=init, why=why
+        )
+    device = "one GPU" if device_count else "the CPU" + ("" if options.cpu else ": no GPU here")
+    return decide_node(
         "single_process",
         options,
         device_count,
-        rank=0,
         world=1,
-        local_rank=0,
-        local_world=1,
+        first=0,
+        count=1,
         init_method=None,
-        why="one process "
-        + ("on one GPU" if device_count else "on the CPU" + ("" if options.cpu else ": no GPU here")),
-    )
-
-
-# --- the decision ----------------------------------------------------------------------------------------------------
-
-
-def _spawn_decision(
-    mode: Mode,
-    options: Distributed,
-    device_count: int,
-    world: int,
-    first: int,
-    nprocs: int,
-    init_method: str,
-    why: str,
-) -> Decision:
-    """Return the decision to start several ranks from this process."""
-    if options.device_id is not None and device_count:
-        raise RequestError(
-            f"--device-id is for one rank, but {nprocs} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
-        )
-    devices, shared = assign_devices(options, device_count, nprocs)
-    return Decision(
-        mode=mode,
-        world_size=world,
-        first_rank=first,
-        ranks=tuple(range(first, first + nprocs)),
-        local_ranks=tuple(range(nprocs)),
-        local_world_size=nprocs,
-        device_ids=devices,
-        init_method=init_method,
-        spawn=True,
-        backend=choose_backend(options, device_count, shared=shared),
-        why=why,
-    )
-
-
-def _own_rank_decision(
-    mode: Mode,
-    options: Distributed,
-    device_count: int,
-    *,
-    rank: int,
-    world: int,
-    local_rank: int,
-    local_world: int,
-    init_method: str | None,
-    why: str,
-    own_device: bool = False,
-) -> Decision:
-    """Return the decision that this process is the rank.
-
-    With ``own_device`` a single visible GPU belongs to this process alone, whatever its local rank is.
-    """
-    device = local_rank
-    shared = False
-    if device_count:
-        if options.device_id is not None:
-            device = check_device(options.device_id, device_count, "--device-id")
-        elif own_device and device_count == 1:
-            device = 0
-        elif local_rank >= device_count or local_world > device_count:
-            if not options.share_devices:
-                raise RequestError(
-                    f"local rank {local_rank} of {max(local_world, local_rank + 1)} on this node, but it has "
-                    f"{gpu_text(device_count)} visible: start fewer ranks, or add --share-devices"
-                )
-            device, shared = local_rank % device_count, True
-    return Decision(
-        mode=mode,
-        world_size=world,
-        first_rank=rank,
-        ranks=(rank,),
-        local_ranks=(local_rank,),
-        local_world_size=max(local_world, local_rank + 1),
-        device_ids=(device if device_count else None,),
-        init_method=init_method if world > 1 else None,
-        spawn=False,
-        backend=choose_backend(options, device_count, shared=shared),
-        why=why,
+        why=f"one process on {device}",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 
 from trainer.contract.errors import RequestError
@@ -10,14 +12,11 @@ from trainer.contract.rendezvous_url import tcp_url
 from trainer.environments.decision import (
     CountExchange,
     Decision,
-    assign_devices,
-    check_device,
-    choose_backend,
-    gpu_text,
+    decide_node,
+    decide_rank,
     parse_integer,
     require_devices,
 )
-from trainer.environments.hostlist import expand, task_counts
 
 FIRST_DERIVED_PORT, DERIVED_PORT_PAIRS = 12_000, 9_000
 """Derived ports are pairs from 12000 to 29999, below Linux's ephemeral ports (32768 on)."""
@@ -123,46 +122,21 @@ def _task_per_rank(
             "its nodes is a rank: leave the flag out, or start one task per node"
         )
     require_devices(options, device_count, world)
-    device, shared = _device_of_task(options, environ, device_count, local_rank, local_world)
-    single_node = tasks is not None and len(tasks) == 1
-    return Decision(
-        mode="slurm",
-        world_size=world,
-        first_rank=rank,
-        ranks=(rank,),
-        local_ranks=(local_rank,),
-        local_world_size=local_world,
-        device_ids=(device,),
-        init_method=_init_method(options, environ, single_node=single_node) if world > 1 else None,
-        spawn=False,
-        backend=choose_backend(options, device_count, shared=shared),
-        why=f"rank {rank} of {world}: task {local_rank} of its node in a Slurm step",
-    )
-
-
-def _device_of_task(
-    options: Distributed, environ: Mapping[str, str], device_count: int, local_rank: int, local_world: int
-) -> tuple[int | None, bool]:
-    """Return the GPU of a task that is a rank, and whether it is shared.
-
-    With ``--gpus-per-task`` each task sees only its own GPU, as number 0; otherwise every task sees all GPUs of the
-    node. If one GPU is visible, SLURM_GPUS_ON_NODE distinguishes the two.
-    """
-    if device_count == 0:
-        return None, False
-    if options.device_id is not None:
-        return check_device(options.device_id, device_count, "--device-id"), False
+    # With --gpus-per-task each task sees only its own GPU, as number 0; otherwise every task sees all GPUs of the node.
+    # If one GPU is visible, SLURM_GPUS_ON_NODE distinguishes the two.
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-    sees_only_its_own = device_count == 1 and not (on_node.isdecimal() and int(on_node) < local_world)
-    if sees_only_its_own:
-        return 0, False
-    if local_world <= device_count:
-        return local_rank, False
-    if options.share_devices:
-        return local_rank % device_count, True
-    raise RequestError(
-        f"Slurm started {local_world} tasks on this node, which has {gpu_text(device_count)} visible: "
-        "ask srun for one task per GPU, or add --share-devices"
+    single_node = tasks is not None and len(tasks) == 1
+    return decide_rank(
+        "slurm",
+        options,
+        device_count,
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        init_method=_init_method(options, environ, single_node=single_node) if world > 1 else None,
+        why=f"rank {rank} of {world}: task {local_rank} of its node in a Slurm step",
+        own_device=not (on_node.isdecimal() and int(on_node) < local_world),
     )
 
 
@@ -189,14 +163,6 @@ def _task_per_node(
             "nodes x ranks per node"
         )
     require_devices(options, device_count, max(nprocs * nodes, world or 1))
-    if options.device_id is not None and nprocs > 1 and device_count:
-        raise RequestError(
-            f"--device-id is for one rank, but {nprocs} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
-        )
-    devices, shared = assign_devices(options, device_count, nprocs)
-    if options.device_id is not None and device_count:
-        devices = (check_device(options.device_id, device_count, "--device-id"),)
-    init_method = _init_method(options, environ, single_node=nodes == 1) if nprocs * nodes > 1 else None
     exchange = None
     if not nodes_alike:
         exchange = CountExchange(
@@ -207,17 +173,14 @@ def _task_per_node(
             expected_world=world,
             key=step_key(environ),
         )
-    return Decision(
-        mode="slurm",
-        world_size=nprocs * nodes,
-        first_rank=nprocs * node,
-        ranks=tuple(range(nprocs * node, nprocs * (node + 1))),
-        local_ranks=tuple(range(nprocs)),
-        local_world_size=nprocs,
-        device_ids=devices,
-        init_method=init_method,
-        spawn=nprocs > 1,
-        backend=choose_backend(options, device_count, shared=shared),
+    return decide_node(
+        "slurm",
+        options,
+        device_count,
+        world=nprocs * nodes,
+        first=nprocs * node,
+        count=nprocs,
+        init_method=_init_method(options, environ, single_node=nodes == 1) if nprocs * nodes > 1 else None,
         why=f"node {node} of {nodes} of a Slurm step, one task per node",
         exchange=exchange,
     )
@@ -275,3 +238,60 @@ def _required(environ: Mapping[str, str], name: str) -> int:
     if not environ.get(name):
         raise RequestError(f"the environment has SLURM_STEP_ID, but no {name}")
     return parse_integer(name, environ[name])
+
+
+MAX_HOSTS = 100_000
+"""Maximum hosts of a list, more than any cluster has: a longer range is a typo."""
+
+
+def expand(hostlist: str) -> list[str]:
+    """Expand ``n[1-2,5],gpu[01-03]`` to its host names, in order; keep leading zeros.
+
+    Raises:
+        RequestError: the text is not a host list.
+    """
+    hosts: list[str] = []
+    for entry in _split(hostlist):
+        parts = re.split(r"\[([^\[\]]*)\]", entry)
+        if any(bracket in text for text in parts[::2] for bracket in "[]"):
+            raise RequestError(f"host list {hostlist!r} has an unmatched bracket")
+        # re.split alternates plain text and the content of brackets.
+        choices = [[part] if index % 2 == 0 else _numbers(part, hostlist) for index, part in enumerate(parts)]
+        hosts += ["".join(combination) for combination in itertools.product(*choices)]
+        if len(hosts) > MAX_HOSTS:
+            raise RequestError(f"host list {hostlist!r} names more than {MAX_HOSTS} hosts")
+    if not hosts:
+        raise RequestError("the host list is empty")
+    return hosts
+
+
+def _split(hostlist: str) -> list[str]:
+    return [entry.strip() for entry in re.split(r",(?![^\[]*\])", hostlist) if entry.strip()]
+
+
+def _numbers(ranges: str, hostlist: str) -> list[str]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        low, dash, high = item.strip().partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()) or (dash and int(high) < int(low)):
+            raise RequestError(f"host list {hostlist!r} has {item.strip()!r} instead of a number or a range")
+        count = int(high or low) - int(low) + 1
+        if count > MAX_HOSTS:
+            raise RequestError(f"host list {hostlist!r} names more than {MAX_HOSTS} hosts")
+        numbers += [str(int(low) + offset).zfill(len(low)) for offset in range(count)]
+    return numbers
+
+
+def task_counts(text: str) -> list[int]:
+    """Expand ``4(x2),2`` to ``[4, 4, 2]``: the tasks of each node, in the order of the host list.
+
+    Raises:
+        RequestError: the text is not a list of task counts.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\(x(\d+)\))?\s*", item)
+        if match is None or int(match[2] or 1) > MAX_HOSTS:
+            raise RequestError(f"tasks per node {text!r} should look like '4(x2),2'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -67,8 +67,8 @@ def interface_addresses() -> list[InterfaceAddress]:
 def own_addresses() -> tuple[str, ...]:
     """Return this machine's addresses: that of the default route first, then IPv4 before IPv6."""
     outward = source_towards(OUTSIDE)
-    found = {each.text for each in interface_addresses()}
-    return tuple(sorted(found, key=lambda address: (address != outward, ":" in address, address)))
+    addresses = {each.text for each in interface_addresses()}
+    return tuple(sorted(addresses, key=lambda address: (address != outward, ":" in address, address)))
 
 
 def source_towards(address: str) -> str | None:
@@ -102,20 +102,21 @@ def is_interface_up(name: str) -> bool:
 def networks() -> tuple[Network, ...]:
     """Return the interfaces that have an address or are up, without the loopback."""
     addresses = interface_addresses()
-    found = []
+    interfaces = []
     for _, name in sorted(socket.if_nameindex(), key=lambda entry: entry[1]):
         own = tuple(each.text for each in addresses if each.interface == name and not each.link_only)
         up = is_interface_up(name)
         if name == "lo" or not (own or up):
             continue
         speed = read_text(SYS_NET / name / "speed").strip()  # -1, or unreadable, without a cable
-        found.append(Network(name=name, addresses=own, up=up, speed_mbits=int(speed) if speed.isdigit() else None))
-    return tuple(found)
+        speed_mbits = int(speed) if speed.isdigit() else None
+        interfaces.append(Network(name=name, addresses=own, up=up, speed_mbits=speed_mbits))
+    return tuple(interfaces)
 
 
 def _ipv4_addresses() -> list[InterfaceAddress]:
     buffer = array.array("B", bytes(IFREQ_BYTES * MAX_ADDRESSES))
-    found = []
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # struct ifconf: size and address of the buffer; the kernel overwrites the size with that of its reply.
@@ -130,14 +131,14 @@ def _ipv4_addresses() -> list[InterfaceAddress]:
             except OSError:
                 continue  # the address was removed meanwhile
             label = entry[:16].partition(b"\0")[0].decode("utf-8", "replace")
-            found.append(
+            addresses.append(
                 InterfaceAddress(
                     interface=label.partition(":")[0],  # a second address may be labelled eth0:1
                     text=socket.inet_ntoa(entry[20:24]),
                     bits=int.from_bytes(mask, "big").bit_count(),
                 )
             )
-    return found
+    return addresses
 
 
 def ipv6_addresses(if_inet6: str) -> list[InterfaceAddress]:
@@ -145,11 +146,11 @@ def ipv6_addresses(if_inet6: str) -> list[InterfaceAddress]:
     entries = (line.split() for line in if_inet6.splitlines())
     return [
         InterfaceAddress(
-            interface=words[5],
-            text=socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0])),
-            bits=int(words[2], 16),
-            link_only=words[3] == LINK_SCOPE,
+            interface=fields[5],
+            text=socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0])),
+            bits=int(fields[2], 16),
+            link_only=fields[3] == LINK_SCOPE,
         )
-        for words in entries
-        if len(words) == 6
+        for fields in entries
+        if len(fields) == 6
     ]

@@ -42,8 +42,8 @@ class BootMoment:
 
 def uptime_s() -> float | None:
     """Return the seconds since the boot; None if they are unknown."""
-    words = read_text(PROC / "uptime").split()
-    return float(words[0]) if words else None
+    numbers = read_text(PROC / "uptime").split()
+    return float(numbers[0]) if numbers else None
 
 
 BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

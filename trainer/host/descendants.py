@@ -1,18 +1,48 @@
-"""Killing of every descendant of this process, and reaping of those that it has adopted."""
+"""Descendants of this process: adopting, killing and reaping them, and dying with one's parent.
+
+Standard library only, since this file travels to remote hosts with the host agent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection
 
-from trainer.host.proc_environ import is_same_directory, run_of
-from trainer.host.processes import children, descendants
+from trainer.host.processes import children, descendants, is_same_directory, run_of
 
-POLL_S = 0.005
-"""Seconds between two checks whether killed processes are gone."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
+"""Options of ``prctl(2)``."""
+
+
+def die_with_parent_process() -> None:
+    """Have the kernel kill this process when the thread that started it ends; inherited by exec, not by fork."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of orphaned descendants (child subreaper), so that none escapes; Linux only."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def prctl_refusal() -> str:
+    """Return why this process may not call prctl; empty if it may."""
+    try:
+        _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(ctypes.c_int()))
+    except OSError as error:
+        return error.strerror or ""
+    return ""
+
+
+def _prctl(option: int, value: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "prctl")
 
 
 def kill_descendants(
@@ -54,7 +84,7 @@ def kill_descendants(
             return alive
         reap({*keep, *unreaped})
         if alive <= killed:
-            wait(POLL_S)
+            wait(0.005)  # they take a moment to disappear
         killed |= alive
 
 
@@ -68,10 +98,8 @@ def reap(besides: Collection[int] = ()) -> None:
 
 def _of_other_runs(run: str | None) -> set[int]:
     """Return the descendants of this process that belong to another run by their environment."""
-    named = {pid: run_of(pid) for pid in descendants(os.getpid())}
-    return {
-        pid for pid, path in named.items() if path is not None and (run is None or not is_same_directory(path, run))
-    }
+    runs = {pid: run_of(pid) for pid in descendants(os.getpid())}
+    return {pid for pid, path in runs.items() if path is not None and (run is None or not is_same_directory(path, run))}
 
 
 def _kill(pid: int) -> None:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pwd
 import re
 import socket
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.host.proc_files import PROC, read_bytes
+from trainer.host.proc_files import PROC, read_text
+from trainer.host.processes import user_name
 
 MACHINE = "GPUTRAIN_GPU_CLAIMS"
 """Environment variable: runs with different values have claims of their own, as if on different machines."""
@@ -59,13 +59,9 @@ class GpuClaimError(Exception):
 
 @contextlib.contextmanager
 def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping[str, str]) -> Iterator[None]:
-    """Claim GPUs while the body runs.
+    """Claim GPUs for a run, by their UUIDs, while the body runs.
 
-    Args:
-        uuids: of the GPUs; empty for CPU ranks.
-        run: id of the run.
-        shared: allow other runs on them, and ignore an exclusive claim of another run.
-        environ: may set ``MACHINE``.
+    With ``shared``, other runs are allowed on them, and an exclusive claim of another run is ignored.
 
     Raises:
         GpuClaimError: the kernel refuses a claim.
@@ -95,13 +91,13 @@ def claim_gpus(uuids: Sequence[str], run: str, *, shared: bool, environ: Mapping
 def claims(uuids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, GpuClaim]:
     """Return the claims on these GPUs, by UUID; of several, the exclusive one."""
     names = _socket_names() if uuids else []
-    found = {}
+    of_gpu = {}
     for uuid in uuids:
         name = _name(uuid, environ)
         holders = _holders(name, names)
         if holders or name in names:
-            found[uuid] = holders[0] if holders else GpuClaim()
-    return found
+            of_gpu[uuid] = holders[0] if holders else GpuClaim()
+    return of_gpu
 
 
 @contextlib.contextmanager
@@ -111,8 +107,8 @@ def _held(name: str) -> Iterator[None]:
     Raises:
         OSError: another process holds it (EADDRINUSE), or the kernel refuses it.
     """
-    with socket.socket(socket.AF_UNIX) as held:
-        held.bind(b"\0" + name.encode())
+    with socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(b"\0" + name.encode())
         yield
 
 
@@ -126,21 +122,13 @@ def _plain(text: str) -> str:
 
 def _socket_names() -> list[str]:
     """Return the abstract names of this network namespace."""
-    lines = read_bytes(PROC / "net/unix").decode("utf-8", "replace").splitlines()
-    socket_path = 7  # index of the name in a line of ``/proc/net/unix``
-    words = (line.split(None, socket_path) for line in lines)
-    return [found[socket_path][1:] for found in words if len(found) > socket_path and found[socket_path][0] == "@"]
+    name = 7  # index of the name in a line of ``/proc/net/unix``
+    lines = (line.split(None, name) for line in read_text(PROC / "net/unix").splitlines())
+    return [fields[name][1:] for fields in lines if len(fields) > name and fields[name][0] == "@"]
 
 
 def _holders(name: str, names: Sequence[str]) -> list[GpuClaim]:
     """Return the holders of a claim among the names of sockets, exclusive ones (``a``) before shared ones (``s``)."""
     pattern = re.compile(re.escape(name) + r"/([as])/(\d{1,9})/(\d{1,10})/([A-Za-z0-9_.+-]*)", re.ASCII)
-    found = sorted(match.groups() for each in names if (match := pattern.fullmatch(each)))
-    return [GpuClaim(run=run, user=_user(int(uid)), pid=int(pid)) for _, pid, uid, run in found]
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except (KeyError, OverflowError):
-        return str(uid)
+    holders = sorted(match.groups() for each in names if (match := pattern.fullmatch(each)))
+    return [GpuClaim(run=run, user=user_name(int(uid)), pid=int(pid)) for _, pid, uid, run in holders]

@@ -1,14 +1,21 @@
-"""Main memory of this machine and of its container, and the kernel's out-of-memory kills.
+"""Main memory of this machine and of its container, the kernel's out-of-memory kills, and settings of malloc.
 
 Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.host.proc_files import CGROUP, PROC, read_number, read_text
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt."""
+MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+"""Environment variables with which a user configures malloc or replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +36,19 @@ class Memory:
 
 def read_memory(proc: Path = PROC) -> Memory:
     """Return the memory of this machine."""
-    return memory_from(read_text(proc / "meminfo"))
+    sizes = _meminfo(proc)
+    return Memory(total_bytes=sizes.get("MemTotal"), available_bytes=sizes.get("MemAvailable"))
 
 
 def read_swap_bytes(proc: Path = PROC) -> int | None:
     """Return the size of the swap space of this machine, used or not; None if it is unknown."""
-    return _bytes_of(read_text(proc / "meminfo"), "SwapTotal")
+    return _meminfo(proc).get("SwapTotal")
+
+
+def _meminfo(proc: Path) -> dict[str, int]:
+    """Return the sizes in ``/proc/meminfo``, which has KiB, in bytes."""
+    entries = (line.partition(":") for line in read_text(proc / "meminfo").splitlines())
+    return {name: int(size.split()[0]) * 1024 for name, _, size in entries if size.split()}
 
 
 def read_container_limit_bytes(cgroup: Path = CGROUP) -> int | None:
@@ -56,14 +70,6 @@ def read_container_memory(cgroup: Path = CGROUP) -> Memory | None:
 def read_usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> Memory:
     """Return the memory of this container if it has a limit, else that of the machine."""
     return read_container_memory(cgroup) or read_memory(proc)
-
-
-def memory_from(meminfo: str) -> Memory:
-    """Parse ``/proc/meminfo``."""
-    return Memory(
-        total_bytes=_bytes_of(meminfo, "MemTotal"),
-        available_bytes=_bytes_of(meminfo, "MemAvailable"),
-    )
 
 
 def oom_kills() -> int:
@@ -112,10 +118,16 @@ def _oom_kills(file: Path) -> int:
     return sum(int(line.split()[1]) for line in read_text(file).splitlines() if line.startswith("oom_kill "))
 
 
-def _bytes_of(meminfo: str, name: str) -> int | None:
-    """Return a size from ``/proc/meminfo``, which has KiB, in bytes."""
-    for line in meminfo.splitlines():
-        key, _, words = line.partition(":")
-        if key == name and words.split():
-            return int(words.split()[0]) * 1024
-    return None
+def keep_freed_memory() -> bool:
+    """Raise both thresholds of glibc's malloc, unless a user has configured it; return whether they were raised.
+
+    By default a step's large blocks go back to the kernel, and are faulted in again at the next step.
+    """
+    if any(name in os.environ for name in MALLOC_SETTINGS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is None:
+        return False
+    trim_bytes = 1 << 29  # free memory kept at the end of the heap: more than the temporaries of a step on CPU ranks
+    mmap_bytes = 1 << 25  # size from which a block gets its own mapping; the maximum that glibc allows
+    return bool(mallopt(M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, trim_bytes))

@@ -83,31 +83,32 @@ class RawProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReadings:
-    """Readings that change while a GPU works, in NVML's own units; None for a refused query."""
+    """Readings that change while a GPU works; None for a refused query."""
 
-    memory_used: int | None = None
-    memory_total: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
-    power_mw: int | None = None
-    sm_clock: int | None = None
-    max_sm_clock: int | None = None
-    throttle_mask: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization_percent: int | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    """Of ``THROTTLE_REASONS``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawGpu(GpuReadings):
-    """All facts of one GPU in NVML's own units; None for a refused query."""
+class RawGpu:
+    """All facts of one GPU; None for a refused query."""
 
     index: int
     uuid: str | None = None
     pci_bus_id: str | None = None
     name: str | None = None
-    power_limit_mw: int | None = None
-    mig_mode: int | None = None
-    """1 if MIG is on."""
+    power_limit_watts: float | None = None
+    mig: bool = False
     compute_mode: int | None = None
     processes: Sequence[RawProcess] | None = None
+    readings: GpuReadings = GpuReadings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def ask_driver() -> Answers:
     if refusal := nvml.start():
         return Answers(refusal=refusal)
     try:
-        version = nvml.number("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion", kind=c_int)
+        version = nvml.number("nvmlSystemGetCudaDriverVersion_v2", kind=c_int)
         return Answers(
             driver=nvml.text("nvmlSystemGetDriverVersion"),
             cuda=None if version is None else f"{version // 1000}.{version % 1000 // 10}",
@@ -147,24 +148,18 @@ def list_gpus() -> list[tuple[str, str]]:
     if nvml is None or nvml.start():
         return []
     try:
-        found = []
+        gpus = []
         for index in range(nvml.count()):
             device = nvml.handle(index)
-            uuid, name = (
-                None if device is None else nvml.text(query, device)
-                for query in ("nvmlDeviceGetUUID", "nvmlDeviceGetName")
-            )
+            if device is None:
+                return []
+            uuid, name = nvml.text("nvmlDeviceGetUUID", device), nvml.text("nvmlDeviceGetName", device)
             if uuid is None or name is None:
                 return []
-            found.append((uuid, name))
-        return found
+            gpus.append((uuid, name))
+        return gpus
     finally:
         nvml.stop()
-
-
-def throttle_reasons(mask: int | None) -> tuple[str, ...]:
-    """Return the names of the ``THROTTLE_REASONS`` in a bit mask."""
-    return tuple(name for bit, name in THROTTLE_REASONS if (mask or 0) & bit)
 
 
 def load_driver() -> Nvml | None:
@@ -184,22 +179,17 @@ class Nvml:
     def start(self) -> str:
         """Initialize NVML; return the reason of a failure in one line, else an empty string."""
         code = self.call("nvmlInitWithFlags", c_uint(0))
-        if code is None:
-            code = self.call("nvmlInit_v2")
         if code == DONE:
             return ""
-        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self.error_text(code)}"
+        return REFUSALS.get(code or 0) or f"the NVIDIA driver refused: {self._error_text(code)}"
 
     def stop(self) -> None:
-        """Shut NVML down."""
         self.call("nvmlShutdown")
 
     def count(self) -> int:
-        """Return the number of GPUs."""
         return self.number("nvmlDeviceGetCount_v2") or 0
 
     def handle(self, index: int) -> Any:
-        """Return the handle of a GPU; None if it has fallen off the bus."""
         device = c_void_p()
         return device if self.call("nvmlDeviceGetHandleByIndex_v2", c_uint(index), byref(device)) == DONE else None
 
@@ -220,8 +210,7 @@ class Nvml:
             return None
         return cast(int, function(*args))
 
-    def error_text(self, code: int | None) -> str:
-        """Return NVML's text for an error code."""
+    def _error_text(self, code: int | None) -> str:
         try:
             function = self._library.nvmlErrorString
         except AttributeError:
@@ -230,17 +219,11 @@ class Nvml:
         return (function(c_int(code or 0)) or b"").decode("utf-8", "replace")
 
     def number(self, *names: str, args: Sequence[Any] = (), kind: Any = c_uint) -> int | None:
-        """Return the number that the first function to succeed writes into its last argument; None if none does.
-
-        Args:
-            names: functions to try in this order.
-            args: arguments before the last.
-            kind: C type of the number.
-        """
+        """Return the number, of a C type, that the first function to succeed writes into its last argument."""
         for name in names:
-            found = kind(0)
-            if self.call(name, *args, byref(found)) == DONE:
-                return int(found.value)
+            number = kind(0)
+            if self.call(name, *args, byref(number)) == DONE:
+                return int(number.value)
         return None
 
     def text(self, name: str, *args: Any) -> str | None:
@@ -248,13 +231,9 @@ class Nvml:
         buffer = create_string_buffer(96)
         return _decoded(buffer.value) if self.call(name, *args, buffer, c_uint(96)) == DONE else None
 
-    def struct(self, name: str, device: Any, found: Any) -> Any:
-        """Return ``found`` after the query has filled it; None if it is refused."""
-        return found if self.call(name, device, byref(found)) == DONE else None
-
-    def readings(self, device: Any) -> GpuReadings:
-        """Query the readings of a GPU."""
-        return GpuReadings(**self._readings(device))
+    def struct(self, name: str, device: Any, struct: Any) -> Any:
+        """Return the struct after the query has filled it; None if it is refused."""
+        return struct if self.call(name, device, byref(struct)) == DONE else None
 
     def gpu(self, index: int) -> RawGpu | None:
         """Query all facts of one GPU; return None if it has fallen off the bus."""
@@ -269,35 +248,36 @@ class Nvml:
             uuid=self.text("nvmlDeviceGetUUID", device),
             pci_bus_id=None if pci is None else _decoded(pci.bus_id),
             name=self.text("nvmlDeviceGetName", device),
-            power_limit_mw=self.number("nvmlDeviceGetEnforcedPowerLimit", args=(device,)),
-            mig_mode=int(mig.value) if split else None,
+            power_limit_watts=self._watts("nvmlDeviceGetEnforcedPowerLimit", device),
+            mig=split and mig.value == 1,
             compute_mode=self.number("nvmlDeviceGetComputeMode", args=(device,)),
             processes=self._all_processes(device),
-            **self._readings(device),
+            readings=self.readings(device),
         )
 
-    def _readings(self, device: Any) -> dict[str, int | None]:
+    def readings(self, device: Any) -> GpuReadings:
         # Version 2 does not count the driver's own memory as used.
         memory = self.struct(
             "nvmlDeviceGetMemoryInfo_v2", device, _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
         ) or self.struct("nvmlDeviceGetMemoryInfo", device, _Memory())
         utilization = self.struct("nvmlDeviceGetUtilizationRates", device, _Utilization())
         clock = (device, c_uint(CLOCK_SM))
-        return {
-            "memory_used": None if memory is None else int(memory.used),
-            "memory_total": None if memory is None else int(memory.total),
-            "utilization": None if utilization is None else int(utilization.gpu),
-            "temperature": self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
-            "power_mw": self.number("nvmlDeviceGetPowerUsage", args=(device,)),
-            "sm_clock": self.number("nvmlDeviceGetClockInfo", args=clock),
-            "max_sm_clock": self.number("nvmlDeviceGetMaxClockInfo", args=clock),
-            "throttle_mask": self.number(
-                "nvmlDeviceGetCurrentClocksEventReasons",
-                "nvmlDeviceGetCurrentClocksThrottleReasons",
-                args=(device,),
-                kind=c_ulonglong,
-            ),
-        }
+        events, throttling = "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
+        mask = self.number(events, throttling, args=(device,), kind=c_ulonglong) or 0
+        return GpuReadings(
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            utilization_percent=None if utilization is None else int(utilization.gpu),
+            temperature_celsius=self.number("nvmlDeviceGetTemperature", args=(device, c_uint(TEMPERATURE_GPU))),
+            power_watts=self._watts("nvmlDeviceGetPowerUsage", device),
+            sm_clock_mhz=self.number("nvmlDeviceGetClockInfo", args=clock),
+            max_sm_clock_mhz=self.number("nvmlDeviceGetMaxClockInfo", args=clock),
+            throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS if mask & bit),
+        )
+
+    def _watts(self, name: str, device: Any) -> float | None:
+        milliwatts = self.number(name, args=(device,))
+        return None if milliwatts is None else milliwatts / 1000
 
     def _all_processes(self, device: Any) -> list[RawProcess] | None:
         compute = self._processes("nvmlDeviceGetComputeRunningProcesses", device, "compute")
@@ -308,15 +288,15 @@ class Nvml:
         for suffix, layout in (("_v3", _Process), ("_v2", _Process), ("", _ProcessV1)):
             capacity = 0
             for _ in range(4):  # processes start and end between two calls
-                count, found = c_uint(capacity), (layout * max(capacity, 1))()
-                code = self.call(name + suffix, device, byref(count), ctypes.cast(found, POINTER(layout)))
+                count, entries = c_uint(capacity), (layout * max(capacity, 1))()
+                code = self.call(name + suffix, device, byref(count), ctypes.cast(entries, POINTER(layout)))
                 if code != INSUFFICIENT_SIZE:
                     break
                 capacity = count.value + 8
             if code == DONE:
                 return [
                     RawProcess(pid=entry.pid, memory=None if entry.memory == NOT_AVAILABLE else entry.memory, kind=kind)
-                    for entry in found[: min(count.value, capacity)]
+                    for entry in entries[: min(count.value, capacity)]
                 ]
         return None
 

@@ -59,12 +59,9 @@ _KINDS = (
 
 
 def peak_flops_per_s(gpu: str, multiprocessors: int, number_format: NumberFormat) -> float | None:
-    """Return the peak of a GPU; None if it is not known.
+    """Return the peak of a GPU, by its name in CUDA (``NVIDIA H100 80GB HBM3``); None if it is not known.
 
-    Args:
-        gpu: its name as CUDA reports it, such as ``NVIDIA H100 80GB HBM3``.
-        multiprocessors: number that the process may use.
-        number_format: of the matrix products.
+    A process may use fewer multiprocessors than the GPU has; its peak is then not known.
     """
     name = gpu.upper()
     brand = _BRAND.match(name)

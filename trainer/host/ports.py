@@ -71,13 +71,13 @@ def port_holder(port: int) -> str:
         ]
     except psutil.AccessDenied:
         listening = []
-    for entry in listening:
-        if entry.pid is not None:
-            try:
-                return f"{psutil.Process(entry.pid).name()} (pid {entry.pid})"
-            except psutil.Error:
-                return f"pid {entry.pid}"
-    return "a process of another user"
+    pid = next((entry.pid for entry in listening if entry.pid is not None), None)
+    if pid is None:
+        return "a process of another user"
+    try:
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    except psutil.Error:
+        return f"pid {pid}"
 
 
 def own_connections() -> Iterator[socket.socket]:

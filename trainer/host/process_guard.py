@@ -1,4 +1,4 @@
-"""Death with the parent process, signal dispositions and output of a rank's process.
+"""Death with the node agent, signal dispositions and output of a rank's process.
 
 Torch-free, and called before torch does anything in the rank.
 """
@@ -12,26 +12,12 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Collection
 from pathlib import Path
 
 from trainer.contract.record.regular_file import open_to_append
-from trainer.host.log_file import LogFile
-from trainer.host.prctl import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
-from trainer.host.processes import exists
+from trainer.host.descendants import die_with_parent_process
 from trainer.host.stop_request import NOW_SIGNAL, SAVE_SIGNALS, STACK_SIGNAL
-
-
-def die_with_parent_process() -> None:
-    """Have the kernel kill this process when the thread that started it ends; inherited by exec, not by fork."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants (child subreaper), so that none escapes; Linux only."""
-    if sys.platform == "linux":
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_process(parent_pid: int) -> None:
@@ -45,22 +31,16 @@ def die_with_process(parent_pid: int) -> None:
         handle = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         _kill_self()
-    except OSError:
-        handle = -1
-    threading.Thread(target=_watch, args=(parent_pid, handle), name="parent-watch", daemon=True).start()
-
-
-def _watch(parent_pid: int, handle: int) -> None:
-    parent_poll_s = 0.2  # seconds between two checks of the parent on kernels before 5.3, which have no pidfd
-    if handle >= 0:
-        # A pidfd becomes readable when its process ends.
-        waiter = select.poll()
-        waiter.register(handle, select.POLLIN)
-        while not waiter.poll():
-            pass
     else:
-        while exists(parent_pid):
-            time.sleep(parent_poll_s)
+        threading.Thread(target=_watch, args=(handle,), name="parent-watch", daemon=True).start()
+
+
+def _watch(handle: int) -> None:
+    # A pidfd becomes readable when its process ends.
+    waiter = select.poll()
+    waiter.register(handle, select.POLLIN)
+    while not waiter.poll():
+        pass
     _kill_self()
 
 
@@ -69,12 +49,9 @@ def _kill_self() -> None:
 
 
 def set_signals(*, ignored: Collection[int] = ()) -> None:
-    """Set a rank's signals: ignore SIGINT and SIGUSR1/2, let SIGTERM and NOW_SIGNAL kill, print stacks on SIGQUIT.
+    """Set a rank's signals: ignore SIGINT, SIGUSR1/2 and those given, print stacks on SIGQUIT, let the others kill.
 
     Default dispositions kill the rank even inside a collective, in which no Python handler would run.
-
-    Args:
-        ignored: further signals to ignore, including those that are pending.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(NOW_SIGNAL, signal.SIG_DFL)
@@ -109,3 +86,27 @@ def print_by_line() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Escape characters that cannot be encoded, instead of failing in the middle of a training.
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+
+class LogFile(io.FileIO):
+    """File whose writes never fail: lost bytes are counted, and the count is written once the disk has space again."""
+
+    def __init__(self, fd: int) -> None:
+        """Write to an open descriptor, which ``close`` leaves open."""
+        super().__init__(fd, "wb", closefd=False)
+        self._lost_bytes = 0
+        self._why = ""
+
+    def write(self, data: object, /) -> int:
+        """Write as many bytes as the disk takes and count the rest as lost; return the size of ``data``."""
+        rest = view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        try:
+            if self._lost_bytes:
+                super().write(f"[{self._lost_bytes} bytes of output were lost: {self._why}]\n".encode())
+                self._lost_bytes = 0
+            while rest:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self._lost_bytes += len(rest)
+            self._why = error.strerror or str(error)
+        return len(view)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import pwd
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,10 @@ from trainer.host.proc_files import PROC, read_bytes
 
 CLOCK_TICKS_HZ = os.sysconf("SC_CLK_TCK")
 """Clock ticks per second in ``/proc``."""
+RUN = "GPUTRAIN_RUN"
+"""Environment variable of every process of a run that the console started: its run directory."""
+SUPERVISOR = "GPUTRAIN_SUPERVISOR"
+"""Environment variable of the supervisor of a run: its run directory."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,12 @@ def is_held(pid: int) -> bool:
 
 def ancestors() -> list[int]:
     """Return the parent of this process, its parent, and so on."""
-    found: list[int] = []
+    above: list[int] = []
     stat = read_stat(os.getpid())
     while stat is not None and stat.parent_pid > 0:
-        found.append(stat.parent_pid)
+        above.append(stat.parent_pid)
         stat = read_stat(stat.parent_pid)
-    return found
+    return above
 
 
 def children(pid: int) -> list[int]:
@@ -101,25 +105,25 @@ def children(pid: int) -> list[int]:
     """
     if not _lists_children():
         return _scan_children().get(pid, [])
-    found = []
+    listed = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(PROC / str(pid) / "task"):  # noqa: PTH208 - read in a loop against forking children
-            found += read_bytes(PROC / str(pid) / "task" / thread / "children").split()
-    return sorted(map(int, found))
+            listed += read_bytes(PROC / str(pid) / "task" / thread / "children").split()
+    return sorted(map(int, listed))
 
 
 def descendants(pid: int, *, keep: Collection[int] = ()) -> set[int]:
     """Return the pids of all living descendants of ``pid``, without zombies, ``keep`` and the descendants of those."""
     scanned = None if _lists_children() else _scan_children()
-    found: set[int] = set()
+    below: set[int] = set()
     queue = [pid]
     while queue:
         parent = queue.pop()
         direct = children(parent) if scanned is None else scanned.get(parent, [])
-        new = [child for child in direct if child not in found and child not in keep]
-        found.update(new)
+        new = [child for child in direct if child not in below and child not in keep]
+        below.update(new)
         queue += new
-    return {each for each in found if (stat := read_stat(each)) is not None and stat.alive}
+    return {each for each in below if (stat := read_stat(each)) is not None and stat.alive}
 
 
 @cache
@@ -129,12 +133,11 @@ def _lists_children() -> bool:
 
 
 def _scan_children() -> dict[int, list[int]]:
-    """Return the children of all processes, by the pid of their parent."""
-    found: dict[int, list[int]] = {}
+    of_parent: dict[int, list[int]] = {}
     for each in sorted(pids()):
         if (stat := read_stat(each)) is not None:
-            found.setdefault(stat.parent_pid, []).append(each)
-    return found
+            of_parent.setdefault(stat.parent_pid, []).append(each)
+    return of_parent
 
 
 def child_count(pid: int, *, proc: Path = PROC) -> int | None:
@@ -143,7 +146,7 @@ def child_count(pid: int, *, proc: Path = PROC) -> int | None:
         lists = [(task / "children").read_bytes() for task in (proc / str(pid) / "task").iterdir()]
     except OSError:
         return None
-    return sum(len(found.split()) for found in lists)
+    return sum(len(pids_of_thread.split()) for pids_of_thread in lists)
 
 
 def descendants_of_each(roots: Collection[int], *, proc: Path = PROC) -> dict[int, dict[int, int]]:
@@ -154,15 +157,15 @@ def descendants_of_each(roots: Collection[int], *, proc: Path = PROC) -> dict[in
         stat = read_stat(each, proc)
         if stat is not None and stat.alive:
             parents[each], ticks[each] = stat.parent_pid, stat.cpu_ticks or 0
-    found: dict[int, dict[int, int]] = {root: {} for root in roots}
+    of_root: dict[int, dict[int, int]] = {root: {} for root in roots}
     for pid in parents:
         above, seen = parents[pid], set[int]()
-        while above in parents and above not in found and above not in seen:
+        while above in parents and above not in of_root and above not in seen:
             seen.add(above)
             above = parents[above]
-        if above in found:
-            found[above][pid] = ticks[pid]
-    return found
+        if above in of_root:
+            of_root[above][pid] = ticks[pid]
+    return of_root
 
 
 def namespace(kind: str) -> int | None:
@@ -176,18 +179,28 @@ def namespace(kind: str) -> int | None:
 # --- environment and owner ------------------------------------------------------------------------------------------
 
 
-def read_environ(pid: int) -> bytes:
-    """Return the environment with which a process was started; empty for zombies and other users' processes."""
-    return read_bytes(PROC / str(pid) / "environ")
-
-
 def environ_value(pid: int, name: str) -> bytes | None:
-    """Return the value of a variable in a process's environment at its start; None without it."""
-    environ = read_environ(pid)
+    """Return the value of a variable in a process's environment at its start.
+
+    None without it, and for zombies and other users' processes.
+    """
+    environ = read_bytes(PROC / str(pid) / "environ")
     prefix = f"{name}=".encode()
-    if prefix not in environ:
-        return None
     return next((entry[len(prefix) :] for entry in environ.split(b"\0") if entry.startswith(prefix)), None)
+
+
+def run_of(pid: int, names: Sequence[str] = (SUPERVISOR, RUN)) -> str | None:
+    """Return the run directory that the first of these variables in a process's environment names; None without one."""
+    for name in names:
+        value = environ_value(pid, name)
+        if value is not None and value.startswith(b"/"):
+            return os.fsdecode(value)
+    return None
+
+
+def is_same_directory(first: str, second: str) -> bool:
+    """Whether two paths name the same directory, which may be deleted."""
+    return first == second or os.path.realpath(first) == os.path.realpath(second)
 
 
 def owner_and_name(pid: int) -> tuple[str, str] | None:
@@ -198,10 +211,15 @@ def owner_and_name(pid: int) -> tuple[str, str] | None:
         name = (folder / "comm").read_text(errors="replace").strip()
     except OSError:
         return None
+    return user_name(uid), name
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, else the number as text."""
     try:
-        return pwd.getpwuid(uid).pw_name, name
-    except KeyError:
-        return str(uid), name
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
 
 
 # --- use of cores and memory ----------------------------------------------------------------------------------------
@@ -223,29 +241,22 @@ class ProcessUsage:
 def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
     """Return the resource usage of a process; None if there is none with that pid."""
     folder = proc / str(pid)
-    stat = read_bytes(folder / "stat")
-    if not stat:
+    stat = parse_stat(read_bytes(folder / "stat"))
+    if stat is None:
         return None
-    return parse_usage(
-        stat, read_bytes(folder / "statm"), read_bytes(folder / "schedstat"), page_bytes=os.sysconf("SC_PAGE_SIZE")
-    )
-
-
-def parse_usage(stat: bytes, statm: bytes, schedstat: bytes, *, page_bytes: int) -> ProcessUsage:
-    """Parse ``/proc/PID/stat``, ``statm`` and ``schedstat``; empty bytes stand for a missing file."""
-    parsed, pages = parse_stat(stat), statm.split()
+    pages = read_bytes(folder / "statm").split()
     return ProcessUsage(
-        ticks=None if parsed is None else parsed.cpu_ticks,
-        rss_bytes=int(pages[1]) * page_bytes if len(pages) > 1 else None,
-        wait_ns=parse_wait_ns(schedstat),
-        held=parsed.state if parsed is not None and parsed.state in "Tt" else None,
+        ticks=stat.cpu_ticks,
+        rss_bytes=int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else None,
+        wait_ns=parse_wait_ns(read_bytes(folder / "schedstat")),
+        held=stat.state if stat.state in "Tt" else None,
     )
 
 
 def parse_wait_ns(schedstat: bytes) -> int | None:
     """Parse the time that a thread was runnable without a core from its ``schedstat``; None if that is malformed."""
-    words = schedstat.split()
-    return int(words[1]) if len(words) == 3 else None
+    times = schedstat.split()
+    return int(times[1]) if len(times) == 3 else None
 
 
 def busy_ns(pid: int, *, proc: Path = PROC) -> dict[str, int]:
@@ -255,7 +266,7 @@ def busy_ns(pid: int, *, proc: Path = PROC) -> dict[str, int]:
     except OSError:
         return {}
     files = {thread: read_bytes(proc / str(pid) / "task" / thread / "schedstat").split() for thread in threads}
-    return {thread: int(words[0]) + int(words[1]) for thread, words in files.items() if len(words) > 1}
+    return {thread: int(times[0]) + int(times[1]) for thread, times in files.items() if len(times) > 1}
 
 
 def sleeps_in(pid: int, *, proc: Path = PROC) -> str | None:

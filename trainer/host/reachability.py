@@ -40,7 +40,7 @@ def outward_addresses() -> list[InterfaceAddress]:
 
     That of the default route comes first, then IPv4 before IPv6.
     """
-    found = [
+    addresses = [
         each
         for each in interface_addresses()
         if is_interface_up(each.interface)
@@ -48,7 +48,7 @@ def outward_addresses() -> list[InterfaceAddress]:
         and not ipaddress.ip_address(each.text).is_link_local
     ]
     outward = source_towards(OUTSIDE)
-    return sorted(found, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
+    return sorted(addresses, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
 
 
 def resolve(host: str) -> str | None:
@@ -64,12 +64,8 @@ def find_route(
 ) -> tuple[str, str] | None:
     """Connect to another machine at one of its addresses; return that address and the local one of the connection.
 
-    Args:
-        candidates: addresses of the other machine; those that this machine has too, such as that of Docker's bridge,
-            are skipped, since they lead back to this machine.
-        port: port on which it listens.
-        own: addresses of this machine.
-        timeout_s: time-out for each address.
+    Candidates that this machine has too, such as the address of Docker's bridge, lead back to it and are skipped. The
+    time-out is for each address.
     """
     local = {each.text for each in own}
     remote = [text for text in candidates if text not in local]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.contract.errors import MachineNotReadyError, RequestError
+from trainer.host.descendants import prctl_refusal
 from trainer.host.memory import read_container_limit_bytes, read_memory, read_swap_bytes
-from trainer.host.prctl import prctl_refusal
 from trainer.host.proc_files import CGROUP, PROC, read_number
 
 RANK_BYTES = 20 << 20
@@ -21,8 +21,6 @@ RANK_BYTES = 20 << 20
 its model."""
 SCRIPT_BYTES = 5 << 20
 """Minimum private memory of a script's process, which may run without torch."""
-
-
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 1 << 20
 """Least free shared memory: a data loading process needs some semaphores of 4 KiB, and its batches."""
@@ -61,7 +59,7 @@ class ResourceLimits:
         return f"{requested}, which can hold at most {max(max_ranks, 0)}: {why}"
 
 
-def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
+def require(ranks: int, *, rank_bytes: int) -> None:
     """Check the number of ranks against the limits of this machine; passing does not guarantee that they fit.
 
     Raises:
@@ -71,8 +69,7 @@ def require(ranks: int, *, rank_bytes: int = RANK_BYTES) -> None:
     limits = read_limits()
     if limits.missing:
         raise MachineNotReadyError(limits.missing)
-    reason = limits.refusal(ranks, rank_bytes=rank_bytes)
-    if reason:
+    if reason := limits.refusal(ranks, rank_bytes=rank_bytes):
         raise RequestError(reason)
 
 
@@ -82,7 +79,7 @@ def require_shared_memory() -> None:
     Raises:
         MachineNotReadyError: ``/dev/shm`` is full.
     """
-    free = free_shm_bytes()
+    free = free_bytes(SHM)
     if free is not None and free < MIN_SHM_BYTES:
         raise MachineNotReadyError(
             f"/dev/shm has {free >> 10} KiB free, and data loading processes share batches there: remove files, "
@@ -90,19 +87,19 @@ def require_shared_memory() -> None:
         )
 
 
-def free_shm_bytes() -> int | None:
-    """Return the free space of ``/dev/shm``; None where there is none."""
+def free_bytes(path: Path) -> int | None:
+    """Return the free space for ordinary users on the file system of a path; None if it is not reported."""
     try:
-        status = os.statvfs(SHM)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
+    # Some network file systems report a size of zero, whatever is free.
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
     """Read the limits of this machine and process."""
     sizes = [size for size in (read_memory(proc).total_bytes, read_swap_bytes(proc)) if size is not None]
-    machine = sum(sizes) if sizes else None
     return ResourceLimits(
         processes=_least(
             _soft(resource.RLIMIT_NPROC),
@@ -111,7 +108,7 @@ def read_limits(proc: Path = PROC, cgroup: Path = CGROUP) -> ResourceLimits:
             read_number(cgroup / "pids.max"),
         ),
         files=open_files(),
-        memory_bytes=_least(machine, read_container_limit_bytes(cgroup)),
+        memory_bytes=_least(sum(sizes) if sizes else None, read_container_limit_bytes(cgroup)),
         missing=_missing(proc),
     )
 

@@ -121,12 +121,10 @@ class StopRequest:
             threading.Thread(target=self._follow_lease, name="lease", daemon=True).start()
 
     def __enter__(self) -> StopRequest:
-        """Catch signals."""
         self.catch()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers."""
         self._released = True
         for number, handler in self._before.items():
             signal.signal(number, handler)

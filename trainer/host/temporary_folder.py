@@ -45,21 +45,22 @@ def make_temporary_folder(run_dir: Path, node: int, within: Path) -> Path:
             return path
 
 
-def temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path) -> list[Path]:
-    """Return the temporary folders of nodes of a run, by their names and owner."""
+def temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path | None = None) -> list[Path]:
+    """Return the temporary folders of nodes of a run, by their names and owner; ``within`` replaces the system's."""
     prefixes = tuple(_prefix(run_dir, node) for node in nodes)
-    found = []
-    with suppress(OSError, ValueError):
-        for name in os.listdir(within):  # noqa: PTH208 - a folder of any size, of which few names fit
-            if name.startswith(prefixes) and NAME.fullmatch(name):
-                status = (within / name).lstat()
-                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                    found.append(within / name)
-    return found
+    folders = []
+    for parent in {within or system_folder(), SHORT}:
+        with suppress(OSError, ValueError):
+            for name in os.listdir(parent):  # noqa: PTH208 - a folder of any size, of which few names fit
+                if name.startswith(prefixes) and NAME.fullmatch(name):
+                    status = (parent / name).lstat()
+                    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                        folders.append(parent / name)
+    return folders
 
 
-def delete_temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path) -> None:
-    """Delete the temporary folders of nodes of a run."""
+def delete_temporary_folders(run_dir: Path, nodes: Iterable[int], within: Path | None = None) -> None:
+    """Delete the temporary folders of nodes of a run; ``within`` replaces the system's."""
     for folder in temporary_folders(run_dir, nodes, within):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from os.path import realpath
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, TracebackType
 
 
@@ -39,18 +40,16 @@ def shown_file(file: str) -> str:
 
 def innermost_user_line(trace: TracebackType | None) -> str:
     """Return the innermost line of the user's code in a traceback; empty if none."""
-    found = ""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        found = user_line(code.co_filename, trace.tb_lineno, code.co_name) or found
-        trace = trace.tb_next
-    return found
+    innermost = ""
+    for frame, line in walk_tb(trace):
+        innermost = user_line(frame.f_code.co_filename, line, frame.f_code.co_name) or innermost
+    return innermost
 
 
 def innermost_line(thread: int) -> str:
     """Return the innermost line of the user's code in a thread of this process; empty if none."""
-    found = (user_line(each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in frames_of(thread))
-    return next(filter(None, found), "")
+    lines = (user_line(each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in frames_of(thread))
+    return next(filter(None, lines), "")
 
 
 def frames_of(thread: int) -> Iterator[FrameType]:

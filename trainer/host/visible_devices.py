@@ -33,16 +33,16 @@ def select(installed: Sequence[Device], wanted: str | None) -> list[Device]:
         return list(installed)
     chosen: list[Device] = []
     for entry in (part.strip() for part in wanted.split(",")):
-        found = _find(installed, entry)
-        if found is None:
+        device = _device_of(entry, installed)
+        if device is None:
             break
-        if found in chosen:
+        if device in chosen:
             return []
-        chosen.append(found)
+        chosen.append(device)
     return chosen
 
 
-def _find(installed: Sequence[Device], entry: str) -> Device | None:
+def _device_of(entry: str, installed: Sequence[Device]) -> Device | None:
     if entry.isdecimal():
         return next((device for index, device in enumerate(installed) if entry == str(index)), None)
     if entry.startswith("MIG-"):

@@ -46,12 +46,9 @@ def fingerprint_splits(splits: Splits) -> dict[str, Any]:
 
 
 def entry(kind: str, inputs: Any, build: Callable[[Path], None]) -> Path:
-    """Return the folder of a cache entry; build it first if it does not exist.
+    """Return the folder of a cache entry; ``build`` fills an empty one first if it does not exist.
 
-    Args:
-        kind: kind of the entry and version of its layout; part of its name.
-        inputs: all inputs that determine the content, as JSON values.
-        build: writes the files of the entry into an empty folder.
+    ``kind`` names the layout and its version; ``inputs`` are JSON values that determine the content.
 
     Raises:
         RequestError: the cache cannot be written.

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.task_options import DocNNOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks.task import Task
+from trainer.tasks.task import Task, classification_loss
 from trainer.tasks.tsv import LabelledSentence, Table, read_tsv
 
 UNKNOWN, PAD = 0, 1
@@ -33,7 +33,6 @@ class Vocabulary(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Rows of the embedding."""
         return len(self.words) + 2
 
 
@@ -91,17 +90,15 @@ class DocNNTask(Task):
     def __init__(self, options: DocNNOptions) -> None:
         super().__init__(options)
         self._splits: dict[str, Sentences] = {}
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: Vocabulary
         self._restored: Vocabulary | None = None
-        self._taken = ""
+        self._note = ""
 
     def data_note(self) -> str:
-        """Return which columns of the files were taken, and their first row."""
-        return self._taken
+        return self._note
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the words in the order of their indices, one a line, and the labels in the order of the classes."""
-        assert self._vocabulary is not None, "datasets() comes before state_dict()"
         return {"words": "\n".join(self._vocabulary.words), "labels": list(self._vocabulary.labels)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,34 +113,28 @@ class DocNNTask(Task):
         To restored labels the training file may add some: the model then fits the checkpoint no longer by its shape,
         and only a fine-tuning that leaves out the output layer can use it.
         """
-        paths = {
-            "train": self.options.train_path,
-            "valid": self.options.eval_path,
-            "test": self.options.test_path,
-        }
         options = self.options
+        paths = {"train": options.train_path, "valid": options.eval_path, "test": options.test_path}
         tables = {
             split: read_tsv(path, options.format, text_column=options.text_column, label_column=options.label_column)
             for split, path in paths.items()
             if path is not None
         }
         rows = {split: table.rows for split, table in tables.items()}
-        self._taken = _describe_tables({paths[split] or "": table for split, table in tables.items()})
+        self._note = _describe_tables({paths[split] or "": table for split, table in tables.items()})
         vocabulary = read_vocabulary(rows["train"])
         if self._restored is not None:
             labels = dict.fromkeys([*self._restored.labels, *vocabulary.labels])
             vocabulary = Vocabulary(self._restored.words, {label: index for index, label in enumerate(labels)})
         if len(vocabulary.labels) < 2:
-            raise RequestError(f"{self.options.train_path}: every row has the label {rows['train'][0].label!r}")
+            raise RequestError(f"{options.train_path}: every row has the label {rows['train'][0].label!r}")
         for split, held_out in rows.items():
             _refuse_unseen_labels(paths[split] or "", held_out, vocabulary)
         self._vocabulary = vocabulary
-        self._splits = {split: Sentences(found, vocabulary) for split, found in rows.items()}
+        self._splits = {split: Sentences(held, vocabulary) for split, held in rows.items()}
         return self._splits
 
     def model(self) -> nn.Module:
-        """Return the network for the vocabulary of ``datasets``."""
-        assert self._vocabulary is not None, "datasets() comes before model()"
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
 
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
@@ -160,11 +151,8 @@ class DocNNTask(Task):
         return words, torch.tensor([label for _, label in samples])
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
-        """Return the summed cross-entropy in nats and the number of correct classes."""
         words, classes = batch
-        logits = model(words)
-        correct = (logits.detach().argmax(dim=1) == classes).sum()
-        return F.cross_entropy(logits, classes, reduction="sum"), len(classes), {"accuracy": correct}
+        return classification_loss(model(words), classes)
 
 
 def split_words(text: str) -> list[str]:

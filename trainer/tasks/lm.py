@@ -142,36 +142,29 @@ class LanguageModel(Task):
         self._splits: dict[str, Windows] = {}
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Return the windows of the text, and of its held-out tail or the validation text."""
         options = self.options
         texts = byte_tensors(text_splits(options))
         for split, text in texts.items():
-            if len(text) <= options.context:
-                self._refuse(split, len(text))
+            if len(text) > options.context:
+                continue
+            needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
+            if split == "valid" and options.valid_data is None:
+                raise RequestError(
+                    f"{options.data}: its held-out end has {len(text)} bytes, but {needed}; "
+                    "raise valid_fraction (0: no validation) or lower context"
+                )
+            where, use = (options.data, "learn") if split == "train" else (options.valid_data, "validate on")
+            raise RequestError(f"{where}: {len(text)} bytes to {use}, but {needed}")
         self._splits = {split: Windows(text, options.context) for split, text in texts.items()}
         return self._splits
 
-    def _refuse(self, split: str, found: int) -> None:
-        options = self.options
-        needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
-        if split == "valid" and options.valid_data is None:
-            raise RequestError(
-                f"{options.data}: its held-out end has {found} bytes, but {needed}; "
-                f"raise valid_fraction (0: no validation) or lower context"
-            )
-        where = options.data if split == "train" else options.valid_data
-        raise RequestError(f"{where}: {found} bytes to {'learn' if split == 'train' else 'validate on'}, but {needed}")
-
     def sizes(self, split: str) -> Sequence[int]:
-        """Return the bytes of each window, all alike."""
         return [self.options.context] * len(self._splits[split])
 
     def model(self) -> nn.Module:
-        """Return the decoder."""
         return Decoder(self.options)
 
     def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the decoder's blocks."""
         assert isinstance(model, Decoder)
         return list(model.blocks)
 
@@ -187,7 +180,6 @@ class LanguageModel(Task):
         return total, batch.shape[0] * (batch.shape[1] - 1), {}
 
     def sample(self, model: nn.Module) -> str | None:
-        """Return the model's continuation of the prompt."""
         if not self.options.sample_bytes:
             return None
         device = next(model.parameters()).device

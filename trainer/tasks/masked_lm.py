@@ -17,7 +17,7 @@ from trainer.contract.task_options import MaskedLmOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks import wordpiece
 from trainer.tasks.sources import text_splits
-from trainer.tasks.task import Task
+from trainer.tasks.task import Task, classification_loss
 
 
 class BertSize(NamedTuple):
@@ -130,30 +130,21 @@ class MaskedLanguageModel(Task):
         # synchronisation with the device.
         self.predictions = max(1, round(options.mask_fraction * (options.sequence_length - 2)))
         self.count_per_sample = self.predictions
-        self._vocabulary: wordpiece.WordPieceVocabulary | None = None
+        self.vocabulary: wordpiece.WordPieceVocabulary
+        """Vocabulary of ``datasets``."""
         self._splits: dict[str, Sequences] = {}
-        self._tokenizer: str | None = None
+        self._tokenizer: str
         self._restored: str | None = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the tokenizer, as the JSON of the package ``tokenizers``."""
-        assert self._tokenizer is not None, "datasets() comes before state_dict()"
         return {"tokenizer": self._tokenizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Use this tokenizer in place of one that is trained on the data."""
         self._restored = str(state["tokenizer"])
 
-    @property
-    def vocabulary(self) -> wordpiece.WordPieceVocabulary:
-        """Vocabulary of ``datasets``."""
-        assert self._vocabulary is not None, "datasets() comes first"
-        return self._vocabulary
-
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Tokenise the text, or map it from the cache."""
         options = self.options
-        self._tokenizer, self._vocabulary, texts = wordpiece.tokenise(
+        self._tokenizer, self.vocabulary, texts = wordpiece.tokenise(
             text_splits(options),
             vocab=options.vocab,
             vocab_size=options.vocab_size,
@@ -173,20 +164,16 @@ class MaskedLanguageModel(Task):
         return self._splits
 
     def sizes(self, split: str) -> Sequence[int]:
-        """Return the tokens of each sequence, all alike."""
         return [self.options.sequence_length] * len(self._splits[split])
 
     def model(self) -> nn.Module:
-        """Return BERT in the chosen size."""
         return Bert(PRESETS[self.options.preset], vocabulary=self.vocabulary.size, dropout=self.options.dropout)
 
     def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return BERT's layers."""
         assert isinstance(model, Bert)
         return list(model.layers)
 
     def collate(self, samples: Any) -> tuple[Tensor, Tensor]:
-        """Return tokens ``[B, L]`` and the samples' indices ``[B]``."""
         if isinstance(samples, tuple):
             return samples
         return torch.stack([tokens for tokens, _ in samples]), torch.stack([index for _, index in samples])
@@ -197,21 +184,14 @@ class MaskedLanguageModel(Task):
         tokens = tokens.long()
         inputs, predicted = self.mask(tokens, indices, training=model.training)
         targets = tokens.gather(1, predicted).flatten()
-        logits = model(inputs, predicted).flatten(0, 1)  # [B * P, V]
-        correct = (logits.detach().argmax(dim=1) == targets).sum()
-        return F.cross_entropy(logits, targets, reduction="sum"), targets.numel(), {"accuracy": correct}
+        return classification_loss(model(inputs, predicted).flatten(0, 1), targets)  # of [B * P, V]
 
     def mask(self, tokens: Tensor, indices: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-        """Mask tokens as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.
+        """Mask tokens ``[B, L]`` as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.
 
         In training the choice uses the device's random state, as dropout does: each epoch has new masks, and a
         checkpoint, which holds that state, resumes them exactly, with or without loader processes. In evaluation it
         depends on the sample alone, so the loss is comparable over time and on any number of ranks.
-
-        Args:
-            tokens: ``[B, L]``, int64.
-            indices: ``[B]``, indices of the samples in their split.
-            training: whether to choose at random, else by index.
 
         Returns:
             The masked tokens ``[B, L]`` and the positions to predict ``[B, P]``.

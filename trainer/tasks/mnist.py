@@ -6,6 +6,7 @@ Shapes: B images of 28 × 28 pixels, 10 classes.
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.task_files import idx_file, refuse_unreadable
 from trainer.contract.task_options import MnistOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks.task import Task
+from trainer.tasks.task import Task, classification_loss
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 """Mean and standard deviation of the training images' pixels, scaled to 0…1."""
@@ -79,7 +80,6 @@ class MnistTask(Task):
     loss_unit = "nats"
 
     def datasets(self) -> Mapping[str, SizedDataset]:
-        """Read the IDX files; the test images are the validation split too, unless ``valid_subset`` is none."""
         folder = Path(self.options.data)
         train, test = read_images(folder, "train"), read_images(folder, "t10k")
         splits = {"train": train, "test": test}
@@ -88,7 +88,6 @@ class MnistTask(Task):
         return splits
 
     def model(self) -> nn.Module:
-        """Return HetSeq's network."""
         return MnistNet()
 
     def collate(self, samples: Any) -> tuple[Tensor, Tensor]:
@@ -98,19 +97,12 @@ class MnistTask(Task):
         return torch.stack([image for image, _ in samples]), torch.stack([digit for _, digit in samples])
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
-        """Return the summed cross-entropy in nats and the number of correct digits."""
         images, digits = batch
-        logits = model(images)
-        correct = (logits.detach().argmax(dim=1) == digits).sum()
-        return F.cross_entropy(logits, digits, reduction="sum"), len(digits), {"accuracy": correct}
+        return classification_loss(model(images), digits)
 
 
 def read_images(folder: Path, split: str) -> Images:
-    """Read the images and digits of ``train`` or ``t10k``.
-
-    Raises:
-        RequestError: a file is missing, damaged, or does not fit the other.
-    """
+    """Read the images and digits of ``train`` or ``t10k``."""
     image_path = idx_file(folder, f"{split}-images-idx3-ubyte")
     digit_path = idx_file(folder, f"{split}-labels-idx1-ubyte")
     images, digits = read_idx(image_path), read_idx(digit_path)
@@ -126,11 +118,7 @@ def read_images(folder: Path, split: str) -> Images:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of bytes, compressed or not: 0, 0, type, dimensions, then each size as big-endian 32 bits.
-
-    Raises:
-        RequestError: unreadable, damaged, or not IDX.
-    """
+    """Read an IDX file of bytes, compressed or not: 0, 0, type, dimensions, then each size as big-endian 32 bits."""
     with refuse_unreadable(path):
         content = path.read_bytes()
     if path.suffix == ".gz":
@@ -145,9 +133,7 @@ def read_idx(path: Path) -> Tensor:
     if len(content) < start:
         raise RequestError(f"{path} is damaged: it ends inside its header")
     shape = struct.unpack(f">{dimensions}I", content[4:start])
-    expected = 1
-    for size in shape:
-        expected *= size
+    expected = math.prod(shape)
     if len(content) - start != expected:
         raise RequestError(f"{path} is damaged: {len(content) - start} bytes of data instead of {expected}")
     if not expected:

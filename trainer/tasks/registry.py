@@ -38,15 +38,15 @@ def load_task(name: str) -> type[Task]:
 
     from trainer.tasks.task import Task
 
-    found = getattr(module, attribute, None)
-    tasks = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)]
-    own = [key for key in tasks if key != "Task"]
-    if found is None:
+    kind = getattr(module, attribute, None)
+    if kind is None:
+        tasks = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Task)]
+        own = [key for key in tasks if key != "Task"]
         listed = f"; its tasks are {', '.join(own)}" if own else ""
         raise RequestError(f"{module_name} has no {attribute!r}{listed}{nearest(attribute, own)}")
-    if not (isinstance(found, type) and issubclass(found, Task)):
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise RequestError(f"{name} is not a task: it must be a subclass of trainer.tasks.task.Task")
-    return found
+    return kind
 
 
 def _from_module(module_name: str) -> ModuleType:
@@ -63,11 +63,7 @@ def _from_module(module_name: str) -> ModuleType:
 
 
 def _add_working_folder(module_name: str) -> None:
-    """Make the modules of the working folder importable, behind all others.
-
-    Raises:
-        RequestError: the named module is in the working folder, and another one of the same name comes before it.
-    """
+    """Make the modules of the working folder importable, behind all others."""
     folder, name = str(Path.cwd()), module_name.partition(".")[0]
     append_user_folders(folder)
     own, first = origin_in([folder], name), origin_in(sys.path, name)
@@ -94,14 +90,12 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
+    except BaseException as error:
         del sys.modules[name]
-        raise RequestError(f"task file {path} cannot be imported: {error}") from error
-    except SyntaxError as error:
-        del sys.modules[name]
-        raise _syntax_error(error) from error
-    except BaseException:
-        del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError):
+            raise RequestError(f"task file {path} cannot be imported: {error}") from error
+        if isinstance(error, SyntaxError):
+            raise _syntax_error(error) from error
         raise
     return module
 

@@ -17,13 +17,10 @@ class Piece:
 
     path: Path
     start: int
-    """First byte."""
     end: int
-    """One past the last byte."""
 
 
 Splits = Mapping[str, Sequence[Piece]]
-"""Pieces of text by split."""
 
 
 def text_splits(options: TextOptions) -> Splits:
@@ -40,37 +37,32 @@ def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], lis
 
     The split moves to the next line end where one is near, so that no line is in both.
     """
-    whole = [Piece(path=file, start=0, end=file.stat().st_size) for file in files]
-    whole = [piece for piece in whole if piece.end]
-    remaining = int(sum(piece.end for piece in whole) * (1 - fraction))
+    sizes = [file.stat().st_size for file in files]
+    remaining = int(sum(sizes) * (1 - fraction))
     train: list[Piece] = []
     valid: list[Piece] = []
-    for piece in whole:
-        cut = min(remaining, piece.end)
-        if 0 < cut < piece.end:
-            cut = _line_end(piece.path, cut)
-        remaining -= min(remaining, piece.end)
+    for path, size in zip(files, sizes, strict=True):
+        cut = min(remaining, size)
+        remaining -= cut
+        if 0 < cut < size:
+            cut = _line_end(path, cut)
         if cut:
-            train.append(Piece(path=piece.path, start=0, end=cut))
-        if cut < piece.end and fraction:
-            valid.append(Piece(path=piece.path, start=cut, end=piece.end))
+            train.append(Piece(path=path, start=0, end=cut))
+        if cut < size and fraction:
+            valid.append(Piece(path=path, start=cut, end=size))
     return train, valid
 
 
-def _line_end(path: Path, position: int, *, within: int = 4096) -> int:
-    """Return the position after the next line end; ``position`` itself if none is within so many bytes."""
+def _line_end(path: Path, position: int) -> int:
+    """Return the position after the next line end; ``position`` itself if none is near."""
     with refuse_unreadable(path), path.open("rb") as file:
         file.seek(position)
-        found = file.read(within).find(b"\n")
-    return position + found + 1 if found >= 0 else position
+        line_end = file.read(4096).find(b"\n")
+    return position + line_end + 1 if line_end >= 0 else position
 
 
-def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[bytes]:
-    """Yield the pieces in blocks of at most ``block`` bytes, with a line feed between two files.
-
-    Raises:
-        RequestError: a file that cannot be read or became shorter.
-    """
+def read_pieces(pieces: Sequence[Piece]) -> Iterator[bytes]:
+    """Yield the pieces in blocks of at most 4 MiB, with a line feed between two files."""
     for index, piece in enumerate(pieces):
         if index and piece.path != pieces[index - 1].path:
             yield b"\n"
@@ -78,7 +70,7 @@ def read_pieces(pieces: Sequence[Piece], *, block: int = 1 << 22) -> Iterator[by
             file.seek(piece.start)
             remaining = piece.end - piece.start
             while remaining:
-                chunk = file.read(min(remaining, block))
+                chunk = file.read(min(remaining, 1 << 22))
                 if not chunk:
                     raise RequestError(f"{piece.path} became shorter while it was read")
                 remaining -= len(chunk)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -150,3 +151,14 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"a {type(value).__name__}"
+
+
+def classification_loss(logits: Tensor, classes: Tensor) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+    """Return the summed cross-entropy in nats, the number of items, and of those with the right class.
+
+    Args:
+        logits: ``[N, C]``.
+        classes: ``[N]``, int64.
+    """
+    correct = (logits.detach().argmax(dim=1) == classes).sum()
+    return F.cross_entropy(logits, classes, reduction="sum"), classes.numel(), {"accuracy": correct}

@@ -17,7 +17,6 @@ class LabelledSentence(NamedTuple):
     text: str
     label: str
     line: int
-    """Line in the file, from 1."""
 
 
 TEXT_NAMES = ("sentence", "text", "utterance", "review", "phrase")
@@ -51,14 +50,6 @@ class Table(NamedTuple):
 def read_tsv(name: str, format: Format, *, text_column: str | None = None, label_column: str | None = None) -> Table:
     """Read all rows of a file; quotes are ordinary characters, as in GLUE's files.
 
-    Args:
-        name: path of the file.
-        format: the column order; ``auto`` detects a header, else guesses which of two columns is the label;
-            ``no_header`` has none, whatever the first line looks like.
-        text_column: with ``auto``, the name of the column in the header, or its number from 0, which a number always
-            is; with ``no_header`` the number.
-        label_column: likewise.
-
     Raises:
         RequestError: the file is missing, unreadable, empty or not UTF-8, a column is not there, or a row is
             malformed; names the line.
@@ -69,7 +60,7 @@ def read_tsv(name: str, format: Format, *, text_column: str | None = None, label
     if format == "glue" or (format == "auto" and not (text_column or label_column) and "sentence" in _lower(names)):
         text_column, label_column = text_column or "sentence", label_column or "label"
     if format == "no_header":
-        columns = _numbered_columns(path, names, text_column or "0", label_column or "1")
+        columns = _named_columns(path, names, text_column or "0", label_column or "1")._replace(has_header=False)
     elif text_column is not None or label_column is not None:
         columns = _named_columns(path, names, text_column, label_column)
     elif format == "auto" and _has_usual(names, TEXT_NAMES) and _has_usual(names, LABEL_NAMES):
@@ -107,23 +98,15 @@ def _has_usual(names: list[str], usual: tuple[str, ...]) -> bool:
     return not set(usual).isdisjoint(_lower(names))
 
 
-def _numbered_columns(path: Path, first: list[str], text: str, label: str) -> Columns:
-    """Return the columns with these numbers, of a file without a header."""
-    numbers = _column(path, first, "text_column", text), _column(path, first, "label_column", label)
-    if numbers[0] == numbers[1]:
-        raise RequestError(f"{path}, line 1: text_column and label_column are both column {numbers[0]}")
-    return Columns(*numbers, len(first), False)
-
-
 def _named_columns(path: Path, names: list[str], text: str | None, label: str | None) -> Columns:
     """Return the columns given by name or number; one not given is the one with a usual name, or the other of two."""
     wanted = {"text": (text, TEXT_NAMES), "label": (label, LABEL_NAMES)}
-    found = {kind: _column(path, names, f"{kind}_column", name) for kind, (name, _) in wanted.items() if name}
+    indices = {kind: _column(path, names, f"{kind}_column", name) for kind, (name, _) in wanted.items() if name}
     by_name = any(name and not name.isdecimal() for name, _ in wanted.values())
     for kind, (name, usual) in wanted.items():
         if name:
             continue
-        others = [index for index in range(len(names)) if index not in found.values()]
+        others = [index for index in range(len(names)) if index not in indices.values()]
         usual_ones = [index for index in others if names[index].lower() in usual]
         by_name |= bool(usual_ones)
         fitting = usual_ones or (others if len(others) == 1 else [])
@@ -131,11 +114,11 @@ def _named_columns(path: Path, names: list[str], text: str | None, label: str | 
             raise RequestError(
                 f"{path}, line 1: the column of the {kind} is unknown: set {kind}_column to one of {_list(names)}"
             )
-        found[kind] = fitting[0]
-    if found["text"] == found["label"]:
-        raise RequestError(f"{path}, line 1: text_column and label_column are both column {found['text']}")
-    has_usual = all(names[found[kind]].lower() in usual for kind, (_, usual) in wanted.items())
-    return Columns(found["text"], found["label"], len(names), by_name or has_usual)
+        indices[kind] = fitting[0]
+    if indices["text"] == indices["label"]:
+        raise RequestError(f"{path}, line 1: text_column and label_column are both column {indices['text']}")
+    has_usual = all(names[indices[kind]].lower() in usual for kind, (_, usual) in wanted.items())
+    return Columns(indices["text"], indices["label"], len(names), by_name or has_usual)
 
 
 def _column(path: Path, names: list[str], option: str, wanted: str) -> int:
@@ -167,8 +150,8 @@ def _label_is_first(lines: list[str]) -> bool:
 def _row(path: Path, line: str, number: int, columns: Columns) -> LabelledSentence:
     values = line.split("\t")
     if len(values) != columns.width:
-        found = f"{len(values)} tab-separated column{'s' if len(values) != 1 else ''}"
-        raise RequestError(f"{path}, line {number}: {found}, but {columns.width} are expected")
+        have = f"{len(values)} tab-separated column{'s' if len(values) != 1 else ''}"
+        raise RequestError(f"{path}, line {number}: {have}, but {columns.width} are expected")
     text, label = values[columns.text].strip(), values[columns.label].strip()
     if not text or not label:
         raise RequestError(f"{path}, line {number}: the {'text' if not text else 'label'} is empty")

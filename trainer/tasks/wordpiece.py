@@ -7,6 +7,7 @@ import importlib.util
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,13 +48,6 @@ def tokenise(
     splits: Splits, *, vocab: str | None, vocab_size: int, lowercase: bool, restored: str | None = None
 ) -> TokenisedText:
     """Tokenise each split, or map it from the cache.
-
-    Args:
-        splits: the text.
-        vocab: file of a vocabulary; None trains one on the text.
-        vocab_size: size of the vocabulary that is trained.
-        lowercase: whether the text is lower-cased; a tokenizer.json has its own setting.
-        restored: tokenizer of a checkpoint, which is used in place of a trained one.
 
     Raises:
         RequestError: the package ``tokenizers`` is missing, the vocabulary file is not one, or it is another one than
@@ -112,9 +106,7 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
     kept = sorted(sorted(letters, key=lambda char: -counts[char])[:max_alphabet])
     rare = dict.fromkeys(map(ord, set(letters) - set(kept)), " ")
     trainer = WordPieceTrainer(
-        vocab_size=size,
-        special_tokens=[*SPECIAL_TOKENS, *kept, *("##" + char for char in kept)],
-        show_progress=False,
+        vocab_size=size, special_tokens=[*SPECIAL_TOKENS, *kept, *("##" + char for char in kept)], show_progress=False
     )
     tokenizer.train_from_iterator((normalize(line).translate(rare) for line in _lines(pieces)), trainer)
     # Rebuilt from its words alone, so that only the five special tokens are special.
@@ -122,11 +114,7 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
 
 
 def load(path: Path, lowercase: bool) -> Tokenizer:
-    """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line.
-
-    Raises:
-        RequestError: the file is neither, or lacks a special token.
-    """
+    """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -138,11 +126,7 @@ def load(path: Path, lowercase: bool) -> Tokenizer:
 
 
 def from_json(text: str, source: str) -> Tokenizer:
-    """Return the tokenizer that the package ``tokenizers`` wrote as JSON.
-
-    Raises:
-        RequestError: it is none, or lacks a special token.
-    """
+    """Return the tokenizer that the package ``tokenizers`` wrote as JSON."""
     from tokenizers import Tokenizer
 
     try:
@@ -183,23 +167,13 @@ def _lines(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _tokenise(tokenizer: Tokenizer, pieces: Sequence[Piece], path: Path) -> None:
+    lines_per_batch = 2048  # lines per call of the tokenizer, which splits them over its threads
     separator = array("i", [tokenizer.get_vocab()["[SEP]"]])
     with path.open("wb") as file:
         for index, piece in enumerate(pieces):
             if index:
                 separator.tofile(file)
-            for batch in _batches(_lines([piece])):
+            lines = _lines([piece])
+            while batch := list(islice(lines, lines_per_batch)):
                 for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
                     array("i", encoding.ids).tofile(file)
-
-
-def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    lines_per_batch = 2048  # lines per call of the tokenizer, which splits them over its threads
-    for line in lines:
-        batch.append(line)
-        if len(batch) == lines_per_batch:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,62 +21,11 @@ Mark = Any
 Scalar = Tensor | float | None
 
 
-class Clock(Protocol):
-    """Clock that marks points in time and fetches numbers without synchronising."""
-
-    def enter_thread(self) -> None:
-        """Prepare a thread other than the training thread to read marks."""
-        ...
-
-    def mark(self, *, waits: bool = True) -> Mark:
-        """Return a mark after all work that is queued on the device.
-
-        Args:
-            waits: Whether to read how long the training thread has waited for a core; a mark without it repeats the
-                last reading.
-        """
-        ...
-
-    def ready(self, marks: Iterable[Mark]) -> bool:
-        """Return whether all marks are reached."""
-        ...
-
-    def laps_ms(self, marks: Sequence[Mark]) -> list[float]:
-        """Return the milliseconds between each mark and the next; all must be ready."""
-        ...
-
-    def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
-        """Return the milliseconds between each mark and the next in which the training thread waited for a core.
-
-        None where the kernel does not count it.
-        """
-        ...
-
-    def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Return the milliseconds between two marks; both must be ready."""
-        ...
-
-    def release(self, marks: Sequence[Mark]) -> None:
-        """Return marks that are not read any more to the pool."""
-        ...
-
-    def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Start copying numbers to the host; call the result once a later mark is ready."""
-        ...
-
-    def memory_peak_bytes(self) -> int | None:
-        """Return the peak memory of tensors on the device, bytes; None where it is not counted."""
-        ...
-
-
 class HostClock:
-    """Clock of a CPU rank; a mark is ready at once.
+    """Clock of a CPU rank; a mark is ready at once: the time and the run delay, both in seconds.
 
-    A mark is the time and the run delay, both in seconds.
-
-    Args:
-        clock: Seconds.
-        waits: Run delay of the training thread, in seconds; None where the kernel does not count it.
+    ``waits`` is the run delay of the training thread, how long it has waited for a core; None where the kernel does not
+    count it.
     """
 
     def __init__(
@@ -90,10 +39,10 @@ class HostClock:
         """Time of that mark."""
 
     def enter_thread(self) -> None:
-        """Do nothing: the host's clock is the same on every thread."""
+        """Prepare a thread other than the training thread to read marks."""
 
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
-        """Return the time and the run delay."""
+        """Return a mark after all work that is queued on the device; without ``waits`` it repeats the run delay."""
         now = self._clock()
         # Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is
         # negligible.
@@ -102,33 +51,31 @@ class HostClock:
             self._waited, self._read_s = self._waits(), now
         return now, self._waited
 
-    def waits_ms(self, marks: Sequence[tuple[float, float]]) -> list[float] | None:
-        """Return the run delay between each mark and the next, in milliseconds; None where it is not counted."""
+    def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
+        """Return the milliseconds of run delay between each mark and the next; None where it is not counted."""
         if self._waits is None:
             return None
         return [(end - start) * 1e3 for (_, start), (_, end) in pairwise(marks)]
 
     def ready(self, marks: Iterable[Mark]) -> bool:
-        """Return True."""
+        """Return whether all marks are reached, which must be so before times between them are read."""
         return True
 
-    def laps_ms(self, marks: Sequence[tuple[float, float]]) -> list[float]:
-        """Return the milliseconds between each mark and the next."""
+    def laps_ms(self, marks: Sequence[Mark]) -> list[float]:
         return [(end - start) * 1e3 for (start, _), (end, _) in pairwise(marks)]
 
-    def elapsed_ms(self, start: tuple[float, float], end: tuple[float, float]) -> float:
-        """Return the milliseconds between two marks."""
-        return (end[0] - start[0]) * 1e3
+    def elapsed_ms(self, start: Mark, end: Mark) -> float:
+        return float(end[0] - start[0]) * 1e3
 
     def release(self, marks: Sequence[Mark]) -> None:
-        """Do nothing: there is no pool."""
+        """Put marks that are not read any more into the pool."""
 
-    def memory_peak_bytes(self) -> None:
-        """Return None: torch does not count the host's memory."""
-        return
+    def memory_peak_bytes(self) -> int | None:
+        """Return the peak memory of tensors on the device, without synchronising; torch does not count the host's."""
+        return None
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Read the numbers at once."""
+        """Start copying numbers to the host; call the result once a later mark is ready."""
         numbers = [value.item() if isinstance(value, Tensor) else value for value in values]
         return lambda: numbers
 
@@ -158,14 +105,10 @@ class CudaClock:
         self._pinned: list[Tensor] = []
 
     def enter_thread(self) -> None:
-        """Make the device this thread's current one.
-
-        A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
-        """
+        # A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
         self._set_device(self._device)
 
     def mark(self, *, waits: bool = True) -> Any:
-        """Record an event on the device's current stream."""
         try:
             event = self._events.pop()
         except IndexError:  # no check before: a callback on another thread may take the last one
@@ -174,32 +117,25 @@ class CudaClock:
         return event
 
     def ready(self, marks: Iterable[Any]) -> bool:
-        """Return whether the device has reached all events."""
         return all(mark.query() for mark in marks)
 
     def laps_ms(self, marks: Sequence[Any]) -> list[float]:
-        """Return the device's milliseconds between each event and the next."""
         return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
-    def waits_ms(self, marks: Sequence[Any]) -> None:
-        """Return None: the device has no run delay."""
-        return
+    def waits_ms(self, marks: Sequence[Any]) -> list[float] | None:
+        return None
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Return the device's milliseconds between two events."""
         milliseconds: float = start.elapsed_time(end)
         return milliseconds
 
     def release(self, marks: Sequence[Any]) -> None:
-        """Put events back into the pool."""
         self._events.extend(marks)
 
     def memory_peak_bytes(self) -> int | None:
-        """Return the allocator's count, without synchronising."""
         return self._peak_bytes(self._device) or None
 
     def fetch(self, values: Sequence[Scalar]) -> Callable[[], list[float | None]]:
-        """Queue one copy of all numbers behind the kernels that compute them."""
         on_device = [isinstance(value, Tensor) and value.device.type == self._device.type for value in values]
         pairs = list(zip(values, on_device, strict=True))
         queued = [value for value, copied in pairs if copied and isinstance(value, Tensor)]
@@ -225,3 +161,7 @@ class CudaClock:
             if pinned.numel() >= size:
                 return pinned
         return torch.empty(max(4, size), dtype=torch.float32, pin_memory=self._device.type == "cuda")
+
+
+Clock = HostClock | CudaClock
+"""Marks points in time, and fetches numbers, without synchronising."""

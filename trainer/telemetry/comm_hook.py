@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.distributed.sparse_rows import SparseRows
 from trainer.telemetry import join_context
 from trainer.telemetry.clocks import Clock, Mark
-from trainer.telemetry.uncompiled import leave_uncompiled
+from trainer.telemetry.torch_compile import leave_uncompiled
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -42,7 +42,6 @@ class Buckets:
     """Whether each bucket's end and norm are measured too."""
     ready: list[Mark] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Bytes of gradient in each bucket."""
     unsent_bytes: int = 0
     """Bytes of rows that are zero on all ranks and were not sent."""
     norms: list[Tensor] = field(default_factory=list)
@@ -53,23 +52,21 @@ class Buckets:
     """End of the last reduction, on CPU ranks, whose marks need no release."""
 
     def complete(self) -> bool:
-        """Return whether the synchronisation was measured to its end."""
         return self.end is not None or (bool(self.reduced) and None not in self.reduced)
 
     def marks(self) -> list[Mark]:
-        """Return all marks that can be pending."""
         return [*self.ready, *self.reduced]
 
     def bucket_ms(self, clock: Clock) -> list[float]:
-        """Return the time of each bucket from ready to reduced; only when detailed."""
+        """Of each bucket from ready to reduced; only when detailed."""
         return [clock.elapsed_ms(ready, end) for ready, end in zip(self.ready, self.reduced, strict=True)]
 
     def sync_ms(self, clock: Clock) -> float:
-        """Return the time from the first bucket ready to all reduced."""
+        """From the first bucket ready to all reduced."""
         return self._until_reduced(clock, self.ready[0])
 
     def exposed_ms(self, clock: Clock) -> float:
-        """Return the time from the last bucket ready to all reduced."""
+        """From the last bucket ready to all reduced."""
         return self._until_reduced(clock, self.ready[-1])
 
     def norm(self) -> Tensor | float | None:
@@ -114,16 +111,10 @@ class HookRelay:
     """Comm hook that calls a model's own hook, or a measuring hook that is put around it later."""
 
     def __init__(self, inner: CommHook) -> None:
-        self.inner = inner
-        self._hook = inner
+        self.inner = self.hook = inner
 
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Call the model's own hook, or the hook around it."""
-        return self._hook(state, bucket)
-
-    def attach(self, _: object, hook: CommHook) -> None:
-        """Put a hook around the model's own."""
-        self._hook = hook
+        return self.hook(state, bucket)
 
 
 class BucketHook:
@@ -135,7 +126,7 @@ class BucketHook:
         inner: Comm hook that averages instead; it is called with ``state``.
         waits: Whether the hook of the last bucket waits for all: on CPU ranks, without an inner hook.
         sparse: Parameters whose gradients have few rows that are not zero; used where ``waits``.
-        register: Registers state and hook in place of ``model.register_comm_hook``, for a model with a relay.
+        relay: Relay around whose hook this one is put, in place of being registered with the model.
     """
 
     def __init__(
@@ -147,7 +138,7 @@ class BucketHook:
         state: object = None,
         waits: bool = True,
         sparse: Sequence[nn.Parameter] = (),
-        register: Callable[[object, CommHook], object] | None = None,
+        relay: HookRelay | None = None,
     ) -> None:
         self.fault: str | None = None
         """Why nothing is measured any more; None without a fault."""
@@ -166,24 +157,25 @@ class BucketHook:
         self._options = dist.AllreduceOptions()
         self._pending_work: list[Any] = []
         self._packed: list[SparseRows] = []
-        """Rows of sparse gradients that are being reduced."""
         self._sparse = {id(parameter) for parameter in sparse}
         self._cached: dict[int, _CachedBucket] = {}
         """Buckets by index, until DDP rebuilds them."""
         self._next_bucket: _CachedBucket | None = None
-        self._measuring = False
-        self._detailed = False
+        self._measuring = self._detailed = False
         self._syncs: list[Buckets] = []
         """Synchronisations not yet taken; the last one may be incomplete."""
-        self._inner = inner
+        self._inner = inner if relay is None else relay.inner
         self._hook: CommHook = (
-            self._wrap_inner if inner is not None else self._reduce_and_wait if waits else self._reduce_async
+            self._wrap_inner if self._inner is not None else self._reduce_and_wait if waits else self._reduce_async
         )
         # A lambda has no annotations; those of this file are strings, which DDP would refuse.
         registered: CommHook = lambda state, bucket: self._hook(state, bucket)  # noqa: E731
         leave_uncompiled(registered, callees=True)
+        if relay is not None:
+            relay.hook = registered
+            return
         try:
-            (register or model.register_comm_hook)(state, registered)
+            model.register_comm_hook(state, registered)
         except RuntimeError:
             if inner is not None:
                 raise
@@ -195,12 +187,11 @@ class BucketHook:
             self._measuring, self._detailed = True, detailed
 
     def stop_measuring(self) -> None:
-        """Measure no further synchronisations."""
         self._measuring = self._detailed = False
 
     def give_way(self, inner: CommHook, state: object) -> None:
         """Stop measuring, and let a comm hook that the model gets later do the averaging."""
-        self._measuring = self._detailed = False
+        self.stop_measuring()
         self._hook = lambda _, bucket: inner(state, bucket)
         self.fault = "the model now has another comm hook: buckets are no longer measured"
 
@@ -236,7 +227,7 @@ class BucketHook:
         work: Any = self._group.allreduce(tensors, self._options)
         if not last:
             if buckets is not None and buckets.detailed:
-                work = work.get_future().then(partial(self._reduced, buckets, self._add_end(buckets)))
+                work = work.get_future().then(self._records_end(buckets))
             self._pending_work.append(work)
             return cached.done
         self.waiting = True
@@ -300,31 +291,26 @@ class BucketHook:
 
     def _reduce_async(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a bucket without waiting, and record its end on the device (GPU)."""
-        buffer, first = bucket.buffer(), bucket.index() == 0
-        if first:
-            self._follow_join()
-        measuring = self._measuring and not self._matching
-        norm = self._norm(buffer) if measuring and self._detailed else None
+        buckets, buffer = self._begin(bucket), bucket.buffer()
         buffer.mul_(self._share if self._join_share is None else self._join_share)
-        buckets = self._ready(buffer, norm, first=first) if measuring else None
         future = self._group.allreduce([buffer], self._options).get_future()
-        if buckets is None:
-            return future.then(_first)
-        return future.then(partial(self._reduced, buckets, self._add_end(buckets)))
+        return future.then(_first if buckets is None else self._records_end(buckets))
 
     def _wrap_inner(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Reduce a bucket by the inner hook."""
-        buffer, first = bucket.buffer(), bucket.index() == 0
-        if first:
-            self._follow_join()
-        measuring = self._measuring and not self._matching
-        norm = self._norm(buffer) if measuring and self._detailed else None
-        buckets = self._ready(buffer, norm, first=first) if measuring else None
+        buckets = self._begin(bucket)
         assert self._inner is not None
         future = self._inner(state, bucket)
-        if buckets is None:
-            return future
-        return future.then(partial(self._inner_reduced, buckets, self._add_end(buckets)))
+        return future if buckets is None else future.then(self._records_end(buckets))
+
+    def _begin(self, bucket: GradBucket) -> Buckets | None:
+        """Measure the norm of a bucket and mark it as ready; None where it is not measured."""
+        first = bucket.index() == 0
+        if first:
+            self._follow_join()
+        if not self._measuring or self._matching:
+            return None
+        buffer = bucket.buffer()
+        return self._ready(buffer, self._norm(buffer) if self._detailed else None, first=first)
 
     def _follow_join(self) -> None:
         """Read at a synchronisation's first bucket which ranks have run out of data, in DDP's ``join()``."""
@@ -339,7 +325,6 @@ class BucketHook:
     # ------------------------------------------------------------------------------------- measuring
 
     def _norm(self, buffer: Tensor) -> Tensor | None:
-        """Return the norm [] of a bucket before it is averaged."""
         try:
             # Squares of 16-bit numbers may overflow; 64-bit ones keep their type until they are summed.
             wider = torch.float32 if buffer.dtype.itemsize < 4 else None
@@ -351,14 +336,7 @@ class BucketHook:
         return norm
 
     def _ready(self, buffer: Tensor, norm: Tensor | None, *, first: bool, last: bool = False) -> Buckets | None:
-        """Mark a bucket as ready and return the synchronisation it belongs to; None once measuring has failed.
-
-        Args:
-            buffer: The bucket's gradients [elements].
-            norm: Norm [] of the gradients, if measured.
-            first: Whether a synchronisation begins with it.
-            last: Whether the thread begins to wait for the others with it.
-        """
+        """Mark a bucket as ready and return the synchronisation it belongs to; None once measuring has failed."""
         try:
             if first:
                 self._syncs.append(Buckets(self._detailed))
@@ -372,27 +350,19 @@ class BucketHook:
             return None
         return buckets
 
-    @staticmethod
-    def _add_end(buckets: Buckets) -> int:
-        """Append the pending end of the last bucket, and return its index."""
+    def _records_end(self, buckets: Buckets) -> Callable[[torch.futures.Future[Any]], Tensor]:
+        """Return a callback that records the end of the bucket that was made ready last, and returns its result."""
         buckets.reduced.append(None)
-        return len(buckets.reduced) - 1
+        return partial(self._reduced, buckets, len(buckets.reduced) - 1)
 
-    def _reduced(self, buckets: Buckets, index: int, future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        self._mark_end(buckets, index)
-        return _first(future)
-
-    def _inner_reduced(self, buckets: Buckets, index: int, future: torch.futures.Future[Tensor]) -> Tensor:
-        self._mark_end(buckets, index)
-        return future.value()
-
-    def _mark_end(self, buckets: Buckets, index: int) -> None:
+    def _reduced(self, buckets: Buckets, index: int, future: torch.futures.Future[Any]) -> Tensor:
         # With NCCL this runs when the collective is queued, on a stream that waits for it: an event recorded here
         # lies at the true end, a host time would not. With gloo it runs on a gloo thread, when all is reduced.
         try:
             buckets.reduced[index] = self._clock.mark(waits=False)
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(error)
+        return _first(future)
 
     def _all_reduced(self, buckets: Buckets) -> None:
         try:
@@ -403,7 +373,7 @@ class BucketHook:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        self._measuring = self._detailed = False
+        self.stop_measuring()
         self._syncs = []
         self.fault = f"measuring a gradient bucket failed, bucket times end here: {type(error).__name__}: {error}"
 
@@ -411,9 +381,7 @@ class BucketHook:
 def factor(number: float, dtype: torch.dtype) -> Tensor:
     """Return a number as a tensor [], by which a CPU tensor is multiplied faster, with bit for bit the same result.
 
-    Args:
-        number: A Python number, which torch rounds to the type in which it computes the product.
-        dtype: Type of the other tensor; products of 16-bit types are computed in a longer one.
+    torch rounds it to the type in which it computes the product, which is longer than a 16-bit ``dtype``.
     """
     return torch.tensor(number, dtype=dtype if dtype.itemsize >= 4 else torch.float64)
 
@@ -423,5 +391,7 @@ def _bytes_of(buffer: Tensor) -> int:
     return buffer._indices().nbytes + buffer._values().nbytes if buffer.is_sparse else buffer.nbytes
 
 
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
+def _first(future: torch.futures.Future[Any]) -> Tensor:
+    """Return the result of a collective, which is a list of one tensor, or of a comm hook."""
+    value: Tensor | list[Tensor] = future.value()
+    return value[0] if isinstance(value, list) else value

@@ -8,24 +8,24 @@ it is not used there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn.parallel import DistributedDataParallel
 
 
-@dataclass(frozen=True, kw_only=True)
-class SyncTimes:
-    """Times of one gradient synchronisation on this rank."""
+class SyncTimes(NamedTuple):
+    """Gradient synchronisation of one step on this rank."""
 
     sync_ms: float
     """First bucket launched to all reduced."""
     exposed_ms: float
     """Last bucket ready to all reduced."""
     bucket_bytes: tuple[int, ...] | None
-    """Size of each bucket, where known."""
     stable: bool
-    """False in the warm-up: the first two iterations, and the one in which DDP rebuilt its buckets."""
+    """Whether the warm-up is over, and the buckets are those of the step before."""
+    bucket_ms: Sequence[float] | None = None
+    """Only on detailed steps."""
+    unsent_bytes: int = 0
 
 
 class DdpLog:
@@ -91,8 +91,8 @@ def sync_times(data: Mapping[str, Any], *, after: int, layout: object) -> SyncTi
 def total(times: Sequence[SyncTimes | None]) -> SyncTimes | None:
     """Return the sum of the synchronisations of several models; None without one."""
     known = [each for each in times if each is not None]
-    if len(known) < 2:
-        return known[0] if known else None
+    if not known:
+        return None
     sizes = [each.bucket_bytes for each in known]
     return SyncTimes(
         sync_ms=sum(each.sync_ms for each in known),

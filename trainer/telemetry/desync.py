@@ -33,17 +33,18 @@ class Fingerprint:
     """Checksums of a model's tensors, in the order of ``ReplicatedTensors``, and digests of them."""
 
     digests: tuple[int, int]
-    """Digest of all parameters and digest of all buffers; 64 bits each."""
+    """Of all parameters and of all buffers; 64 bits each."""
     parameters: tuple[int, ...]
     buffers: tuple[int, ...]
     non_finite: bool
     """Whether a parameter is NaN or infinite: equal bits of such parameters are no sign of health."""
 
-    @property
-    def texts(self) -> tuple[str, str]:
-        """The digests in hexadecimal, as the record has them."""
+    def event(self, *, time: float, rank: int, step: int) -> Checksum:
+        """Return the event of the record, with the digests in hexadecimal."""
         parameters, buffers = (f"{digest % (1 << 64):016x}" for digest in self.digests)
-        return parameters, buffers
+        return Checksum(
+            time=time, rank=rank, step=step, parameters=parameters, buffers=buffers, non_finite=self.non_finite
+        )
 
 
 class _ModelTensor(NamedTuple):
@@ -66,15 +67,15 @@ class ReplicatedTensors:
         self._model = model
         self.parameters: list[_ModelTensor] = []
         self.buffers: list[_ModelTensor] = []
-        self._found = False
+        self._collected = False
         self._addresses: list[int] = []
-        """Address of each tensor's memory."""
+        """Of each tensor's memory."""
         self._words: list[Tensor | None] = []
         """Each tensor's memory as 64-bit integers [words]; None where that needs a copy."""
         self._sums = torch.empty(0, dtype=torch.int64)
         """Checksum of each tensor, [tensors]."""
         self._weights = self._sums
-        """Weight of each checksum in the digests, [tensors]."""
+        """Of each checksum in the digests, [tensors]."""
         self._slots: Sequence[Tensor] = ()
         """Views [] of ``_sums``, one per tensor."""
 
@@ -88,10 +89,6 @@ class ReplicatedTensors:
         """Return checksums that are equal if, and practically only if, all tensors are bit for bit equal.
 
         They stay on the tensors' device, and nothing waits for it.
-
-        Returns:
-            Digests of all parameters and of all buffers, the checksum of each, and whether a parameter is not finite,
-            [3 + tensors], int64.
         """
         held, count = self._all_tensors(), len(self.parameters)
         with torch.no_grad():
@@ -118,14 +115,14 @@ class ReplicatedTensors:
     def _all_tensors(self) -> list[_ModelTensor]:
         """Return all tensors, parameters first; collect them again if one was replaced or moved."""
         held = [*self.parameters, *self.buffers]
-        if self._found and all(
+        if self._collected and all(
             holder.get(key) is tensor and tensor.data_ptr() == address
             for (_, tensor, holder, key), address in zip(held, self._addresses, strict=True)
         ):
             return held
         self.parameters, self.buffers = _tensors(self._model)
         held = [*self.parameters, *self.buffers]
-        self._found = True
+        self._collected = True
         if held:
             self._addresses = [tensor.data_ptr() for _, tensor, _, _ in held]
             self._sums = torch.empty(len(held), dtype=torch.int64, device=held[0].tensor.device)
@@ -157,16 +154,10 @@ class DesyncCheck:
     ) -> None:
         """Start to compute this rank's checksum and to compare it.
 
-        Args:
-            replica: Tensors of the model inside DDP.
-            step: Optimizer steps done.
-            rank: Global rank of this process.
-            device: Device of the process group's tensors.
-            copies: Copies numbers from the device; None chooses by the device.
-            now: Unix seconds, for the events.
+        ``device`` is that of the process group's tensors; without ``copies`` they are chosen by the device. ``now`` are
+        the Unix seconds of the events.
         """
         self.step = step
-        """Optimizer steps done."""
         self._replica = replica
         self._rank = rank
         self._device = device
@@ -182,15 +173,11 @@ class DesyncCheck:
     def result(self) -> tuple[Checksum, list[Finding]]:
         """Return this rank's checksum and, on rank 0, the findings; call it once, on all ranks."""
         own = self._replica.fingerprint(self._checksums.numbers())
-        parameters, buffers = own.texts
-        checksum = Checksum(
-            time=self._time, rank=self._rank, step=self.step, parameters=parameters, buffers=buffers,
-            non_finite=own.non_finite,
-        )  # fmt: skip
-        found: list[Finding] = []
+        checksum = own.event(time=self._time, rank=self._rank, step=self.step)
+        findings: list[Finding] = []
         compared, extremes = [_processor(self._device), *own.digests], self._extremes()
         if all(high == ~low for high, low in zip(extremes, extremes[len(compared) :], strict=False)):
-            return checksum, found
+            return checksum, findings
         rows = _gather([self._rank, *compared], torch.int64, self._device)
         ranks = [int(row[0]) for row in rows]
         unlike = len({row[1] for row in rows}) > 1
@@ -201,8 +188,8 @@ class DesyncCheck:
             if len({row[column] for row in rows}) > 1:
                 difference = _find_difference(kind, tensors, sums, ranks=ranks, unlike=unlike, device=self._device)
                 if self._rank == ranks[0]:
-                    found.append(_finding(difference, kind=kind, time=self._time, step=self.step))
-        return checksum, found
+                    findings.append(_finding(difference, kind=kind, time=self._time, step=self.step))
+        return checksum, findings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,60 +57,39 @@ class StepReading(NamedTuple):
             yield from buckets.marks()
 
 
-class Synchronisation(NamedTuple):
-    """Gradient synchronisation of one step."""
+def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> SyncTimes | None:
+    """Return the synchronisation of a step whose marks are ready; None where it was not measured.
 
-    sync_ms: float
-    exposed_ms: float
-    bucket_bytes: Sequence[int] | None
-    stable: bool
-    """After the warm-up, with the same buckets as the step before."""
-    bucket_ms: Sequence[float] | None = None
-    """Only on detailed steps."""
-    unsent_bytes: int = 0
-
-
-def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> Synchronisation | None:
-    """Return the step's gradient synchronisation; None where it was not measured.
-
-    Args:
-        reading: Readings of the step; its marks are ready.
-        clock: Clock of the marks.
-        layout: Bucket sizes of the step before.
+    ``layout`` are the bucket sizes of the step before.
     """
     log, syncs = reading.log, reading.syncs
     sizes = tuple([size for buckets in syncs for size in buckets.sizes])
     detailed = bool(syncs) and syncs[0].detailed
     bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if detailed else None
     if log is not None:
-        return Synchronisation(log.sync_ms, log.exposed_ms, sizes or log.bucket_bytes, log.stable, bucket_ms)
+        return log._replace(bucket_bytes=sizes or log.bucket_bytes, bucket_ms=bucket_ms)
     if not syncs:
         return None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
     stable = reading.warm and sizes == tuple(layout)
     unsent = sum([buckets.unsent_bytes for buckets in syncs])
-    return Synchronisation(sync_ms, exposed_ms, sizes, stable, bucket_ms, unsent)
+    return SyncTimes(sync_ms, exposed_ms, sizes, stable, bucket_ms, unsent)
 
 
 def step_event(
     reading: StepReading,
     clock: Clock,
-    sync: Synchronisation | None,
+    sync: SyncTimes | None,
     *,
     rank: int,
     synchronised: bool,
     wire_ratio: float | None,
 ) -> Step:
-    """Return the event of one step. Durations are rounded to a tenth of a microsecond, finer than any clock here.
+    """Return the event of one step, whose marks are ready.
 
-    Args:
-        reading: Readings of the step; its marks are ready.
-        clock: Clock of the marks.
-        sync: The step's gradient synchronisation.
-        rank: Rank in the event.
-        synchronised: Whether the ranks exchange gradients.
-        wire_ratio: Bytes sent per byte of gradient; None where it is not known.
+    With ``synchronised`` the ranks exchange gradients; ``wire_ratio`` are the bytes sent per byte of gradient, None
+    where they are not known. Durations are rounded to a tenth of a microsecond, finer than any clock here.
     """
     loss, grad_norm, local, grad_scale = reading.numbers()
     laps_ms = clock.laps_ms(reading.marks)

@@ -20,14 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.contract.record import Doing, EventWriter, Finding
 from trainer.distributed import flight_recorder
 from trainer.host.boot import ClockSet
-from trainer.host.core_waits import core_waits
+from trainer.host.cores import core_waits
 from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, total
-from trainer.telemetry.stack_position import is_compiling
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
+from trainer.telemetry.torch_compile import is_compiling
 
 __all__ = ["Phase", "StepMeter", "ddp_of"]
 
@@ -49,9 +49,9 @@ class StepMeter:
 
     Args:
         model: The trained model, wrapped in DistributedDataParallel or not; None where ``follow`` gets it later.
-        device: Device of this rank: the host's clock for a CPU, CUDA events for a GPU.
-        writer: Writer of the events; if not enabled, every call does nothing.
-        rank: Rank in the events.
+        device: Of this rank.
+        writer: If not enabled, every call does nothing.
+        rank: In the events.
         detail_every: Measure each bucket and the local gradient norm every so many steps; 0 installs no comm hook.
             On a GPU only the comm hook measures synchronisation, so with 0 it is absent there.
         now: Unix seconds, for the time of events.
@@ -109,10 +109,8 @@ class StepMeter:
         if ddp is not None and synchronised and not on_gpu and not measures_all:
             self._logs.append(DdpLog(ddp))
         self._reported_faults: set[str] = set()
-        """Faults that are recorded already."""
         self._faults_lock = threading.Lock()
         self._count = 0
-        """Steps measured so far."""
         self._marks: list[Mark] = []
         self._phases: list[Phase] = []
         self._step = 0
@@ -121,13 +119,11 @@ class StepMeter:
         self._progress = (0, 0)
         """Complete steps, and phases of the next one, at the last check by the writer's thread."""
         self._progress_s = clock()
-        """Time of their last change, by the host's clock."""
         self._reported_part: str | None = None
         """Part that was reported as long since then."""
         self.part_after: Callable[[Phase | None], str] = NEXT_PHASE.__getitem__
         """Return where the training thread is after the last lap of the step, as ``Doing`` names it."""
         self._thread = threading.get_ident()
-        """The training thread."""
         writer.before_each_write(self._process_readings)
         self._gc_started = 0.0
         self._gc_s = 0.0
@@ -140,23 +136,15 @@ class StepMeter:
     def follow(self, ddp: DistributedDataParallel, *, relay: HookRelay | None, own_hook: bool) -> BucketHook | None:
         """Measure the gradient synchronisation of a further model; call it before its first backward pass.
 
-        Args:
-            ddp: The model.
-            relay: Relay of its own comm hook, around which the measuring is put; None without one.
-            own_hook: Whether it has a comm hook already, or averages in another way than by a hook.
-
-        Returns:
-            The comm hook that was registered with the model; None without one.
+        The measuring hook is put around that of ``relay``, if there is one. With ``own_hook`` the model has a comm hook
+        already, or averages in another way than by a hook. Return the measuring hook, if there is one.
         """
         if not self._enabled or dist.get_world_size(ddp.process_group) == 1:
             return None
         self._recorder.synchronised = True
         hook = None
         if relay is not None or not own_hook:
-            inner = None if relay is None else relay.inner
-            register = None if relay is None else relay.attach
-            waits = isinstance(self._clock, HostClock)
-            hook = BucketHook(ddp, self._clock, inner=inner, waits=waits, register=register)
+            hook = BucketHook(ddp, self._clock, waits=isinstance(self._clock, HostClock), relay=relay)
             self._hooks.append(hook)
         if isinstance(self._clock, HostClock) and (hook is None or hook.fault is not None):
             self.read_log(ddp)
@@ -169,11 +157,7 @@ class StepMeter:
         self._logs.append(DdpLog(ddp))
 
     def start(self) -> None:
-        """Start a step.
-
-        ``end`` starts the next step by itself, so this is called before the first step, and again after work that must
-        not count to a step: a validation, a checkpoint.
-        """
+        """Start a step: before the first one, and after a validation or a checkpoint; ``end`` starts the next one."""
         if not self._enabled:
             return
         # The old mark is not released: it is also the end of the last step, which the device may not have reached.
@@ -195,18 +179,11 @@ class StepMeter:
         grad_norm: Scalar = None,
         grad_scale: Scalar = 1.0,
     ) -> None:
-        """End the step and start the next one.
+        """End the step and start the next one. Tensors are copied from the device without synchronising.
 
-        Args:
-            step: Optimizer steps done, from 1.
-            epoch: From 1.
-            loss: This rank's mean loss in nats; a tensor is copied from the device without synchronising.
-            samples: Samples that this rank read in the step.
-            tokens: Tokens that this rank read in the step.
-            lr: Learning rate of the step.
-            grad_norm: Global norm of the gradient after the reduction, before clipping.
-            grad_scale: Factor of the gradients during backward that is divided out afterwards (a loss scale, a
-                normalisation after the reduction); the local gradient norm is divided by it too.
+        Loss, samples and tokens are this rank's, the loss a mean in nats. The gradient norm is the global one after the
+        reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward that is divided out
+        afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is divided by it too.
         """
         if not self._enabled:
             return
@@ -272,12 +249,7 @@ class StepMeter:
             self._recorder.flush()
 
     def close(self, timeout_s: float = 2.0, *, other_thread: bool = False) -> None:
-        """Write the last steps, within the time-out if the device hangs.
-
-        Args:
-            timeout_s: How long to wait for the device, in seconds.
-            other_thread: Whether another thread than the training thread calls this.
-        """
+        """Write the last steps, within the time-out if the device hangs; ``other_thread`` than the training one."""
         if not self._enabled:
             return
         self._paused = True
@@ -297,7 +269,6 @@ class StepMeter:
         self._marks.append(self._mark())
 
     def _take(self) -> Sequence[Buckets]:
-        """Return the synchronisations of the step that the comm hooks have measured."""
         if len(self._hooks) == 1:
             return self._hooks[0].take()
         return [buckets for hook in self._hooks for buckets in hook.take()]
@@ -370,7 +341,6 @@ class StepMeter:
             self._gc_s += self._host_clock() - self._gc_started
 
     def _report_faults(self) -> None:
-        """Record each fault of a measurement once."""
         sources: list[StepRecorder | DdpLog | BucketHook] = [self._recorder, *self._logs, *self._hooks]
         for source in sources:
             if source.fault is None:

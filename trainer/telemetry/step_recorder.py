@@ -19,15 +19,7 @@ MERGE_INTERVAL_S = 0.05
 
 
 class StepRecorder:
-    """Queue of step readings that the device has not reached yet, and writer of their events; thread-safe.
-
-    Args:
-        clock: Clock of the marks.
-        writer: Writer of the events.
-        rank: Rank in the events.
-        synchronised: Whether the ranks exchange gradients.
-        wire_ratio: Bytes sent per byte of gradient; None where it is not known.
-    """
+    """Queue of step readings that the device has not reached yet, and writer of their events; thread-safe."""
 
     def __init__(
         self,
@@ -49,7 +41,6 @@ class StepRecorder:
         """Whether the ranks exchange gradients."""
         self._wire_ratio = wire_ratio
         self._layout: Sequence[int] = ()
-        """Bucket sizes of the step before."""
         self._pending: deque[StepReading] = deque()
         self.add: Callable[[StepReading], None] = self._pending.append
         """Queue the readings of a step; called between two steps."""
@@ -64,15 +55,10 @@ class StepRecorder:
 
     @property
     def idle(self) -> bool:
-        """Whether all readings are processed."""
         return not self._pending
 
     def process(self, *, other_thread: bool = False) -> None:
-        """Turn the steps that are complete on the device into events, in order.
-
-        Args:
-            other_thread: Whether another thread than the training thread calls this.
-        """
+        """Turn the steps that are complete on the device into events, in order."""
         with self._lock:
             try:
                 if other_thread:
@@ -89,7 +75,6 @@ class StepRecorder:
                 self.fault = f"reading a step's times failed, later ones may be missing: {cause}"
 
     def flush(self) -> None:
-        """Write the steps that have no event yet."""
         with self._lock:
             self._flush()
 

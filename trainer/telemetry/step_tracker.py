@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import Checksum, EventWriter, Finding
-from trainer.distributed.host_copies import CpuNumbers, HostCopy, begin_copy, host_copies
+from trainer.contract.record import EventWriter, Finding
+from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
@@ -31,9 +31,9 @@ class StepTracker:
     """Steps of one rank: forward and backward passes, as many as there are, up to the optimizer's step.
 
     Args:
-        writer: Writer of the events.
-        rank: Rank in the events.
-        device: Device of the rank.
+        writer: Of the events.
+        rank: In the events.
+        device: Of the rank.
         model: The trained model; None where it is not known yet.
         detail_every: Measure each gradient bucket every so many steps; 0 installs no comm hook.
         checksum_every: Record a checksum of the parameters every so many steps; 0: never.
@@ -52,38 +52,32 @@ class StepTracker:
         first_step: int = 0,
     ) -> None:
         self.step = first_step
-        """Optimizer steps done."""
         self.epoch = 0
-        """Epoch, from 1; 0 before the first."""
+        """From 1; 0 before the first."""
         self.samples = 0
-        """Samples of the step so far."""
         self.tokens: int | None = None
-        """Tokens of the step so far; None where they are not known."""
+        """Of the step so far; None where they are not known."""
         self.loss: Scalar = None
         self.grad_scale: Scalar = 1.0
         """Factor of the gradients in the backward pass."""
         self.laps = 0
-        """Laps of the step so far."""
         self.open_phase: Phase = "other"
         """Phase of the time since the last mark."""
         self.stepping = False
-        """Whether the optimizer's step is running."""
         self.meter = StepMeter(model, device=device, writer=writer, rank=rank, detail_every=detail_every)
         self._writer = writer
         self._rank = rank
         self.device = device
-        """Device of the rank."""
         self._checksum_every = checksum_every
         self._replica: ReplicatedTensors | None = None
         """The model whose checksums are recorded; None without one."""
         self._ddp: DistributedDataParallel | None = None
-        """Its DDP wrapper, if it has one."""
         self.synchronises = False
         """Whether a forward pass of the step was one whose gradients DDP synchronises."""
         self._first_step = first_step
         self._version = -1
         """Version counter of the model's first parameter at the end of the last step."""
-        self._checksums: tuple[int, float, HostCopy | CpuNumbers] | None = None
+        self._checksums: tuple[int, float, HostCopy] | None = None
         """Step and time of a checksum, and the checksum on its way to the host."""
         self.evaluated = False
         """Whether the time up to the next mark is an evaluation."""
@@ -104,12 +98,9 @@ class StepTracker:
         self._replica = ReplicatedTensors(model if ddp is None else ddp.module)
 
     def mark(self, phase: Phase | None = None, *, then: Phase = "other", trained: bool = False) -> None:
-        """Count the time since the last mark to ``phase``, or else to the open phase.
+        """Count the time since the last mark to ``phase``, or else to the open phase; that is ``then`` from here on.
 
-        Args:
-            phase: Phase that ends here.
-            then: Phase of the time until the next mark.
-            trained: Whether the time up to here was training: an evaluation later in the step leaves it in.
+        If the time up to here was ``trained``, an evaluation later in the step leaves it in.
         """
         if self.evaluated:  # an evaluation between two steps, or within one, counts to none
             self.evaluated = False
@@ -192,12 +183,15 @@ class StepTracker:
     def _stop_comparing(self) -> None:
         """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose."""
         self._replica = None
-        self._report(
-            "not_compared",
-            f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' parameters are not "
-            "compared from there on",
-            severity="info",
-            step=self.step,
+        self._writer.write(
+            Finding(
+                time=time.time(),
+                kind="not_compared",
+                severity="info",
+                step=self.step,
+                message=f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' "
+                "parameters are not compared from there on",
+            )
         )
 
     def _check_process_group(self) -> None:
@@ -205,26 +199,16 @@ class StepTracker:
         ranks = os.environ.get("WORLD_SIZE", "")
         if not ranks.isdecimal() or int(ranks) < 2 or (dist.is_available() and dist.is_initialized()):
             return
-        self._report(
-            "no_process_group",
-            f"the {ranks} ranks never meet: no process group is made, so each trains a copy of its own, and samples "
-            f"count {ranks} times",
-            severity="warning",
-            advice="call torch.distributed.init_process_group(), wrap the model in DistributedDataParallel and give "
-            "each rank its share of the data (DistributedSampler); or start one rank",
-        )
-
-    def _report(
-        self,
-        kind: str,
-        message: str,
-        *,
-        severity: Literal["info", "warning"],
-        step: int | None = None,
-        advice: str = "",
-    ) -> None:
         self._writer.write(
-            Finding(time=time.time(), kind=kind, severity=severity, step=step, message=message, advice=advice)
+            Finding(
+                time=time.time(),
+                kind="no_process_group",
+                severity="warning",
+                message=f"the {ranks} ranks never meet: no process group is made, so each trains a copy of its own, "
+                f"and samples count {ranks} times",
+                advice="call torch.distributed.init_process_group(), wrap the model in DistributedDataParallel and "
+                "give each rank its share of the data (DistributedSampler); or start one rank",
+            )
         )
 
     def discard(self) -> None:
@@ -243,13 +227,8 @@ class StepTracker:
             return
         step, at, copy = self._checksums
         self._checksums = None
-        own = self._replica.fingerprint(copy.numbers())
-        parameters, buffers = own.texts
-        self._writer.write(
-            Checksum(
-                time=at, rank=self._rank, step=step, parameters=parameters, buffers=buffers, non_finite=own.non_finite
-            )
-        )
+        fingerprint = self._replica.fingerprint(copy.numbers())
+        self._writer.write(fingerprint.event(time=at, rank=self._rank, step=step))
 
 
 def _is_checked(step: int, every: int) -> bool:
@@ -279,7 +258,7 @@ def first_tensor(values: Any, depth: int = NESTING) -> Tensor | None:
         return None
     if depth:
         for value in values:
-            found = first_tensor(value, depth - 1)
-            if found is not None:
-                return found
+            tensor = first_tensor(value, depth - 1)
+            if tensor is not None:
+                return tensor
     return None

@@ -12,8 +12,7 @@ from textual.events import Resize
 from textual.geometry import Size
 
 from gputrain_tui.console.live import POLL_BUDGET_S
-from gputrain_tui.console.screens.app_protocol import app_of
-from gputrain_tui.console.screens.console_screen import ConsoleScreen
+from gputrain_tui.console.screens.console_screen import ConsoleScreen, next_of
 from gputrain_tui.console.screens.start_and_stop import confirm_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
 from gputrain_tui.console.widgets.chart_view import ChartView
@@ -22,11 +21,12 @@ from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.loss_curves import CurveReader
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
-from gputrain_tui.history.parent import ancestors_of
+from gputrain_tui.history.run_folders import ancestors_of
 from gputrain_tui.history.series import BandMetric
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.history.run_folders import Run
 
 CHART_INTERVAL_S = 0.25
 """Seconds between two repaints of a chart; the table is repainted at every tick."""
@@ -34,12 +34,6 @@ WINDOW_STEPS = (None, 1000, 100)
 """Steps that the charts show; None: the whole run."""
 SMOOTHING_STEPS = (0, 10, 100, 1000)
 """Steps over which curves are smoothed; 0: not at all."""
-CHARTS: dict[BandMetric, tuple[str, str]] = {
-    "loss": ("loss", "no step yet"),
-    "sync_exposed_ms": ("sync wait ms", "no gradient synchronisation was measured yet"),
-    "step_ms": ("step ms", "no step was measured yet"),
-}
-"""Title and text before the first measurement of each metric's chart."""
 
 
 class ChartScreen(ConsoleScreen):
@@ -51,35 +45,29 @@ class ChartScreen(ConsoleScreen):
     def __init__(self, live: LiveRun) -> None:
         super().__init__()
         self.live = live
-        self._window = 0
+        self._window: int | None = None
         self._smoothing = 0
         self._over = live.over
         self.view = ChartView()
-        """Range, axis and cursor of all charts."""
         self._ancestors: list[CurveReader] = []
         """Curves of the run that this one resumed, of the run that that one resumed, and so on."""
         self._drawn_first_steps: list[int] = []
         """First step of the run and of each ancestor when the curves were drawn last."""
         self._underlay: CurveReader | None = None
-        """Curves of the run that the underlay key chose."""
         self._painted_at: dict[str | None, float] = {}
         """Time of each panel's last repaint, monotonic seconds."""
 
     @abstractmethod
-    def place_panels(self) -> None:
-        """Lay out the panels."""
+    def place_panels(self) -> None: ...
 
     @property
     def panel_size(self) -> Size:
-        """Cells and lines of the area that holds the panels."""
         return Size(max(self.app.size.width - 2, 0), max(self.app.size.height - 3, 0))
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out again."""
         self.place_panels()
 
     def tick(self) -> None:
-        """Read the records of earlier runs, and repaint the changed panels that are due."""
         self._read_earlier()
         now = time.monotonic()
         for turn, panel in enumerate(self.query_one("#panels").children):
@@ -96,7 +84,6 @@ class ChartScreen(ConsoleScreen):
             self.query_one(KeyBar).redraw()
 
     def repaint(self) -> None:
-        """Repaint all changed panels at once."""
         self._painted_at.clear()
         self.tick()
 
@@ -109,12 +96,9 @@ class ChartScreen(ConsoleScreen):
         return True
 
     def band_chart(self, metric: BandMetric, *, id: str) -> BandChart:
-        """Return the chart of a metric."""
-        title, empty = CHARTS[metric]
-        return BandChart(self.live, metric, title, view=self.view, empty=empty, spiky=metric != "loss", id=id)
+        return BandChart(self.live, metric, view=self.view, id=id)
 
     def _highlight_rank(self, rank: int | None) -> None:
-        """Highlight a rank in every panel, or none."""
         for child in self.query_one("#panels").children:
             if isinstance(child, Panel):
                 child.selected_rank = rank
@@ -122,32 +106,27 @@ class ChartScreen(ConsoleScreen):
     # Earlier runs
 
     def on_screen_resume(self) -> None:
-        """Find the ancestors of the run (the run that it resumed, and so on), once."""
-        if not self._ancestors and not self.is_archive:
+        """Find the ancestors of the run (the run that it resumed, and so on), once; an archive's are elsewhere."""
+        if not self._ancestors and self.live.run.status.archived is None:
             self._find_ancestors()
-
-    @property
-    def is_archive(self) -> bool:
-        """Whether the run's directory came from an archive: its paths belong to another machine."""
-        return self.live.run.status.archived is not None
 
     @work(group="ancestors", exclusive=True)
     async def _find_ancestors(self) -> None:
         self._ancestors = [CurveReader(run) for run in await asyncio.to_thread(ancestors_of, self.live.run)]
         self._show_earlier()
 
+    @property
+    def _readers(self) -> list[CurveReader]:
+        return [*self._ancestors, *([self._underlay] if self._underlay is not None else [])]
+
     def on_unmount(self) -> None:
-        """Close the records of earlier runs."""
-        for reader in (*self._ancestors, self._underlay):
-            if reader is not None:
-                reader.close()
+        for reader in self._readers:
+            reader.close()
 
     def _read_earlier(self) -> None:
-        """Read the records of earlier runs within the budget of a tick."""
         deadline = time.perf_counter() + POLL_BUDGET_S
-        for reader in (*self._ancestors, self._underlay):
-            if reader is not None:
-                reader.poll(deadline)
+        for reader in self._readers:
+            reader.poll(deadline)
         if self._ancestors and self._first_steps() != self._drawn_first_steps:
             self._show_earlier()
 
@@ -167,19 +146,21 @@ class ChartScreen(ConsoleScreen):
             chart.earlier = earlier
             chart.redraw()
 
-    def action_underlay(self) -> None:
-        """Draw the next earlier run of the same recipe below the curves; after the last one, none."""
+    def runs_of_recipe(self) -> list[Run]:
+        """Return the other ones of the newest runs that are of the same recipe."""
         run = self.live.run
-        runs = app_of(self).list_runs()
-        found = [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
-        current = None if self._underlay is None else self._underlay.run.id
-        ids = [each.id for each in found]
-        index = ids.index(current) + 1 if current in ids else 0
+        runs = self.console.list_runs()
+        return [each for each in runs if each.status.recipe == run.status.recipe and each.id != run.id]
+
+    def action_underlay(self) -> None:
+        others = self.runs_of_recipe()
+        ids = [each.id for each in others]
+        index = ids.index(self._underlay.run.id) + 1 if self._underlay and self._underlay.run.id in ids else 0
         if self._underlay is not None:
             self._underlay.close()
-        self._underlay = CurveReader(found[index]) if index < len(found) else None
-        if not found:
-            app_of(self).report(f"no other of the newest runs is one of {run.status.recipe}")
+        self._underlay = CurveReader(others[index]) if index < len(others) else None
+        if not others:
+            self.console.report(f"no other of the newest runs is one of {self.live.run.status.recipe}")
         self._show_earlier()
 
     # Range, axis and cursor
@@ -194,21 +175,18 @@ class ChartScreen(ConsoleScreen):
             chart.redraw()
 
     def action_cursor(self, columns: int) -> None:
-        """Move the cursor of the charts."""
         chart = self._cursor_chart()
         if chart is not None:
             self.view.move(chart.default_span, chart.columns // 2, columns)
             self._redraw_charts()
 
     def action_range(self, closer: int) -> None:
-        """Show fewer steps around the cursor, or more."""
         chart = self._cursor_chart()
         if chart is not None:
             self.view.zoom(chart.default_span, closer=bool(closer))
             self._redraw_charts()
 
     def action_axis(self) -> None:
-        """Draw over the next horizontal axis (steps, time, samples, tokens) that the run has values for."""
         self.view.next_axis(self.live.series.axis)
         self._redraw_charts()
 
@@ -228,28 +206,24 @@ class ChartScreen(ConsoleScreen):
         return True
 
     def action_scale(self) -> None:
-        """Switch the vertical axis between linear and logarithmic."""
         for chart in self.query(BandChart):
-            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=WINDOW_STEPS[self._window])
+            chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=self._window)
 
     def action_window(self) -> None:
-        """Show the next of ``WINDOW_STEPS``: the whole run, or its last steps."""
         self.view.span = None
-        self._window = (self._window + 1) % len(WINDOW_STEPS)
+        self._window = next_of(WINDOW_STEPS, self._window)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOW_STEPS[self._window])
+            chart.show(last=self._window)
         for late in self.query(LatenessMap):
-            late.show(last=WINDOW_STEPS[self._window])
+            late.show(last=self._window)
 
     def action_smooth(self) -> None:
-        """Smooth the curves by the next of ``SMOOTHING_STEPS``."""
-        self._smoothing = (self._smoothing + 1) % len(SMOOTHING_STEPS)
+        self._smoothing = next_of(SMOOTHING_STEPS, self._smoothing)
         for chart in self.query(BandChart):
-            chart.show(last=WINDOW_STEPS[self._window], smoothing=SMOOTHING_STEPS[self._smoothing])
+            chart.show(last=self._window, smoothing=self._smoothing)
 
     def action_stop_run(self) -> None:
-        """Stop the run after a dialog."""
         if self.live.over:
-            app_of(self).report(f"{self.live.id} has ended: {self.live.status}")
+            self.console.report(f"{self.live.id} has ended: {self.live.status}")
         else:
-            confirm_stop(app_of(self), self.live.run)
+            confirm_stop(self.console, self.live.run)

@@ -13,15 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.host_choice import (
     Host,
     active_plans,
@@ -30,11 +27,10 @@ from gputrain_tui.console.host_choice import (
     remote_hosts,
     wanted_devices,
 )
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, title_row
-from gputrain_tui.console.widgets.gpu_table import GpuTable, ProcessList
-from gputrain_tui.console.widgets.machine import MachinePanel
+from gputrain_tui.console.widgets.gpu_table import GpuTable, MachinePanel, ProcessList
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
@@ -45,45 +41,9 @@ from gputrain_tui.recipe.model import Node
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
-LOCAL_INTERVAL_S = 2.0
-"""Seconds between two inventories of this machine."""
-REMOTE_INTERVAL_S = 4.0
-"""Seconds between two surveys of a remote host."""
-FAILED_HOST_INTERVAL_S = 20.0
-"""Seconds before a failed survey is repeated."""
-
-
-def draw_nodes(
-    title: str, nodes: Sequence[Node], hosts: Sequence[Host], facts: LocalFacts, width: int, height: int
-) -> list[Row]:
-    """Return the nodes of the recipe or hostfile as rows, each with the availability of its devices."""
-    count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-    rows: list[Row] = [title_row(width, [(title, "title")], [[(count, "dim")]] if nodes else [])]
-    if not nodes:
-        rows.append([("No recipe is open; ", "dim"), ("2", "key"), (" chooses one.", "dim")])
-    by_name = {host.name: host for host in hosts}
-    shown = nodes[: height - 1 - (len(nodes) > height - 1)]
-    host_cells = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
-    device_cells = max([20, *(len(wanted_devices(node)) for node in shown)]) + 2
-    for index, node in enumerate(shown):
-        local = is_local(node.host, facts)
-        text, role = availability(node, by_name.get(THIS_MACHINE if local else str(node.host)))
-        rows.append(
-            [
-                (f"{index:>4}  ", "dim"),
-                (printable(node.host or "this machine")[: host_cells - 2].ljust(host_cells), "bright"),
-                (wanted_devices(node).ljust(device_cells), "bright"),
-                ("this machine: " if local and node.host is not None else "", "dim"),
-                (text, role),
-            ]
-        )
-    if len(shown) < len(nodes):
-        rows.append([(f"      {EMPTY} and {len(nodes) - len(shown)} more", "dim")])
-    return [fit_row(row, width) for row in rows[:height]]
-
 
 class NodeList(Canvas):
-    """Panel of the nodes of the open recipe, or of the hostfile."""
+    """Panel of the nodes of the open recipe or of the hostfile, each with the availability of its devices."""
 
     title = "hosts of the recipe"
     nodes: Sequence[Node] = ()
@@ -91,8 +51,30 @@ class NodeList(Canvas):
     facts = LocalFacts()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the nodes as rows."""
-        return draw_nodes(self.title, self.nodes, self.hosts, self.facts, width, height)
+        nodes = self.nodes
+        count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+        rows: list[Row] = [title_row(width, [(self.title, "title")], [[(count, "dim")]] if nodes else [])]
+        if not nodes:
+            rows.append([("No recipe is open; ", "dim"), ("2", "key"), (" chooses one.", "dim")])
+        by_name = {host.name: host for host in self.hosts}
+        shown = nodes[: height - 1 - (len(nodes) > height - 1)]
+        host_cells = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
+        device_cells = max([20, *(len(wanted_devices(node)) for node in shown)]) + 2
+        for index, node in enumerate(shown):
+            local = is_local(node.host, self.facts)
+            name = printable(node.host or "this machine")[: host_cells - 2]
+            rows.append(
+                [
+                    (f"{index:>4}  ", "dim"),
+                    (name.ljust(host_cells), "bright"),
+                    (wanted_devices(node).ljust(device_cells), "bright"),
+                    ("this machine: " if local and node.host is not None else "", "dim"),
+                    availability(node, by_name.get(THIS_MACHINE if local else str(node.host))),
+                ]
+            )
+        if len(shown) < len(nodes):
+            rows.append([(f"      {EMPTY} and {len(nodes) - len(shown)} more", "dim")])
+        return [fit_row(row, width) for row in rows[:height]]
 
 
 class ClusterScreen(Page):
@@ -100,7 +82,7 @@ class ClusterScreen(Page):
 
     PLACE = "cluster"
     CSS_PATH = "cluster.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("cluster")]
+    AUTO_FOCUS = "#gpus"
 
     def __init__(
         self,
@@ -111,15 +93,7 @@ class ClusterScreen(Page):
         clocked: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make the screen.
-
-        Args:
-            take: takes the inventory of this machine.
-            survey: surveys a remote host; by default over ssh.
-            runs: lists the runs.
-            clocked: whether it samples on a timer.
-            now: monotonic seconds.
-        """
+        """Make the screen; ``survey``: over ssh by default; ``clocked``: whether it samples on a timer."""
         super().__init__()
         self._take = take
         self._surveys = HostSurvey()
@@ -128,34 +102,31 @@ class ClusterScreen(Page):
         self._clocked = clocked
         self._now = now
         self._sampling = False
-        self._facts: LocalFacts | None = None
+        self._machine_panel = MachinePanel(id="machine")
+        self._table = GpuTable(id="gpus")
+        self._process_list = ProcessList(id="processes")
+        self._node_list = NodeList(id="hosts")
         self._plans: list[tuple[str, Plan]] = []
         self._hosts: dict[str, Host] = {}
-        """Hosts by name, this machine first."""
         # An executor of its own: hosts that do not answer must not use up the threads that a launch needs.
         self._threads = ThreadPoolExecutor(MAX_PARALLEL_HOSTS, thread_name_prefix="survey")
 
     def body(self) -> ComposeResult:
-        """Yield the panels: host under the cursor, GPU table, processes on the GPU under the cursor, nodes."""
         with Vertical(id="machines"):
-            yield MachinePanel(id="machine")
-            yield GpuTable(id="gpus")
-            yield ProcessList(id="processes")
-            yield NodeList(id="hosts")
+            yield self._machine_panel
+            yield self._table
+            yield self._process_list
+            yield self._node_list
 
     def on_mount(self) -> None:
-        """Focus the table and start the timer."""
-        self.query_one(GpuTable).focus()
         if self._clocked:
-            self.set_interval(LOCAL_INTERVAL_S, self._sample_if_current)
+            self.set_interval(2.0, self._sample_if_current)
 
     def on_unmount(self) -> None:
-        """Cancel surveys without waiting for them."""
         self._surveys.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def on_screen_resume(self) -> None:
-        """Sample when the screen is shown."""
         self._sample()
 
     def _sample_if_current(self) -> None:
@@ -182,7 +153,7 @@ class ClusterScreen(Page):
         self._sampling = True
         named = [*(node.host for node in self._recipe_nodes()), *(entry.host for entry in self.session.hosts)]
         inventory, facts, self._plans = await asyncio.to_thread(self._read_machine, named)
-        self._sampling, self._facts = False, facts
+        self._sampling, self._node_list.facts = False, facts
         local = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
         run_ranks = ranks_by_gpu(inventory, self._plans, lambda host: is_local(host, facts))
         now = self._now()
@@ -205,73 +176,69 @@ class ClusterScreen(Page):
     def _survey_due_hosts(self) -> None:
         now = self._now()
         for name, host in list(self._hosts.items()):
-            if not host.is_local and host.is_due(now, again_s=REMOTE_INTERVAL_S, failed_s=FAILED_HOST_INTERVAL_S):
+            if not host.is_local and host.is_due(now, again_s=4.0, failed_s=20.0):
                 self._hosts[name] = replace(host, surveying=True)
                 self._survey_host(name)
 
     @work(group="hosts")
     async def _survey_host(self, name: str) -> None:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, partial(self._survey, name))
+        report = await loop.run_in_executor(self._threads, partial(self._survey, name))
         before = self._hosts.get(name)
         if before is None:  # the host's recipe was closed meanwhile
             return
         now = self._now()
-        after = replace(before, surveying=False, surveyed_at=now, problem=found.problem)
-        if found.inventory is not None:
-            run_ranks = ranks_by_gpu(found.inventory, self._plans, lambda host: host == name)
-            after = replace(after, inventory=found.inventory, run_ranks=run_ranks, inventory_at=now)
+        after = replace(before, surveying=False, surveyed_at=now, problem=report.problem)
+        if report.inventory is not None:
+            run_ranks = ranks_by_gpu(report.inventory, self._plans, lambda host: host == name)
+            after = replace(after, inventory=report.inventory, run_ranks=run_ranks, inventory_at=now)
         self._hosts[name] = after
         self._show()
 
     # Panels
 
     def _show(self) -> None:
-        """Show the hosts and nodes in the panels."""
-        table, nodes = self.query_one(GpuTable), self.query_one(NodeList)
         hosts = list(self._hosts.values())
-        table.show(hosts, now=self._now())
-        recipe = self.session.recipe
+        self._table.show(hosts, now=self._now())
+        recipe, nodes = self.session.recipe, self._node_list
         if recipe is not None:
             nodes.title = f"hosts of {printable(recipe.name)}"
         elif self.session.hosts:
             nodes.title = f"hosts named in {printable(self.session.hostfile)}"
         else:
             nodes.title = "hosts of the recipe"
-        nodes.nodes, nodes.hosts, nodes.facts = self._recipe_nodes(), hosts, self._facts or LocalFacts()
+        nodes.nodes, nodes.hosts = self._recipe_nodes(), hosts
         nodes.redraw()
         self._arrange()
 
     def on_resize(self, event: Resize) -> None:
-        """Lay out the panels again."""
         self._arrange()
 
     def _arrange(self) -> None:
         """Set the heights: host, nodes and processes as many lines as they need, the GPU table the rest."""
-        table, processes, nodes = self.query_one(GpuTable), self.query_one(ProcessList), self.query_one(NodeList)
-        machine = self.query_one(MachinePanel)
+        machine, table, processes, nodes = self._machine_panel, self._table, self._process_list, self._node_list
         host, gpu = table.host, table.gpu
         machine.host, processes.gpu = host, gpu
         processes.of = host.display_name if table.several and host is not None else ""
         spaced = self.size.height >= 30
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
-        room = self.size.height - 3 - lines - max(table.count() + 2, 5) - spaced
+        left = self.size.height - 3 - lines - max(len(table.lines) + 2, 5) - spaced
         want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
-        node_lines = min(want_nodes, max(room - min(want_processes, room // 2), 3))
+        node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
         # Without a recipe the nodes are those of the hostfile, whose hosts the GPU table names already.
-        nodes.display = self.session.recipe is not None or not self.session.hosts or room >= want_nodes
+        nodes.display = self.session.recipe is not None or not self.session.hosts or left >= want_nodes
         if not nodes.display:
             node_lines = 0
-        process_lines = min(want_processes, room - node_lines - spaced)
+        process_lines = min(want_processes, left - node_lines - spaced)
         machine.styles.height = lines
         nodes.styles.height = node_lines
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
         # If everything fits, the panels below stand directly under the last GPU.
-        fits = table.count() and room >= node_lines
-        table.styles.height = table.count() + 2 + spaced if fits else "1fr"
+        fits = table.lines and left >= node_lines
+        table.styles.height = len(table.lines) + 2 + spaced if fits else "1fr"
         machine.redraw()
         processes.redraw()
 
@@ -280,20 +247,17 @@ class ClusterScreen(Page):
         self._arrange()
 
     def action_toggle_gpu(self) -> None:
-        """Choose the GPU under the cursor for the launch, or undo the choice."""
-        self.query_one(GpuTable).action_toggle_gpu()
+        self._table.action_toggle_gpu()
 
     def action_choose_free(self) -> None:
-        """Choose all free GPUs, or none if they are chosen already."""
-        self.query_one(GpuTable).choose_free()
+        self._table.choose_free()
 
     @on(GpuTable.Chosen)
     async def _chosen(self, event: GpuTable.Chosen) -> None:
         await self.action_use_gpus()
 
     async def action_use_gpus(self) -> None:
-        """Open the launch screen with the chosen GPUs; without a choice, with those under the cursor."""
-        chosen = self.query_one(GpuTable).chosen_by_host()
+        chosen = self._table.chosen_by_host()
         if not chosen:
             self.console.report("there is no free GPU to launch on; a recipe with cpu_ranks trains on the CPU")
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -10,7 +10,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
-from gputrain_tui.console.screens.app_protocol import app_of
+from gputrain_tui.console.screens.console_screen import AppProtocol
 
 LEAST_KEY_GAP_S = 0.1
 """Least seconds between a yes and the key before it: the keys of a paste are closer together."""
@@ -24,6 +24,7 @@ class Confirm(ModalScreen[bool]):
     """
 
     PLACE = "confirm"
+    AUTO_FOCUS = "#no"  # Enter alone changes nothing
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "Yes"),
         Binding("n,escape,q", "answer(False)", "No"),
@@ -37,7 +38,6 @@ class Confirm(ModalScreen[bool]):
         self._yes = yes
 
     def compose(self) -> ComposeResult:
-        """Yield the question and two answers."""
         with Vertical(id="dialog"):
             yield Static(self._question, id="question", markup=False)
             yield Static(self._consequence, id="consequence", markup=False)
@@ -45,17 +45,12 @@ class Confirm(ModalScreen[bool]):
                 yield Button(f"{self._yes} (y)", id="yes", variant="error", compact=True)
                 yield Button("Leave it (n)", id="no", compact=True)
 
-    def on_mount(self) -> None:
-        """Focus no, so that Enter alone changes nothing."""
-        self.query_one("#no").focus()
-
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close the dialog with the button's answer."""
         self.action_answer(event.button.id == "yes")
 
     def action_answer(self, yes: bool) -> None:
         """Close the dialog with an answer; a yes that follows another key within ``LEAST_KEY_GAP_S`` does not count."""
-        console = app_of(self)
+        console = cast(AppProtocol, self.app)
         if yes and console.quiet_s < LEAST_KEY_GAP_S:
             console.report("ignored: the answer came too soon after another key; press it again")
         else:

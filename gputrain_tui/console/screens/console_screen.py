@@ -1,33 +1,103 @@
-"""Base of the console's screens: selecting text within one panel, and copying it."""
+"""Bases of the console's screens, what they use of the app, and the state of the next launch that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
+from textual.app import ComposeResult
 from textual.errors import NoWidget
-from textual.events import Key, MouseDown, MouseUp, Resize
+from textual.events import Click, Key, MouseDown, MouseUp, Resize
 from textual.geometry import Offset
 from textual.screen import Screen
 from textual.selection import Selection
 from textual.timer import Timer
 from textual.widget import Widget
+from textual.worker import WorkType
 
-from gputrain_tui.console.screens.app_protocol import app_of
+from gputrain_tui.console.actions import ACTIONS, bindings
 from gputrain_tui.console.textual_internals import AbstractWidgetMeta
 from gputrain_tui.console.widgets.canvas import Canvas, Copyable
+from gputrain_tui.console.widgets.drawing import Row, fit_row
 from gputrain_tui.console.widgets.key_bar import KeyBar
 
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.history.run_folders import Run
+    from gputrain_tui.hosts.hostfile import HostEntry
+    from gputrain_tui.recipe.draft import Draft
+    from gputrain_tui.recipe.model import Recipe
+
+
+@dataclass
+class LaunchSession:
+    """State of the next launch; one per console."""
+
+    folder: Path = field(default_factory=Path.cwd)
+    drafts: dict[Path, Draft] = field(default_factory=dict)
+    source: str | None = None
+    """Recipe file that the launch screen opens when it is shown next."""
+    wants_new: bool = False
+    """Whether the launch screen asks for a new recipe when it is shown next."""
+    recipe: Recipe | None = None
+    """Recipe in the form; None if it is invalid or none is open."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """GPUs chosen for the next launch that are not in the form yet, by host; ``localhost`` is this machine."""
+    hosts: tuple[HostEntry, ...] = ()
+    hostfile: str = ""
+    """Path of the hostfile; empty: none."""
+
+
+class AppProtocol(Protocol):
+    """What screens use of the app, which imports them; the methods are described in ``app.py``."""
+
+    session: LaunchSession
+    live: LiveRun | None
+    supervisors: list[subprocess.Popen[bytes]]
+    quiet_s: float
+
+    def list_runs(self) -> list[Run]: ...
+    def report(self, text: str, *, alarm: bool = False) -> None: ...
+    def copy(self, text: str, label: str) -> None: ...
+    async def action_go(self, name: str) -> None: ...
+    async def open_run(self, run: Run) -> None: ...
+    def run_worker(self, work: WorkType[Any], *, group: str, exclusive: bool = False) -> object: ...
+    def confirm(self, question: str, consequence: str, *, yes: str, act: Callable[[], object]) -> None: ...
+
+
+T = TypeVar("T")
 SELECTION_S = 15.0
 """Seconds after which a selection ends by itself: a panel with selected text is not redrawn, and an accidental click
 must not leave it with old values for long."""
 
 
-class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
-    """Screen with panels of text that can be selected and copied."""
+def next_of(values: Sequence[T], value: T) -> T:
+    """Return the value after one of ``values``, after the last one the first."""
+    return values[(values.index(value) + 1) % len(values)]
 
+
+class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
+    """Screen with panels of text that can be selected and copied, each selection within one panel."""
+
+    PLACE: ClassVar[str] = ""
+    """Name of the screen in the action table."""
     _pressed: Canvas | None = None
     """The panel in which the mouse button was pressed, and to which a selection is confined."""
     _selection_timer: Timer | None = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Bind the keys of the screen's actions."""
+        if place := cls.__dict__.get("PLACE"):
+            cls.BINDINGS = [*bindings(place), *cls.__dict__.get("BINDINGS", ())]
+        super().__init_subclass__(**arguments)
+
+    @property
+    def console(self) -> AppProtocol:
+        return cast(AppProtocol, self.app)
 
     # Selection
 
@@ -38,7 +108,6 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
         self._pressed = widget if isinstance(widget, Canvas) else None
 
     def on_mouse_up(self, event: MouseUp) -> None:
-        """Lift the confinement to a panel."""
         self._pressed = None
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
@@ -75,7 +144,6 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
     # Copy
 
     def action_copy_text(self) -> None:
-        """Copy the selected text, and end the selection."""
         super().action_copy_text()
         self.clear_selection()
 
@@ -85,16 +153,66 @@ class ConsoleScreen(Screen[None], metaclass=AbstractWidgetMeta):
             self.action_copy_text()
             return
         focused = self.focused.copyable() if isinstance(self.focused, Canvas) else None
-        found = focused or self.copyable()
-        if found is None:
-            app_of(self).report("nothing to copy here; text that is selected with the mouse is copied by ctrl+c")
+        if (copyable := focused or self.copyable()) is None:
+            self.console.report("nothing to copy here; text that is selected with the mouse is copied by ctrl+c")
         else:
-            app_of(self).copy(found.text, found.label)
+            self.console.copy(copyable.text, copyable.label)
 
     def copyable(self) -> Copyable | None:
         """Return the text for the copy key if the focused panel has none; None: nothing to copy."""
         return None
 
-    def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the present view, for ``gg``: its first ``g`` is a key of its own."""
-        return lambda: None
+
+class ScreenTabs(Canvas):
+    """Tabs of the four screens with their keys; a click goes to the screen."""
+
+    DEFAULT_CSS = """
+    ScreenTabs { height: 1; dock: top; background: $panel; }
+    """
+
+    ALLOW_SELECT = False
+
+    def __init__(self, current: str) -> None:
+        super().__init__()
+        self._current = current
+        self._click_targets: list[tuple[int, int, str]] = []
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        row: Row = [(" gputrain  ", "title")]
+        self._click_targets = []
+        at = 11
+        for action in ACTIONS:
+            if not action.name.startswith("go("):
+                continue
+            name = action.name.removeprefix("go('").removesuffix("')")
+            self._click_targets.append((at, at + len(action.label) + 3, action.name))
+            role = "title" if name == self._current else "dim"
+            row += [(f" {action.key_text} ", "key"), (f"{action.label} ", role)]
+            at += len(action.label) + 4
+        return [fit_row(row, width)]
+
+    async def on_click(self, event: Click) -> None:
+        for begin, end, name in self._click_targets:
+            if begin <= event.x < end:
+                event.stop()
+                await self.screen.run_action(f"app.{name}")
+
+
+class Page(ConsoleScreen):
+    """Screen with tabs and keys; a subclass yields the body."""
+
+    TAB: ClassVar[str] = ""
+    """Name of the highlighted tab; empty: ``PLACE``."""
+
+    def compose(self) -> ComposeResult:
+        yield ScreenTabs(self.TAB or self.PLACE)
+        yield from self.body()
+        yield KeyBar(self.PLACE)
+
+    @abstractmethod
+    def body(self) -> ComposeResult:
+        """Yield the widgets between tabs and keys."""
+
+    @property
+    def session(self) -> LaunchSession:
+        return self.console.session

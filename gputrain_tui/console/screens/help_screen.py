@@ -40,7 +40,6 @@ MOVING = {
         ),
     ),
 }
-"""Keys of widgets by screen; they are no actions of the screen."""
 FIGURES = (
     ("✓ ▲ ✗", "No findings; a warning; a critical finding or a failure"),
     ("compute", "Share of a step in forward, backward and optimizer; the rest is waiting"),
@@ -57,13 +56,8 @@ FIGURES = (
     ("band", "A chart's bright line is the median of all ranks, the area spans their minimum to maximum"),
     ("▴ in a chart", "A spike beyond the top, cropped so that usual values stay readable; log scale shows it all"),
 )
-"""Figures and marks on the screens of a run, with their meaning."""
 WIDTH_CELLS = 94
 """Cells of the widest window, as in the style sheet."""
-FRAME_CELLS = 8
-"""Cells of the window's border, padding and scroll bar."""
-TOPIC_INDENT_CELLS = 6
-"""Cells that Textual leaves beside a block of code."""
 WITH_LOG = ("run", "rank")
 """Screens with a log; its keys work while it has the focus."""
 
@@ -79,6 +73,7 @@ class HelpScreen(ModalScreen[None]):
     """Dialog with the keys of the screen below; beside them, a page for each topic, that of the screen first."""
 
     PLACE = "help"
+    AUTO_FOCUS = "#help"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,f1,enter", "leave", "Close"),
         Binding("right,tab,l", "turn(1)", "Next page", show=False),
@@ -89,13 +84,7 @@ class HelpScreen(ModalScreen[None]):
     ]
 
     def __init__(self, place: str, topic: str = "", heading: str = "") -> None:
-        """Make the dialog.
-
-        Args:
-            place: the screen below.
-            topic: topic of the second page.
-            heading: heading within the topic at which it is opened; empty: its beginning.
-        """
+        """Make the dialog for the screen ``place``; its second page is ``topic``, opened at ``heading``."""
         super().__init__()
         self._place = place
         first = topic or TOPICS.get(place, "recipe")
@@ -107,16 +96,13 @@ class HelpScreen(ModalScreen[None]):
         """Topic and width of the Markdown that is shown."""
 
     def compose(self) -> ComposeResult:
-        """Yield the scrolled list of keys, and the widget of the topics."""
         with VerticalScroll(id="help"):
             yield Static(id="keys")
             yield Markdown(id="topic", open_links=False)
 
     def on_mount(self) -> None:
-        """Show the keys, and focus the frame."""
         self._show_titles()
         self.query_one("#topic").display = False
-        self.query_one("#help").focus()
 
     def _show_titles(self) -> None:
         frame, topic = self.query_one("#help"), self._pages[self._page]
@@ -130,12 +116,11 @@ class HelpScreen(ModalScreen[None]):
             frame.border_subtitle = f"{figures}→ help: {following}   esc closes"
 
     async def on_resize(self, event: Resize) -> None:
-        """Wrap the texts at the new width."""
         self.query_one("#keys", Static).update(help_text(self._place, self._text_cells()))
         await self._show_topic()
 
     def _text_cells(self) -> int:
-        return min(self.size.width, WIDTH_CELLS) - FRAME_CELLS
+        return min(self.size.width, WIDTH_CELLS) - 8  # border, padding and scroll bar
 
     async def action_turn(self, pages: int) -> None:
         """Turn to another page: the keys, then each topic; past the last one to the keys."""
@@ -150,43 +135,39 @@ class HelpScreen(ModalScreen[None]):
             self.call_after_refresh(topic.goto_anchor, heading_anchor(self._heading))
 
     async def _show_topic(self) -> None:
-        name, width = self._pages[self._page], self._text_cells() - TOPIC_INDENT_CELLS
+        name, width = self._pages[self._page], self._text_cells() - 6  # Textual indents a block of code
         if name and (name, width) != self._shown:
             self._shown = name, width
             await self.query_one("#topic", Markdown).update(tables_as_code(read_topic(name).markdown, width))
 
     def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
-        """Turn to the page of the topic that a link leads to."""
         name = event.href.partition("#")[0].removesuffix(".md")
         if name in self._pages:
             self.run_worker(self.action_turn(self._pages.index(name) - self._page))
 
     def action_scroll(self, lines: int) -> None:
-        """Scroll by lines."""
         self.query_one("#help").scroll_relative(y=lines, animate=False)
 
     def action_edge(self, side: int) -> None:
-        """Go to the first or the last line."""
         frame = self.query_one("#help")
         frame.scroll_to(y=0 if side < 0 else frame.max_scroll_y, animate=False)
 
     def action_leave(self) -> None:
-        """Close the help."""
         self.dismiss()
 
 
 def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
     """Return the keys by heading, wrapped at ``width``."""
     text = Text()
-    found = dict(groups(place))
+    by_group = groups(place)
+    everywhere = by_group.pop("Screens")
     if place in WITH_LOG:
-        found["Log"] = of_place("log")
-    found["Screens"] = found.pop("Screens")  # the actions of every screen come last
+        by_group["Log, while focused"] = of_place("log")
+    by_group["Screens"] = everywhere  # the actions of every screen come last
     moving = MOVING.get(place, ())
     listed = [("Moving", moving)] if moving else []
-    for heading, actions in found.items():
-        name = "Log, while focused" if heading == "Log" else heading
-        listed.append((name, tuple((action.key_texts, action.description) for action in actions)))
+    for heading, actions in by_group.items():
+        listed.append((heading, tuple((action.key_texts, action.description) for action in actions)))
     _append(text, listed, width)
     if place in WITH_LOG:
         _append(text, [("What the figures mean", FIGURES)], width)
@@ -195,7 +176,6 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
 
 
 def _append(text: Text, listed: Sequence[tuple[str, Sequence[tuple[str, str]]]], width: int) -> None:
-    """Append headings with their rows, in two columns."""
     name_cells = max((len(name) for _, rows in listed for name, _ in rows), default=0)
     for heading, rows in listed:
         text.append(f"{chr(10) if text else ''}{heading}\n", "bold")

@@ -7,20 +7,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Input
 
 from gputrain_tui import paths
-from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
 from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.loss_curves import LossCurves
@@ -34,33 +32,21 @@ from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
 
-LIST_INTERVAL_S = 2.0
-"""Least seconds between two listings."""
-LISTING_SHARE = 0.1
-"""Largest share of the time that listing takes: a folder of 100,000 runs is listed less often."""
-FILTER_HINT = "state:failed  loss<2  tags:baseline  !recipe:demo"
-LEAST_LINES_WITH_CURVES = 30
-"""Fewest lines of a screen that shows the loss curves of the run under the cursor."""
-
 
 class HistoryScreen(Page):
     """The history screen."""
 
     PLACE = "history"
     CSS_PATH = "history.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("history")]
+    AUTO_FOCUS = "#runs"
 
-    def __init__(
-        self,
-        *,
-        now: Callable[[], float] = time.time,
-        clocked: bool = True,
-    ) -> None:
+    def __init__(self, *, now: Callable[[], float] = time.time, clocked: bool = True) -> None:
         """Make the screen; ``clocked``: whether it lists on a timer."""
         super().__init__()
         self._now = now
         self._clocked = clocked
         self._listing = RunListing()
+        self._table = RunList(id="runs")
         self._is_listing = False
         self._list_again = False
         """Whether something has changed since the listing under way began."""
@@ -69,26 +55,21 @@ class HistoryScreen(Page):
         self._prompt_for: Literal["filter", "note", "tags"] | None = None
         """Purpose of the open input line; None: it is closed."""
         self._edited_run: Run | None = None
-        """The run whose note or tags are edited."""
 
     def body(self) -> ComposeResult:
-        """Yield the list of runs, and the details and loss curves of the run under the cursor."""
         with Vertical(id="all-runs"):
-            yield RunList(id="runs")
+            yield self._table
             yield RunCard(id="card")
             yield LossCurves(named=False, id="preview")
         yield PromptLine()
 
     def on_mount(self) -> None:
-        """Focus the list and start the timer."""
-        self.query_one(RunList).focus()
         if self._clocked:
-            self.set_interval(LIST_INTERVAL_S, self._list_if_current)
+            self.set_interval(2.0, self._list_if_current)
 
     def on_screen_resume(self) -> None:
-        """List the runs when the screen is shown."""
         live = self.console.live
-        self.query_one(RunList).opened = live.id if live is not None else None
+        self._table.opened = live.id if live is not None else None
         self._list_runs()
 
     def _list_if_current(self) -> None:
@@ -108,7 +89,7 @@ class HistoryScreen(Page):
                 began = time.monotonic()
                 await self._read_runs()
                 ended = time.monotonic()
-                self._quiet_until = ended + (ended - began) / LISTING_SHARE
+                self._quiet_until = ended + 10 * (ended - began)  # a folder of 100,000 runs is listed less often
         finally:
             self._is_listing = False
 
@@ -116,17 +97,16 @@ class HistoryScreen(Page):
         """Show the runs as they are read; where their folder cannot be read, none: a launch reports why."""
         parts = self._listing.read(now=self._now())
         try:
-            while (found := await asyncio.to_thread(next, parts, None)) is not None:
-                self._show_runs(found)
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                self._show_runs(part)
         except RequestError:
             self._show_runs(ListedRuns(entries=[], unread=0))
 
-    def _show_runs(self, found: ListedRuns) -> None:
-        listing = self.query_one(RunList)
-        if found.unread and len(found.entries) < len(listing.listed):
+    def _show_runs(self, part: ListedRuns) -> None:
+        if part.unread and len(part.entries) < len(self._table.listed or ()):
             return  # all were listed before
-        if found.entries != listing.listed or found.unread != listing.unread or listing.entries is None:
-            listing.show(found.entries, unread=found.unread)
+        if part.entries != self._table.listed or part.unread != self._table.unread:
+            self._table.show(part.entries, unread=part.unread)
             self._show_card()
 
     @on(RunList.Moved)
@@ -135,66 +115,57 @@ class HistoryScreen(Page):
 
     def _show_card(self) -> None:
         card = self.query_one(RunCard)
-        card.entry = self.query_one(RunList).entry
+        card.entry = self._table.entry
         card.redraw()
         self._preview(self.run_at_cursor)
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
-        """Show the loss curves of a run if they fit."""
         curves = self.query_one("#preview", LossCurves)
-        curves.display = run is not None and self.size.height >= LEAST_LINES_WITH_CURVES
+        curves.display = run is not None and self.size.height >= 30  # fewest lines with curves
         if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
             curves.styles.height = self.size.height * 2 // 5
             curves.show([run])
 
     def on_resize(self, event: Resize) -> None:
-        """Show or hide the loss curves by the new height."""
         self._show_card()
 
     def tick(self) -> None:
-        """Read appended events, and redraw the curves."""
         self.query_one("#preview", LossCurves).tick()
 
     @property
     def run_at_cursor(self) -> Run | None:
-        """The run under the cursor."""
-        entry = self.query_one(RunList).entry
+        entry = self._table.entry
         return None if entry is None else open_run(Path(entry["run_dir"]))
 
     # Sorting and filtering
 
     def action_sort(self) -> None:
-        """Sort by the next column."""
-        listing = self.query_one(RunList)
-        listing.sort_key = SORT_KEYS[(SORT_KEYS.index(listing.sort_key) + 1) % len(SORT_KEYS)]
-        listing.update_entries()
-        self._show_card()
+        self._table.sort_key = next_of(SORT_KEYS, self._table.sort_key)
+        self._show_entries()
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
-        listing = self.query_one(RunList)
-        listing.reverse = not listing.reverse
-        listing.update_entries()
+        self._table.reverse = not self._table.reverse
+        self._show_entries()
+
+    def _show_entries(self) -> None:
+        self._table.update_entries()
         self._show_card()
 
     def action_filter(self) -> None:
-        """Open the input line on the filter."""
-        self._open_prompt("filter", "filter", self.query_one(RunList).filter.text, FILTER_HINT)
+        hint = "state:failed  loss<2  tags:baseline  !recipe:demo"
+        self._open_prompt("filter", "filter", self._table.filter.text, hint)
 
     def action_note(self) -> None:
-        """Open the input line on the run's note."""
-        run, entry = self.run_at_cursor, self.query_one(RunList).entry
+        run, entry = self.run_at_cursor, self._table.entry
         if run is not None and entry is not None:
             self._open_prompt("note", f"note of {run.id}", entry["note"] or "", "one line; empty: none")
 
     def action_tags(self) -> None:
-        """Open the input line on the run's tags."""
-        run, entry = self.run_at_cursor, self.query_one(RunList).entry
+        run, entry = self.run_at_cursor, self._table.entry
         if run is not None and entry is not None:
-            self._open_prompt(
-                "tags", f"tags of {run.id}", " ".join(entry["tags"]), "words such as baseline lr-sweep; empty: none"
-            )
+            hint = "words such as baseline lr-sweep; empty: none"
+            self._open_prompt("tags", f"tags of {run.id}", " ".join(entry["tags"]), hint)
 
     def _open_prompt(self, purpose: Literal["filter", "note", "tags"], label: str, text: str, hint: str) -> None:
         self._prompt_for = purpose
@@ -238,18 +209,16 @@ class HistoryScreen(Page):
         if self._prompt_for is not None:
             self._prompt_for = None
             self.query_one(PromptLine).close()
-            self.query_one(RunList).focus()
+            self._table.focus()
 
     def _set_filter(self, text: str, *, complain: bool = False) -> None:
-        listing = self.query_one(RunList)
         try:
-            listing.filter = run_filter(text)
+            self._table.filter = run_filter(text)
         except RequestError:
             if complain:
                 raise
             return  # a word is still being typed
-        listing.update_entries()
-        self._show_card()
+        self._show_entries()
 
     def _write_note(self, run: Run, kind: Literal["note", "tags"], typed: str) -> None:
         before = read_notes(run.dir)
@@ -267,23 +236,17 @@ class HistoryScreen(Page):
         await self.action_open()
 
     async def action_open(self) -> None:
-        """Open the run screen on the run."""
-        run = self.run_at_cursor
-        if run is not None:
+        if (run := self.run_at_cursor) is not None:
             await self.console.open_run(run)
 
     def action_mark(self) -> None:
-        """Mark the run for a comparison, or unmark it."""
-        if self.run_at_cursor is None:
-            return
-        if not self.query_one(RunList).mark():
+        if self.run_at_cursor is not None and not self._table.mark():
             self.console.report(f"at most {MAX_RUNS} runs can be compared")
 
     def action_compare(self) -> None:
-        """Compare the marked runs."""
         # A marked run may have become unreadable since.
         folder = paths.runs_folder()
-        marked = [run for name in self.query_one(RunList).marked if (run := open_run(folder / name)) is not None]
+        marked = [run for name in self._table.marked if (run := open_run(folder / name)) is not None]
         if len(marked) < MIN_RUNS:
             self.console.report(f"mark {MIN_RUNS} to {MAX_RUNS} runs with space, then compare them")
             return
@@ -292,31 +255,22 @@ class HistoryScreen(Page):
         self.app.push_screen(CompareScreen(marked))
 
     def action_resume(self) -> None:
-        """Resume from the run's last checkpoint as a new run, after a dialog."""
-        run = self.run_at_cursor
-        if run is not None:
+        if (run := self.run_at_cursor) is not None:
             confirm_resume(self.console, run)
 
     async def action_relaunch(self) -> None:
-        """Open the run's recipe on the launch screen."""
-        run = self.run_at_cursor
-        if run is not None:
+        if (run := self.run_at_cursor) is not None:
             await relaunch(self.console, run)
 
     def action_stop_marked(self) -> None:
-        """Stop the run after a dialog."""
         run = self.run_at_cursor
-        if run is None:
-            return
-        if run.state in ENDED:
+        if run is not None and run.state in ENDED:
             self.console.report(f"{run.id} has ended: {run.state}")
-        else:
+        elif run is not None:
             confirm_stop(self.console, run)
 
     def action_delete(self) -> None:
-        """Delete the run after a dialog."""
-        run = self.run_at_cursor
-        if run is None:
+        if (run := self.run_at_cursor) is None:
             return
         if run.state not in (*ENDED, "lost"):
             self.console.report(f"{run.id} is {run.state}; S stops it", alarm=True)

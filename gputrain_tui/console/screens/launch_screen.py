@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 from textual import on, work
-from textual.binding import BindingType
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from gputrain_tui import paths
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage, set_aside_text
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
-from gputrain_tui.console.widgets.plan_view import PlanView
-from gputrain_tui.console.widgets.recipe_list import RecipeList
-from gputrain_tui.plan.shell import shell_commands
+from gputrain_tui.plan.planner import shell_commands
 from gputrain_tui.preflight import errors
 from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.form_fields import NODE_KEY, Field
@@ -34,7 +28,6 @@ from trainer.contract.home_folder import expand_home
 from trainer.contract.record import write_atomically
 
 MOST_NAMES = 12
-"""Most file names in a notification."""
 
 
 def free_path(path: Path) -> Path:
@@ -48,7 +41,6 @@ class LaunchScreen(RecipePage):
 
     PLACE = "launch"
     CSS_PATH = "launch.tcss"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("launch")]
 
     _launching = False
     """Whether a launch is under way: a second press of the key starts no second run."""
@@ -60,7 +52,6 @@ class LaunchScreen(RecipePage):
         self.action_edit()
 
     def action_edit(self) -> None:
-        """Edit the field under the cursor in the input line; a switch is flipped at once."""
         field = self.form.field
         if field is None or self.draft is None:
             return
@@ -85,7 +76,7 @@ class LaunchScreen(RecipePage):
 
     def _commit(self) -> bool:
         """Apply the typed text and close the line; return False, with the line open, if the text is invalid."""
-        purpose, draft, typed = self._prompt_for, self.draft, self.query_one("#editor", Input).value
+        purpose, draft, typed = self._prompt_for, self.draft, self.editor.value
         if isinstance(purpose, Field):
             if typed and draft is not None and draft.problem(purpose, typed):
                 self.app.bell()
@@ -123,7 +114,7 @@ class LaunchScreen(RecipePage):
 
         In a thread: an accelerate command is read by accelerate itself, which takes seconds to import.
         """
-        label, editor = self.query_one("#label", Static), self.query_one("#editor", Input)
+        label, editor = self.query_one("#label", Static), self.editor
         label.update("reading …")
         problem = ""
         try:
@@ -144,13 +135,10 @@ class LaunchScreen(RecipePage):
             path.write_text(new.text(file=path.name), encoding="utf-8")
         except OSError as error:
             self.console.report(f"not written: {path}: {error.strerror}", alarm=True)
-        else:
-            self._show_new(path, new.notes)
-
-    def _show_new(self, path: Path, notes: Sequence[str]) -> None:
-        self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
+            return
+        self.recipes.show(recipe_files(self.session.folder, paths.config_folder()))
         self.open_recipe(path)
-        self.console.report("\n".join([f"wrote {self._display_name(path)}", *notes]))
+        self.console.report("\n".join([f"wrote {self._display_name(path)}", *new.notes]))
 
     def action_commit(self, step: int) -> None:
         """Complete a path; with nothing to complete, apply the typed text and go to the next field."""
@@ -162,7 +150,7 @@ class LaunchScreen(RecipePage):
 
     def _complete_path(self) -> bool:
         """Complete a path as far as it is unambiguous; return False if that adds nothing."""
-        editor = self.query_one("#editor", Input)
+        editor = self.editor
         path, names = complete_path(editor.value, self.session.folder) if editor.value else ("", [])
         if path == editor.value and (len(names) < 2 or path.rpartition("/")[2] in ("", *names)):
             return False
@@ -174,7 +162,7 @@ class LaunchScreen(RecipePage):
 
     def watch_focused(self, focused: Widget | None) -> None:
         """Apply the typed text and close the line when a click moves the focus: letters typed there are commands."""
-        purpose, editor = self._prompt_for, self.query_one("#editor", Input)
+        purpose, editor = self._prompt_for, self.editor
         if purpose is None or focused is None or focused is editor:
             return  # focused is None: the terminal has lost the focus
         if isinstance(purpose, Field) and self.draft is not None:
@@ -187,41 +175,31 @@ class LaunchScreen(RecipePage):
         self._changed()
 
     def action_cycle(self, step: int) -> None:
-        """Set a switch or a choice to its next or previous value."""
-        field, draft = self.form.field, self.draft
-        if field is None or draft is None or not self.form.has_focus:
-            return
-        values = field.values
-        if not values:
-            return
-        at = values.index(field.text) if field.text in values else -1
-        self._set(field.key, values[(at + step) % len(values)])
-        self._changed()
+        field = self.form.field
+        if field is not None and field.values and self.form.has_focus:
+            index = field.values.index(field.text) if field.text in field.values else -1
+            self._set(field.key, field.values[(index + step) % len(field.values)])
+            self._changed()
 
     def action_reset(self) -> None:
-        """Reset the field to the value in the recipe's file, or else to the default."""
         field, draft = self.form.field, self.draft
         if field is not None and draft is not None and self.form.has_focus:
             draft.reset(field.key)
             self._changed()
 
     def action_undo(self) -> None:
-        """Undo the last change of the recipe, and go to its field."""
-        key = self.draft.undo() if self.draft is not None else None
-        if key is None:
+        if self.draft is not None and (key := self.draft.undo()) is not None:
+            self._changed()
+            self.form.go_to(key)
+        else:
             self.console.report("there is nothing to undo")
-            return
-        self._changed()
-        self.form.go_to(key)
 
     def action_find(self) -> None:
-        """Open the input line on the search of fields."""
         if self.draft is not None:
             self._before_find = self.form.search, self.form.field.key if self.form.field is not None else ""
             self._open_prompt("find", "find", self.form.search, "a field's name, or words in its help; Esc restores")
 
     def action_add_node(self) -> None:
-        """Add a node."""
         if self.draft is not None:
             index = self.draft.add_node()
             self._changed()
@@ -229,7 +207,6 @@ class LaunchScreen(RecipePage):
             self.form.go_to(f"cluster.nodes[{index}].host")
 
     def action_remove_node(self) -> None:
-        """Remove the node under the cursor."""
         field, draft = self.form.field, self.draft
         if field is None or draft is None or not field.group.startswith("Node "):
             self.console.report("there is no node under the cursor")
@@ -252,12 +229,11 @@ class LaunchScreen(RecipePage):
             self.form.find("")
             self._show_fields()
         else:
-            self.query_one(RecipeList).focus()
+            self.recipes.focus()
 
     # Save, copy, launch
 
     def action_save(self) -> None:
-        """Save the recipe to its file."""
         if self._path is None or self.draft is None:
             return
         if self._path.is_relative_to(paths.runs_folder()):
@@ -268,7 +244,6 @@ class LaunchScreen(RecipePage):
             self.save_under(self._path)
 
     def action_save_as(self) -> None:
-        """Open the input line on a file to save the recipe in."""
         if self._path is None or self.draft is None:
             return
         folder = self.session.folder if self._path.is_relative_to(paths.runs_folder()) else self._path.parent
@@ -276,15 +251,14 @@ class LaunchScreen(RecipePage):
         self._open_prompt("save", "save as", name, "file to save the recipe in")
 
     def save_under(self, path: Path) -> None:
-        """Save the recipe in a file, and go on editing that file."""
-        draft, found, before = self.draft, self._found, self._path
+        draft, result, before = self.draft, self._validation, self._path
         if draft is None or before is None:
             return
-        if found is None or found.recipe is None or self._found_for != (draft.text, draft.settings):
-            problem = found.problem if found is not None and found.problem else "the recipe is still being checked"
-            self.console.report(f"not saved: {problem}", alarm=bool(found and found.problem))
-            if found is not None:
-                self._go_to_problem(found)
+        if result is None or result.recipe is None or self._validation_of != (draft.text, draft.settings):
+            problem = result.problem if result is not None and result.problem else "the recipe is still being checked"
+            self.console.report(f"not saved: {problem}", alarm=bool(result and result.problem))
+            if result is not None:
+                self._go_to_problem(result)
             return
         path = self.session.folder / path
         if path.is_dir():
@@ -294,7 +268,7 @@ class LaunchScreen(RecipePage):
         if path != before and path.exists():
             self.console.report(f"not saved: {self._display_name(path)} already exists", alarm=True)
             return
-        text = dump_toml(found.recipe)
+        text = dump_toml(result.recipe)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, text.encode())
@@ -306,14 +280,13 @@ class LaunchScreen(RecipePage):
             self._drafts[path] = draft
             self._path = path
         draft.mark_saved(text, name=self._display_name(path))
-        self.query_one(RecipeList).show(recipe_files(self.session.folder, paths.config_folder()))
-        self.query_one(RecipeList).point_at(path)
+        self.recipes.show(recipe_files(self.session.folder, paths.config_folder()))
+        self.recipes.go_to(path)
         self.console.report(f"saved {draft.name}")
         self._changed()
 
     def action_copy_commands(self) -> None:
-        """Copy the command of every node."""
-        plan = self.query_one(PlanView).plan
+        plan = self.plan_view.plan
         if plan is None:
             self.console.report("there is no plan to copy yet")
             return
@@ -322,7 +295,7 @@ class LaunchScreen(RecipePage):
 
     def copyable(self) -> Copyable | None:
         """Return the command of the node under the cursor; if it is on none, the commands of all nodes."""
-        plan, field = self.query_one(PlanView).plan, self.form.field
+        plan, field = self.plan_view.plan, self.form.field
         if plan is None:
             return None
         node = NODE_KEY.fullmatch(field.key) if field is not None and self.form.has_focus else None
@@ -333,8 +306,7 @@ class LaunchScreen(RecipePage):
         return Copyable(shell_commands(only) + "\n", f"the command of node {index}")
 
     def action_write_commands(self) -> None:
-        """Write the command of every node to a file in the working folder."""
-        plan, draft = self.query_one(PlanView).plan, self.draft
+        plan, draft = self.plan_view.plan, self.draft
         if plan is None or draft is None or self._path is None:
             self.console.report("there is no plan to write yet")
             return
@@ -356,11 +328,11 @@ class LaunchScreen(RecipePage):
         if self._launching or (self._prompt_for is not None and not self._commit()):
             return  # an open input line is applied first; an invalid value stops the launch
         self._launching = True
-        found = await self._validated_draft(draft, hosts_max_age_s=0.0)
+        result = await self._validated_draft(draft, hosts_max_age_s=0.0)
         self._launching = False
-        if found.prepared is not None:
-            await launch(self.console, found.prepared)
+        if result.prepared is not None:
+            await launch(self.console, result.prepared)
         else:
-            refused = errors(found.results)
-            self.console.report(refused[0].line if refused else found.problem, alarm=True)
-            self._go_to_problem(found)
+            refused = errors(result.results)
+            self.console.report(refused[0].line if refused else result.problem, alarm=True)
+            self._go_to_problem(result)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.geometry import Region
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import (
     GAP_CELLS,
     MOST_PANELS,
@@ -37,13 +35,9 @@ CHART_IDS = ("loss", "sync", "step")
 
 
 def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
-    """Return the visible panels and their regions.
+    """Return the visible panels and their regions in an area.
 
-    Args:
-        width: cells of the whole area.
-        height: lines of the whole area.
-        facts: lines of the figures, which stand on top.
-        below: the panel shown last by its key; it is visible below the figures.
+    ``facts``: lines of the figures, which stand on top; ``below``: the panel shown last by its key, visible below them.
     """
     if width < 1 or height < 1:
         return {}
@@ -81,18 +75,18 @@ class RankScreen(ChartScreen):
     PLACE = "rank"
     AUTO_FOCUS = ""
     EVERY_TICK = "log"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("rank"), *SCROLL_KEYS]
+    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
 
     def __init__(self, live: LiveRun, rank: int) -> None:
         super().__init__(live)
         self.rank = rank
-        self._panel_below = "loss"
+        self.choice = "loss"
+        """The panel shown last by its key."""
         self._request = ""
         """Request for stacks whose answer is awaited; empty if none is."""
         self._requested_at = 0.0
 
     def compose(self) -> ComposeResult:
-        """Yield the panels."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
@@ -100,36 +94,31 @@ class RankScreen(ChartScreen):
             yield self.band_chart("loss", id="loss")
             yield self.band_chart("sync_exposed_ms", id="sync")
             yield self.band_chart("step_ms", id="step")
-            yield StackView(live, id="stack")
+            yield StackView(id="stack")
             yield LogView(live.run.dir, rank=self.rank, live=live, id="log")
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
-        """Highlight the rank in every panel, and lay out the panels."""
         self._highlight_rank(self.rank)
         self.place_panels()
 
     def tick(self) -> None:
-        """Show a stack that has arrived, and repaint the changed panels."""
         self._show_arrived_stack()
         super().tick()
 
     def place_panels(self) -> None:
-        """Lay out the panels."""
         width, height = self.panel_size
         count = len(facts(self.live.state, self.rank, 0.0))
         self.query_one(PanelContainer).place(
-            arrange_rank(width, height, facts=facts_height(width, count), below=self._panel_below)
+            arrange_rank(width, height, facts=facts_height(width, count), below=self.choice)
         )
 
     # Actions
 
     def action_show(self, name: str) -> None:
         """Show a panel and focus it; in a narrow terminal, a second time shows the loss instead."""
-        widget = next(iter(self.query(f"#{name}")), None)
-        if widget is None:
-            return
-        self._panel_below = "loss" if self._panel_below == name and layout_size(*self.app.size) == "narrow" else name
+        widget = self.query_one(f"#{name}")
+        self.choice = "loss" if self.choice == name and layout_size(*self.app.size) == "narrow" else name
         self.place_panels()
         if widget.can_focus and widget.display:
             widget.focus()
@@ -138,25 +127,13 @@ class RankScreen(ChartScreen):
     def _text(self) -> StackView | LogView:
         """The visible text panel: the stack if it was requested last, else the log."""
         stack = self.query_one(StackView)
-        return stack if stack.display and self._panel_below == "stack" else self.query_one(LogView)
+        return stack if stack.display and self.choice == "stack" else self.query_one(LogView)
 
     def action_scroll_by(self, lines: int) -> None:
-        """Scroll the stack or the log."""
         self._text.wheel(lines)
 
     def action_edge(self, side: int) -> None:
-        """Go to the first or the last line of the stack or the log."""
         self._text.action_edge(side)
-
-    def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the choice of panels."""
-        below = self._panel_below
-
-        def restore() -> None:
-            self._panel_below = below
-            self.place_panels()
-
-        return restore
 
     def copyable(self) -> Copyable | None:
         """Return the stack, else the rank's failure, else the line of the log under its cursor."""
@@ -167,42 +144,34 @@ class RankScreen(ChartScreen):
         return stack or self.query_one(LogView).copyable()
 
     def action_back(self) -> None:
-        """Remove the charts' cursor, else their range, else return to the run screen."""
         if not self.view_back():
             self.dismiss()
 
-    def _step_rank(self, step: int) -> None:
-        ranks = sorted(self.live.state.ranks)
-        if not ranks:
-            return
-        index = ranks.index(self.rank) + step if self.rank in ranks else 0
-        self.rank = ranks[index % len(ranks)]
+    def _go_to(self, rank: int) -> None:
+        self.rank = rank
         self._request = ""
         self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
         self._highlight_rank(self.rank)
         self.place_panels()
 
-    def action_next_rank(self) -> None:
-        """Go to the next rank."""
-        self._step_rank(1)
+    def action_next_rank(self, step: int = 1) -> None:
+        ranks = sorted(self.live.state.ranks)
+        if ranks:
+            index = ranks.index(self.rank) + step if self.rank in ranks else 0
+            self._go_to(ranks[index % len(ranks)])
 
     def action_previous_rank(self) -> None:
-        """Go to the previous rank."""
-        self._step_rank(-1)
+        self.action_next_rank(-1)
 
     def action_next_flagged(self) -> None:
-        """Go to the next rank that failed or that a finding is about."""
         flagged = sorted(self.live.state.flagged - {self.rank})
         if flagged:
-            ranks = sorted(self.live.state.ranks)
-            self._step_rank(
-                ranks.index(next((rank for rank in flagged if rank > self.rank), flagged[0])) - ranks.index(self.rank)
-            )
+            self._go_to(next((rank for rank in flagged if rank > self.rank), flagged[0]))
 
     def action_stack(self) -> None:
         """Ask the run's ranks for their Python stacks, and show that of this rank."""
-        self._panel_below = "stack"
+        self.choice = "stack"
         self.place_panels()
         view = self.query_one(StackView)
         self._request = ""
@@ -230,10 +199,10 @@ class RankScreen(ChartScreen):
             view = self.query_one(StackView)
             view.show([], f"no answer from rank {self.rank}: its node agent or its host does not answer")
 
-    def _show_stack(self, answer: RankStacks | None, remark: str) -> None:
+    def _show_stack(self, answer: RankStacks | None, note: str) -> None:
         if answer is None:
-            self.query_one(StackView).show([], f"{remark}; its record has no stack of rank {self.rank}")
+            self.query_one(StackView).show([], f"{note}; its record has no stack of rank {self.rank}")
             return
         at = time.strftime("%H:%M:%S", time.localtime(answer.time))
-        title = "; ".join(text for text in (f"rank {self.rank} at {at}", answer.problem, remark) if text)
+        title = "; ".join(text for text in (f"rank {self.rank} at {at}", answer.problem, note) if text)
         self.query_one(StackView).show(answer.threads, title)

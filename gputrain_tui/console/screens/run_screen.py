@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.geometry import Size
 from textual.widget import Widget
 
-from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
-from gputrain_tui.console.screens.app_protocol import app_of
 from gputrain_tui.console.screens.charts_screen import ChartScreen
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
@@ -25,17 +21,14 @@ from gputrain_tui.console.widgets.lateness_map import LatenessMap
 from gputrain_tui.console.widgets.rank_columns import whole_width
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.rendezvous_panel import RendezvousView
-from gputrain_tui.console.widgets.root_cause import RootCauseCard, failure_text, root_cause_height
+from gputrain_tui.console.widgets.root_cause import RootCauseCard, draw_root_cause, failure_text
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.step_bars import StepBars
 from gputrain_tui.state.finding_text import by_urgency
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
-    from gputrain_tui.console.widgets.line_input import FilterLine
 
-WIDE_CELLS = 160
-"""Fewest cells of the panels' area in which the findings may stand beside the table."""
 CURSOR_DELAY_S = 0.04
 """Seconds before the charts highlight the rank under the cursor; a key held down thus redraws only the table."""
 
@@ -44,20 +37,19 @@ class RunScreen(ChartScreen):
     """The run screen."""
 
     PLACE = "run"
+    AUTO_FOCUS = "#ranks"
     EVERY_TICK = "ranks"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("run")]
 
     def __init__(self, live: LiveRun) -> None:
         super().__init__(live)
+        self.grid = RankGrid(live, id="ranks")
         self.selected_rank: int | None = None
         """The rank that all panels highlight; None: none."""
         self.choice = PanelChoice(ranks=live.state.world_size)
-        """Panels that the user chose."""
         self._right_panel: PanelName | None = None
         """Findings or log, whichever was chosen last; None: findings if there are any, else the log."""
         self._cause_selected = False
         self._revealed_rank: int | None = None
-        """Rank of the worst finding, when it was brought into view."""
         self._drawn_version: object = None
         """Version of the run at the last repaint of the header."""
         self._settled_version: object = None
@@ -67,12 +59,11 @@ class RunScreen(ChartScreen):
         self._arranged: tuple[Size, PanelChoice] | None = None
 
     def compose(self) -> ComposeResult:
-        """Yield the panels, which ``arrange`` places."""
         live = self.live
         yield RunHeader(live, id="header")
         with PanelContainer(id="panels"):
             yield RootCauseCard(live, id="root_cause")
-            yield RankGrid(live, id="ranks")
+            yield self.grid
             yield RendezvousView(live, id="rendezvous")
             yield self.band_chart("loss", id="loss")
             # With one rank there is no synchronisation.
@@ -84,9 +75,7 @@ class RunScreen(ChartScreen):
         yield KeyBar(self.PLACE, over=lambda: live.over, lacking=lambda: () if live.can_resume else ("resume",))
 
     def on_mount(self) -> None:
-        """Lay out the panels, and focus the table."""
         self.place_panels()
-        self.query_one(RankGrid).focus()
         self.call_after_refresh(self._mount_log)
 
     async def _mount_log(self) -> None:
@@ -101,7 +90,6 @@ class RunScreen(ChartScreen):
     # Clock
 
     def tick(self) -> None:
-        """Lay out the panels again if needed, and repaint the changed ones."""
         self.place_panels()
         super().tick()
 
@@ -117,7 +105,7 @@ class RunScreen(ChartScreen):
         version = self.live.version
         if version == self._drawn_version and version != self._settled_version:
             self._settled_version = version
-            self.query_one(RankGrid).redraw()
+            self.grid.redraw()
         self._drawn_version = version
 
     def _reveal_worst_finding(self) -> None:
@@ -128,22 +116,20 @@ class RunScreen(ChartScreen):
         if rank != self._revealed_rank:
             self._revealed_rank = rank
             if rank is not None:
-                self.query_one(RankGrid).bring_into_view(rank)
+                self.grid.bring_into_view(rank)
 
     def repaint(self) -> None:
-        """Repaint all changed panels at once."""
         self._follow()
         super().repaint()
 
     # Layout
 
     def _choice_for(self, size: Size) -> PanelChoice:
-        """Return the panels to show, by the user's choice and the state of the run."""
         state = self.live.state
-        card = self.query_one(RootCauseCard)
-        root_cause = card.root_cause()
+        hosts = {view.host for view in state.ranks.values()}
+        root_cause = self.query_one(RootCauseCard).root_cause()
         rendezvous = all(view.last is None for view in state.ranks.values()) and not self.live.over
-        # The root cause card shows a failure in full, so the findings are not needed for that alone.
+        # The root cause card shows a failure in full: the findings are not needed for that alone.
         has_findings = bool(state.past_findings) or (bool(state.failures) and root_cause is None)
         most = max(size.height // 3, 5) if size.height < 44 else 14
         return replace(
@@ -151,17 +137,13 @@ class RunScreen(ChartScreen):
             ranks=len(state.ranks),
             right=self._right_panel or ("findings" if has_findings else "log"),
             rendezvous=rendezvous,
-            hosts=len({view.host for view in state.ranks.values()}) if rendezvous else 1,
-            table_cells=self._table_cells() if size.width >= WIDE_CELLS else 0,
-            root_cause_lines=root_cause_height(root_cause, size.width, most) if root_cause is not None else 0,
+            hosts=len(hosts) if rendezvous else 1,
+            # The findings may stand beside the table if the area is wide.
+            table_cells=whole_width(len(state.ranks), [*filter(None, hosts)]) if size.width >= 160 else 0,
+            root_cause_lines=len(draw_root_cause(root_cause, size.width, most)) if root_cause is not None else 0,
         )
 
-    def _table_cells(self) -> int:
-        views = self.live.state.ranks.values()
-        return whole_width(len(views), {view.host for view in views if view.host})
-
     def place_panels(self) -> None:
-        """Lay out the panels again if their size or choice changed."""
         size = self.panel_size
         choice = self._choice_for(size)
         if (size, choice) != self._arranged:
@@ -169,17 +151,14 @@ class RunScreen(ChartScreen):
             self.query_one(PanelContainer).place(arrange(size.width, size.height, choice))
 
     def _choose(self, *, panel: PanelName | None = None, zoomed: bool | None = None) -> None:
-        """Change the choice of panels."""
         panel = self.choice.panel if panel is None else panel
-        if panel == "hardware" and not (self.choice.zoomed if zoomed is None else zoomed):
+        zoomed = self.choice.zoomed if zoomed is None else zoomed
+        if panel == "hardware" and not zoomed:
             panel = "loss"
         if panel in ("findings", "log"):
             self._right_panel = panel
-        self.choice = replace(self.choice, panel=panel, zoomed=self.choice.zoomed if zoomed is None else zoomed)
+        self.choice = replace(self.choice, panel=panel, zoomed=zoomed)
         self.place_panels()
-
-    def _panel(self, name: str) -> Widget | None:
-        return next(iter(self.query(f"#{name}")), None)
 
     # Actions
 
@@ -187,7 +166,7 @@ class RunScreen(ChartScreen):
         """Show a panel and focus it; zoom it if it is focused already, or visible without a focus of its own."""
         assert name in get_args(PanelName)
         panel: PanelName = name  # type: ignore[assignment]
-        widget = self._panel(name)
+        widget = self.query_one_optional(f"#{name}")
         if widget is None:
             return
         visible = widget.display
@@ -202,17 +181,16 @@ class RunScreen(ChartScreen):
         self._focus(widget)
 
     def _focus(self, widget: Widget) -> None:
-        grid = self.query_one(RankGrid)
         if widget.can_focus:
             widget.focus()
-        elif grid.display:
-            grid.focus()
+        elif self.grid.display:
+            self.grid.focus()
         else:
             self.set_focus(None)
 
     def action_next_panel(self) -> None:
         """Show the next hidden panel; while zoomed, zoom the next one."""
-        names: list[PanelName] = [name for name in PANELS[1:] if self._panel(name) is not None]
+        names: list[PanelName] = [name for name in PANELS[1:] if self.query_one_optional(f"#{name}") is not None]
         begin = names.index(self.choice.panel) + 1 if self.choice.panel in names else 0
         order = names[begin:] + names[:begin]
         hidden = [name for name in order if not self.query_one(f"#{name}").display]
@@ -228,18 +206,7 @@ class RunScreen(ChartScreen):
         self._choose(panel=panel, zoomed=not self.choice.zoomed)
         self._focus(self.query_one(f"#{panel}"))
 
-    def save_view(self) -> Callable[[], None]:
-        """Return a function that restores the choice of panels."""
-        choice, right = self.choice, self._right_panel
-
-        def restore() -> None:
-            self.choice, self._right_panel = choice, right
-            self.place_panels()
-
-        return restore
-
     def copyable(self) -> Copyable | None:
-        """Return the failure, or else the finding under the cursor of its panel."""
         root_cause = self.query_one(RootCauseCard).root_cause()
         if root_cause is not None:
             return Copyable(failure_text(root_cause), "the failure")
@@ -249,23 +216,21 @@ class RunScreen(ChartScreen):
         """Undo the first that applies: charts' cursor, range, zoom, focus of a panel, filter, selected rank."""
         if self.view_back():
             return
-        grid = self.query_one(RankGrid)
         if self.choice.zoomed:
             self._choose(zoomed=False)
-            grid.focus()
-        elif self.focused is not grid and grid.display:
-            grid.focus()
-        elif grid.filter_text:
-            grid.set_filter("")
+            self.grid.focus()
+        elif self.focused is not self.grid and self.grid.display:
+            self.grid.focus()
+        elif self.grid.filter_text:
+            self.grid.set_filter("")
         elif self.selected_rank is not None:
             self.select(None)
         elif self.choice.panel == "ranks":
             self._choose(panel="loss")
 
     def select(self, rank: int | None) -> None:
-        """Select a rank in every panel, or none."""
         self.selected_rank = rank
-        self.query_one(RankGrid).show_rank(rank)
+        self.grid.show_rank(rank)
         self._highlight_rank(rank)
 
     @on(RankGrid.Picked)
@@ -294,13 +259,11 @@ class RunScreen(ChartScreen):
         self.open_rank(message.rank)
 
     def action_open_rank(self) -> None:
-        """Open the rank screen on the selected rank, or on the first one."""
         ranks = sorted(self.live.state.ranks)
         if self.selected_rank is not None or ranks:
             self.open_rank(self.selected_rank if self.selected_rank is not None else ranks[0])
 
     def open_rank(self, rank: int) -> None:
-        """Open the rank screen."""
         from gputrain_tui.console.screens.rank_screen import RankScreen
 
         self.select(rank)
@@ -309,39 +272,38 @@ class RunScreen(ChartScreen):
     # Actions after the end
 
     def action_resume(self) -> None:
-        """Resume from the run's last checkpoint as a new run, after a dialog."""
-        if self._ended():
-            confirm_resume(app_of(self), self.live.run)
+        if self.live.over:
+            confirm_resume(self.console, self.live.run)
+        else:
+            self.console.report(f"{self.live.id} is {self.live.status}; S stops it")
 
     async def action_relaunch(self) -> None:
-        """Open the run's recipe on the launch screen."""
-        await relaunch(app_of(self), self.live.run)
+        await relaunch(self.console, self.live.run)
 
     def action_compare(self) -> None:
-        """Compare with the run before it of the same recipe."""
-        app_of(self).compare_with_last(self.live.run)
+        """Compare with another run of the same recipe: the newest before this one, or else after it."""
+        run = self.live.run
+        others = self.runs_of_recipe()
+        if not others:
+            text = f"no other of the newest runs is one of {run.status.recipe}; History (4) compares any two"
+            self.console.report(text)
+            return
+        other = next((each for each in others if each.id < run.id), others[0])
+        from gputrain_tui.console.screens.compare_screen import CompareScreen
 
-    def _ended(self) -> bool:
-        """Return whether the run has ended; if not, notify that it goes on."""
-        if not self.live.over:
-            app_of(self).report(f"{self.live.id} is {self.live.status}; S stops it")
-        return self.live.over
+        self.app.push_screen(CompareScreen([other, run]))
 
     def action_sort(self) -> None:
-        """Sort the table by the next column."""
-        self.query_one(RankGrid).sort_next()
+        self.grid.sort_next()
 
     def action_reverse(self) -> None:
-        """Reverse the order of the table."""
-        self.query_one(RankGrid).reverse_sort()
+        self.grid.reverse_sort()
 
     async def action_filter(self) -> None:
-        """Open the input line of the rank filter."""
         from gputrain_tui.console.widgets.line_input import FilterLine
 
-        line: FilterLine | None = next(iter(self.query(FilterLine)), None)
+        line = self.query_one_optional(FilterLine)
         if line is None:
-            grid = self.query_one(RankGrid)
-            line = FilterLine(grid)
+            line = FilterLine(self.grid)
             await self.mount(line, before=self.query_one(KeyBar))
         line.open()

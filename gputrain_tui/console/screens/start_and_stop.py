@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.screens.app_protocol import AppProtocol
+    from gputrain_tui.console.screens.console_screen import AppProtocol
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.lifecycle.prepared import Prepared
 
@@ -45,25 +45,27 @@ async def _await_supervisor(console: AppProtocol, run: Run, supervisor: subproce
 
 def start_demo(console: AppProtocol) -> None:
     """Launch the demo."""
-    console.run_worker(partial(_start_demo, console), group="launch", exclusive=True)
+    console.run_worker(partial(_start, console, "preparing the demo"), group="launch", exclusive=True)
 
 
-async def _start_demo(console: AppProtocol) -> None:
-    console.report("preparing the demo")
+async def _start(console: AppProtocol, announcement: str, *, resume: str | None = None) -> None:
+    """Prepare the demo, or a run that resumes another, in a thread, and launch it."""
+
+    def prepared() -> Prepared:
+        from gputrain_tui.lifecycle import recipe_to_run
+        from gputrain_tui.lifecycle.prepared import prepare
+        from gputrain_tui.recipe.new_recipe import example_path
+
+        recipe = str(example_path("demo")) if resume is None else None
+        return prepare(recipe_to_run.load(recipe, overrides=(), resume=resume))
+
+    console.report(announcement)
     try:
-        prepared = await asyncio.to_thread(_prepared_demo)
+        ready = await asyncio.to_thread(prepared)
     except RequestError as error:
-        console.report(str(error), alarm=True)
+        console.report(str(error).removeprefix(f"--resume {resume}: "), alarm=True)
     else:
-        await launch(console, prepared)
-
-
-def _prepared_demo() -> Prepared:
-    from gputrain_tui.lifecycle import recipe_to_run
-    from gputrain_tui.lifecycle.prepared import prepare
-    from gputrain_tui.recipe.examples import example_path
-
-    return prepare(recipe_to_run.load(str(example_path("demo")), overrides=(), resume=None, stdin=None))
+        await launch(console, ready)
 
 
 def confirm_resume(console: AppProtocol, run: Run) -> None:
@@ -75,27 +77,14 @@ def confirm_resume(console: AppProtocol, run: Run) -> None:
         return
     steps = [number for path in run.dir.checkpoints.glob("step_*.pt") if (number := path.stem[5:]).isdecimal()]
     where = f"step {max(map(int, steps)):,}" if steps else "its newest checkpoint"
-    ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-    consequence = f"{run.status.recipe} continues from {where}, with {ranks}, as a new run."
-    resume = partial(console.run_worker, partial(_resume, console, run), group="launch", exclusive=True)
+    consequence = f"{run.status.recipe} continues from {where}, with {_ranks_of(run)}, as a new run."
+    start = partial(_start, console, f"preparing to resume {run.id}", resume=run.id)
+    resume = partial(console.run_worker, start, group="launch", exclusive=True)
     console.confirm(f"Resume {run.id}?", consequence, yes="Resume it", act=resume)
 
 
-async def _resume(console: AppProtocol, run: Run) -> None:
-    console.report(f"preparing to resume {run.id}")
-    try:
-        prepared = await asyncio.to_thread(_prepared_resume, run)
-    except RequestError as error:
-        console.report(str(error).removeprefix(f"--resume {run.id}: "), alarm=True)
-    else:
-        await launch(console, prepared)
-
-
-def _prepared_resume(run: Run) -> Prepared:
-    from gputrain_tui.lifecycle import recipe_to_run
-    from gputrain_tui.lifecycle.prepared import prepare
-
-    return prepare(recipe_to_run.load(None, overrides=(), resume=run.id, stdin=None))
+def _ranks_of(run: Run) -> str:
+    return f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
 
 
 async def relaunch(console: AppProtocol, run: Run) -> None:
@@ -112,8 +101,7 @@ async def relaunch(console: AppProtocol, run: Run) -> None:
 
 def confirm_stop(console: AppProtocol, run: Run) -> None:
     """Stop a run on every machine, after a dialog."""
-    ranks = f"{run.status.world_size:,} rank{'s' * (run.status.world_size != 1)}"
-    consequence = f"Its {ranks} end on every machine. Checkpoints are kept."
+    consequence = f"Its {_ranks_of(run)} end on every machine. Checkpoints are kept."
     stop = partial(console.run_worker, partial(_stop, console, run), group="stop")
     console.confirm(f"Stop {run.id}?", consequence, yes="Stop it", act=stop)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import BindingType
 from textual.containers import Container
 from textual.widgets import Static
 
-from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.screens.page import Page
+from gputrain_tui.console.screens.console_screen import Page
 
 STEPS = (
     ("d", "train the demo: two processes on this CPU, half a minute, no download"),
@@ -27,10 +24,8 @@ class WelcomeScreen(Page):
     """The welcome screen."""
 
     PLACE = "welcome"
-    BINDINGS: ClassVar[list[BindingType]] = [*bindings("welcome")]
 
     def body(self) -> ComposeResult:
-        """Yield the title and the first steps."""
         with Container(id="welcome"):
             yield Static(Text("gputrain", style="bold"), id="title")
             yield Static("Plan, launch, watch and diagnose distributed training.", id="claim")

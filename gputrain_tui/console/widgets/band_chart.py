@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from textual.events import MouseDown, MouseEvent, MouseUp
 from textual.message import Message
 
-from gputrain_tui.console.widgets.chart_view import FINE, ChartView, XAxis, line_on_axis, on_axis
-from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS, Curve, Scale, chart_columns, draw_curve
-from gputrain_tui.console.widgets.drawing import Row, fit_row, format_short, format_value
+from gputrain_tui.console.widgets.chart_view import FINE, LABEL_CELLS, ChartView, XAxis, line_on_axis, on_axis
+from gputrain_tui.console.widgets.curve_drawing import Curve, Scale, chart_columns, draw_curve
+from gputrain_tui.console.widgets.drawing import Row, format_short, format_value
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.comparison import CurvePoints, resampled
@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
 
+TITLES: dict[BandMetric, tuple[str, str]] = {
+    "loss": ("loss", "no step yet"),
+    "sync_exposed_ms": ("sync wait ms", "no gradient synchronisation was measured yet"),
+    "step_ms": ("step ms", "no step was measured yet"),
+}
+"""Title and text before the first measurement of each metric's chart."""
+
+
+@dataclass
 class ChartDragged(Message):
     """The mouse was clicked at ``step`` of a chart, or dragged from there to ``until``."""
 
-    def __init__(self, step: int, until: int | None = None) -> None:
-        super().__init__()
-        self.step = step
-        self.until = until
+    step: int
+    until: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +55,18 @@ class BandChart(Panel):
     """Chart of one metric of the run."""
 
     def __init__(
-        self,
-        live: LiveRun,
-        metric: BandMetric,
-        title: str,
-        *,
-        view: ChartView | None = None,
-        empty: str = "no step yet",
-        spiky: bool = False,
-        id: str | None = None,
+        self, live: LiveRun, metric: BandMetric, *, view: ChartView | None = None, id: str | None = None
     ) -> None:
         super().__init__(live, id=id)
         self.metric: BandMetric = metric
-        self.title_text = title
-        self.empty_text = empty
-        self.spiky = spiky
         self.view = view or ChartView()
         """Range, axis and cursor, shared by the charts of a screen."""
         self.earlier: Sequence[EarlierCurve] = ()
-        """Earlier runs, drawn below the curve."""
         self.chart_scale: Scale = "linear"
         self.last: int | None = None
         """Steps to show; None: the whole run."""
         self.smoothing = 0
-        """Steps over which the curves are smoothed; 0: not at all."""
         self._pressed: int | None = None
-        """Step at which the mouse button was pressed."""
 
     def show(self, *, scale: Scale | None = None, last: int | None = None, smoothing: int | None = None) -> None:
         """Set the options of the chart; None leaves one as it is, except ``last``, where None is the whole run."""
@@ -83,7 +76,6 @@ class BandChart(Panel):
         self.redraw()
 
     def seen_version(self) -> object:
-        """Return a value that changes with the curves, the validations and the earlier runs."""
         validations = len(self.live.state.validations) if self.metric == "loss" else 0
         return self.live.series.version, validations, [each.series.version for each in self.earlier]
 
@@ -92,25 +84,21 @@ class BandChart(Panel):
         """First and last step to show without a range; the steps of runs that were resumed are included."""
         first, last = self.live.series.span(self.last)
         if self.last is None and self.view.axis == "step":
-            first = min(
-                [first, *(each.series.first_step for each in self.earlier if each.until and each.series.first_step)]
-            )
+            begins = [each.series.first_step for each in self.earlier if each.until and each.series.first_step]
+            first = min([first, *begins])
         return first, last
 
     @property
     def columns(self) -> int:
-        """Columns of the curve, two per cell."""
         return chart_columns(self.size.width)
 
     def x_axis(self) -> XAxis:
-        """Return the horizontal axis as it is drawn."""
         first, last = self.view.span or self.default_span
         axis = self.live.series.axis
         name = self.view.axis if axis.has(self.view.axis) else "step"
         return XAxis(name=name, first_step=first, last_step=last, at=partial(axis.at, name))
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the chart."""
         series, x, columns = self.live.series, self.x_axis(), chart_columns(width)
         window = self._window(series, x, columns)
         rank = self.selected_rank
@@ -118,21 +106,21 @@ class BandChart(Panel):
         if rank is not None:
             fine = columns if x.name == "step" else FINE * columns
             span = x.first_step, x.last_step
-            rank_line = series.smoothed_rank_line(self.metric, rank, fine, span=span, over=self.smoothing)
+            rank_line = series.smoothed_window(self.metric, fine, rank=rank, span=span, over=self.smoothing).median
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
-        remarks = [] if self.metric == "loss" else [f"mean of the {self.live.state.span}"]
-        remarks += [] if self.last is None or self.view.span else [f"last {self.last:,}"]
-        if self.view.span:
-            remarks.append(f"steps {x.first_step:,}–{x.last_step:,}")
-        if self.smoothing:
-            remarks.append(f"smooth over {self.smoothing:,} steps")
+        notes = [f"┈ {each.name}" for each in self.earlier]
+        notes += [] if self.metric == "loss" else [f"mean of the {self.live.state.span}"]
+        notes += [] if self.last is None or self.view.span else [f"last {self.last:,}"]
+        notes += [f"steps {x.first_step:,}–{x.last_step:,}"] if self.view.span else []
+        notes += [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
         cells = columns // 2
-        marks = [(x.column(each.step, cells), each.loss) for each in self._validations(x)]
-        cursor = self.view.cursor
-        cursor_column = None if cursor is None else x.column(cursor, columns)
+        cursor = None if self.view.cursor is None else x.column(self.view.cursor, columns)
+        readout = None if cursor is None else self._readout(cursor, window, rank_line, under, x, columns)
+        validations = [(x.column(each.step, cells), each.loss) for each in self._validations(x)]
+        title, empty = TITLES[self.metric]
         curve = Curve(
-            title=self.title_text,
+            title=title,
             unit=self.live.state.loss_unit if self.metric == "loss" else "",
             is_loss=self.metric == "loss",
             window=window,
@@ -140,19 +128,17 @@ class BandChart(Panel):
             ranks=series.world_size,
             rank=rank,
             rank_line=rank_line,
-            rank_value=None if rank is None else self._newest_of(rank),
+            rank_value=None if rank is None else self._newest(rank),
             scale=self.chart_scale,
-            remarks=(*(f"┈ {each.name}" for each in self.earlier), *remarks),
-            empty=self.empty_text,
-            spiky=self.spiky,
+            notes=tuple(notes),
+            empty=empty,
+            spiky=self.metric != "loss",
             blocks=self.ramp.shades,
             x=x,
             under=under,
-            marks=[(cell, value) for cell, value in marks if 0 <= cell < cells],
-            cursor=None if cursor_column is None or not 0 <= cursor_column < columns else cursor_column // 2,
-            readout=None
-            if cursor_column is None
-            else self._readout(cursor_column, window, rank_line, under, x, columns, width),
+            validations=[(cell, loss) for cell, loss in validations if 0 <= cell < cells],
+            cursor=None if cursor is None or not 0 <= cursor < columns else cursor // 2,
+            readout=readout,
             lr=self._learning_rates(x, cells),
             joints=[x.column(each.until, cells) for each in self.earlier if each.until and x.name == "step"],
         )
@@ -178,22 +164,24 @@ class BandChart(Panel):
         # The other run took other times (samples, tokens) for its steps: resample it within the ends of this axis.
         count = FINE * columns
         window = series.smoothed_window(self.metric, count, span=(first, last), over=self.smoothing)
-        places = [
-            series.axis.at(x.name, first + (index + 0.5) * (last - first + 1) / count - 0.5) for index in range(count)
-        ]
-        kept = [pair for pair in zip(places, window.median, strict=True) if x.begin <= pair[0] <= x.end]
-        points = CurvePoints(at=[place for place, _ in kept], values=[value for _, value in kept])
+        steps = [first + (index + 0.5) * (last - first + 1) / count - 0.5 for index in range(count)]
+        positions = [series.axis.at(x.name, step) for step in steps]
+        kept = [pair for pair in zip(positions, window.median, strict=True) if x.begin <= pair[0] <= x.end]
+        points = CurvePoints(at=[position for position, _ in kept], values=[value for _, value in kept])
         return resampled(points, columns, x.end, first=x.begin)
 
     def _validations(self, x: XAxis) -> list[Validation]:
         """Return the validations of the training's own weights (no average) within the range of the axis."""
         if self.metric != "loss":
             return []
-        found = (each for each in self.live.state.validations if each.split == "valid" and each.weights_step is None)
-        return [each for each in found if x.first_step <= each.step <= x.last_step and isfinite(each.loss)]
+        return [
+            each
+            for each in self.live.state.validations
+            if each.split == "valid" and each.weights_step is None and x.first_step <= each.step <= x.last_step
+            if isfinite(each.loss)
+        ]
 
     def _learning_rates(self, x: XAxis, cells: int) -> list[float]:
-        """Return the learning rate per cell; empty if it is constant."""
         if self.metric != "loss":
             return []
         rates = [self.live.series.axis.lr_at(x.step_at(cell, cells)) for cell in range(cells)]
@@ -202,31 +190,30 @@ class BandChart(Panel):
 
     def _readout(
         self,
-        cursor_column: int,
+        column: int,
         window: Window,
         rank_line: Sequence[float],
         under: Sequence[Sequence[float]],
         x: XAxis,
         columns: int,
-        width: int,
     ) -> Row:
         """Return the values at the cursor, as the title line."""
         cursor = self.view.cursor
         assert cursor is not None
-        row: Row = [(self.title_text, "title"), (f"  step {cursor:,}", "accent")]
+        row: Row = [(TITLES[self.metric][0], "title"), (f"  step {cursor:,}", "accent")]
         if x.name != "step":
             position = x.at(cursor)
             text = duration(position) if x.name == "time" else f"{format_short(position, 8).strip()} {x.name}"
             row.append((f"  {text}", "dim"))
-        if 0 <= cursor_column < columns:
-            low, middle, high = window.low[cursor_column], window.median[cursor_column], window.high[cursor_column]
+        if 0 <= column < columns:
+            low, middle, high = (line[column] for line in (window.low, window.median, window.high))
             row += [("  ", "base"), (format_value(middle), "bright")]
             if self.live.series.world_size > 1:
                 row.append((f" in {format_value(low)}–{format_value(high)}", "dim"))
-            if self.selected_rank is not None and cursor_column < len(rank_line):
-                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[cursor_column]), "accent")]
+            if self.selected_rank is not None and column < len(rank_line):
+                row += [(f"  rank {self.selected_rank} ", "dim"), (format_value(rank_line[column]), "accent")]
             for each, line in zip(self.earlier, under, strict=True):
-                row += [(f"  {each.name} ", "dim"), (format_value(line[cursor_column]), "under")]
+                row += [(f"  {each.name} ", "dim"), (format_value(line[column]), "under")]
         validations = self._validations(x)
         if validations:
             nearest = min(validations, key=lambda each: abs(each.step - cursor))
@@ -234,7 +221,7 @@ class BandChart(Panel):
         rate = self.live.series.axis.lr_at(cursor)
         if self.metric == "loss" and isfinite(rate):
             row.append((f"  lr {rate:.3g}", "dim"))
-        return fit_row(row, width)
+        return row
 
     # Mouse
 
@@ -243,31 +230,25 @@ class BandChart(Panel):
         return y == 0
 
     def _step_under(self, event: MouseEvent) -> int | None:
-        """Return the step under the pointer; None outside the plot."""
         x, cells = self.x_axis(), self.columns // 2
         cell = event.x - LABEL_CELLS - 2
         return x.step_at(cell, cells) if 0 <= cell < cells and x.last_step and event.y > 0 else None
 
     def on_mouse_down(self, event: MouseDown) -> None:
-        """Begin a range."""
         self._pressed = self._step_under(event) if event.button == 1 else None
 
     def on_mouse_up(self, event: MouseUp) -> None:
-        """Report the step that was clicked, or the range that was dragged over."""
         pressed, self._pressed = self._pressed, None
         released = self._step_under(event)
         if pressed is not None and released is not None:
             self.post_message(ChartDragged(pressed) if released == pressed else ChartDragged(pressed, released))
 
-    def _newest(self) -> float | None:
-        """Return the figure of the run, as in the header: the newest loss, or a mean over the last steps."""
+    def _newest(self, rank: int | None = None) -> float | None:
+        """Return the figure of the run, as in the header, or of a rank, as in its line of the table."""
         figures = self.live.state.figures
-        return {"loss": figures.loss, "step_ms": figures.step_ms, "sync_exposed_ms": figures.sync_ms}[self.metric]
-
-    def _newest_of(self, rank: int) -> float | None:
-        """Return the figure of a rank, as in its line of the table."""
-        view = self.live.state.ranks.get(rank)
-        if view is None:
-            return None
-        sums = view.sums
-        return {"loss": view.loss, "step_ms": sums.mean_step_ms, "sync_exposed_ms": sums.mean_exposed_ms}[self.metric]
+        values = figures.loss, figures.step_ms, figures.sync_ms
+        if rank is not None:
+            if (view := self.live.state.ranks.get(rank)) is None:
+                return None
+            values = view.loss, view.sums.mean_step_ms, view.sums.mean_exposed_ms
+        return dict(zip(("loss", "step_ms", "sync_exposed_ms"), values, strict=True))[self.metric]

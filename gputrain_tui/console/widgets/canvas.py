@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import groupby
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
-from textual.events import Click, Event, MouseEvent, MouseScrollDown, MouseScrollUp
+from textual.events import Click, Event, MouseScrollDown, MouseScrollUp
 from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.selection import Selection
@@ -19,15 +20,12 @@ from textual.widget import Widget
 
 from gputrain_tui.console.ramp import TEXT_ON_CURSOR, Ramp, pair, ramp_for
 from gputrain_tui.console.textual_internals import AbstractWidgetMeta
-from gputrain_tui.console.widgets.drawing import Row, row_cells, scroll_thumb
+from gputrain_tui.console.widgets.drawing import Row, fit_row, scroll_thumb
 from gputrain_tui.state.totals import PHASES
 
 ON_CURSOR = {"dim": "bright", "quiet": "bright", "value": "bright", "absent": "value", "error-text": "bright"}
 """Brighter roles for text on the cursor's background, where dim text could not be read."""
-WHEEL_LINES = 3
-"""Lines per turn of the mouse wheel."""
 WITHOUT_COLOURS = {"cursor": Style(reverse=True), "cursor-unfocused": Style(underline=True)}
-"""Styles of the cursor's line on terminals without colours."""
 CURVES = tuple(f"curve-{number}" for number in range(6))
 
 
@@ -41,13 +39,11 @@ def with_background(row: Row, ground: str) -> Row:
     return [(text, f"{ON_CURSOR.get(role, role)}@{ground}") for text, role in row]
 
 
-@dataclass(frozen=True)
-class Copyable:
-    """Text that the copy key copies from a panel or a screen."""
+class Copyable(NamedTuple):
+    """Text for the copy key, and its name in the notification, such as ``a line of the log``."""
 
     text: str
     label: str
-    """Name of the text in the notification, such as ``a line of the log``."""
 
 
 class Canvas(Widget, metaclass=AbstractWidgetMeta):
@@ -66,9 +62,9 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
     Canvas > .canvas--title { color: $foreground; text-style: bold; }
     Canvas:focus > .canvas--title { color: $text-accent; text-style: bold; }
     Canvas > .canvas--bright { color: $foreground; }
-    Canvas > .canvas--dim { color: $foreground 60%; }
+    Canvas > .canvas--dim, Canvas > .canvas--curve-5 { color: $foreground 60%; }
     Canvas > .canvas--rule { color: $foreground 20%; }
-    Canvas > .canvas--accent { color: $text-accent; }
+    Canvas > .canvas--accent, Canvas > .canvas--curve-0 { color: $text-accent; }
     Canvas > .canvas--warning { color: $text-warning; }
     Canvas > .canvas--error { color: $text-error; text-style: bold; }
     Canvas:nocolor > .canvas--error { color: $foreground; }
@@ -83,12 +79,10 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
     Canvas:light > .canvas--cursor { background: $primary 20%; }
     Canvas:ansi > .canvas--cursor { background: ansi_blue; }
     Canvas:ansi > .canvas--cursor-unfocused { background: ansi_bright_black; }
-    Canvas > .canvas--curve-0 { color: $text-accent; }
     Canvas > .canvas--curve-1 { color: $text-primary; }
     Canvas > .canvas--curve-2 { color: $text-success; }
     Canvas > .canvas--curve-3 { color: $text-error; }
     Canvas > .canvas--curve-4 { color: $text-secondary; }
-    Canvas > .canvas--curve-5 { color: $foreground 60%; }
     """
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -107,7 +101,6 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
 
     @property
     def ramp(self) -> Ramp:
-        """Colours that the theme and the terminal can show."""
         return ramp_for(self.app)
 
     def redraw(self) -> None:
@@ -128,34 +121,26 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         self._drawn_size = None
 
     def on_focus(self) -> None:
-        """Draw title and cursor with the focus."""
         self.redraw()
 
     def on_blur(self) -> None:
-        """Draw title and cursor without the focus."""
         self.redraw()
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Scroll back with the wheel."""
-        self._wheel_event(event, -WHEEL_LINES)
+        event.stop()
+        self.wheel(-3)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Scroll on with the wheel."""
-        self._wheel_event(event, WHEEL_LINES)
-
-    def _wheel_event(self, event: MouseEvent, lines: int) -> None:
         event.stop()
-        self.wheel(lines)
+        self.wheel(3)
 
     def render_line(self, y: int) -> Strip:
-        """Return one line, with the selected part of its text in the colours of a selection."""
         strip = self.line(y)
         selection = self.text_selection
         span = selection.get_span(self.text_line(y)) if selection is not None else None
         return strip if span is None else self._with_selection(strip, span)
 
     def line(self, y: int) -> Strip:
-        """Return one line as it is drawn."""
         if self.size != self._drawn_size:
             self._drawn_size = self.size
             self._rows = []
@@ -183,7 +168,6 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return y
 
     def text_offset(self, x: int, y: int) -> Offset:
-        """Return the offset in the text that is nearest to a cell."""
         y = min(max(y, 0), max(self.size.height - 1, 0))
         return Offset(min(max(x, 0), max(self.size.width - 1, 0)), self.text_line(y))
 
@@ -192,11 +176,9 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return self.line(line)
 
     def text_lines(self) -> Iterable[int]:
-        """Return the numbers of the text's lines, in order."""
         return range(self.size.height)
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """Return the selected text, and a line break as its ending."""
         texts = []
         for number in self.text_lines():
             if (span := selection.get_span(number)) is not None:
@@ -214,11 +196,9 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         width = strip.cell_length
         begin, end = span[0], width if span[1] < 0 else min(span[1], width)
         style = self.screen.get_component_rich_style("screen--selection")
-        if self.app.no_color:
-            ground = Style(reverse=True)
-        else:  # a theme without a colour for selected text gives the background's colour: keep the text's own then
-            color = style.color if style.color != style.bgcolor else None
-            ground = Style(color=color, bgcolor=style.bgcolor)
+        # A theme without a colour for selected text gives the background's colour: keep the text's own then.
+        color = style.color if style.color != style.bgcolor else None
+        ground = Style(reverse=True) if self.app.no_color else Style(color=color, bgcolor=style.bgcolor)
         selected = Strip(Segment.apply_style(strip.crop(begin, end), post_style=ground))
         return Strip.join([strip.crop(0, begin), selected, strip.crop(end, width)])
 
@@ -243,7 +223,6 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
         return Strip(self.segments(row)).adjust_cell_length(width, self.rich_style)
 
     def segments(self, row: Row) -> list[Segment]:
-        """Return a row in the colours of its roles."""
         styles = self._styles
         return [Segment(text, styles.get(role) or self.role(role)) for text, role in row]
 
@@ -264,14 +243,10 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
 
     def _plain_style(self, role: str) -> Style:
         kind, *levels = role.split(":")
-        if levels:
-            ramp = self.ramp
-            shown = (
-                [ramp.heat[int(level)] for level in levels]
-                if kind == "heat"
-                else [ramp.phases[PHASES.index(phase)] for phase in levels]
-            )
-            return self.rich_style + pair(*shown)
+        if kind == "heat":
+            return self.rich_style + pair(*(self.ramp.heat[int(level)] for level in levels))
+        if kind == "phase":
+            return self.rich_style + pair(*(self.ramp.phases[PHASES.index(phase)] for phase in levels))
         if role == "base":
             return self.rich_style
         if role == "band-reversed":
@@ -281,13 +256,9 @@ class Canvas(Widget, metaclass=AbstractWidgetMeta):
 
 def _consecutive(lines: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the begin and end of each run of consecutive numbers."""
-    begin = before = lines[0]
-    for line in lines[1:]:
-        if line != before + 1:
-            yield begin, before + 1
-            begin = line
-        before = line
-    yield begin, before + 1
+    for _, pairs in groupby(enumerate(lines), key=lambda pair: pair[1] - pair[0]):
+        run = [line for _, line in pairs]
+        yield run[0], run[-1] + 1
 
 
 MOVE_KEYS: list[BindingType] = [
@@ -298,7 +269,6 @@ MOVE_KEYS: list[BindingType] = [
     Binding("home", "edge(-1)", "First", show=False),
     Binding("end,G", "edge(1)", "Last", show=False),
 ]
-"""Keys of a list with a cursor."""
 SCROLL_KEYS: list[BindingType] = [
     Binding("up,k", "scroll_by(-1)", "Up", show=False),
     Binding("down,j", "scroll_by(1)", "Down", show=False),
@@ -306,11 +276,21 @@ SCROLL_KEYS: list[BindingType] = [
     Binding("pagedown", "scroll_by(8)", "Page down", show=False),
     *MOVE_KEYS[4:],
 ]
-"""Keys of text without a cursor."""
 
 
-class Listing(Canvas, can_focus=True):
-    """List with a cursor; a subclass provides the rows."""
+Line = TypeVar("Line")
+
+
+@dataclass(frozen=True)
+class Heading:
+    """Line above those of one group, over which the cursor passes."""
+
+    text: str
+    indent: str = "  "
+
+
+class Listing(Canvas, Generic[Line], can_focus=True):
+    """List with a cursor; a subclass draws the lines."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes("cursor", "cursor-unfocused", *CURVES)
     BINDINGS: ClassVar[list[BindingType]] = [*MOVE_KEYS, Binding("enter", "choose", "Choose", show=False)]
@@ -319,12 +299,10 @@ class Listing(Canvas, can_focus=True):
     class RowMessage(Message):
         """Message about a row."""
 
-        listing: Listing
-        index: int
+        listing: Listing[Any]
 
         @property
-        def control(self) -> Listing:
-            """The list."""
+        def control(self) -> Listing[Any]:
             return self.listing
 
     class Moved(RowMessage):
@@ -335,55 +313,51 @@ class Listing(Canvas, can_focus=True):
 
     head_rows = 1
     """Lines above the rows that do not scroll."""
+    lines: Sequence[Line | Heading] = ()
     cursor = 0
     """Index of the row with the cursor."""
     _top = 0
 
-    # Provided by subclasses
-
-    @abstractmethod
-    def count(self) -> int:
-        """Return the number of rows."""
-
     @abstractmethod
     def head(self, width: int) -> list[Row]:
-        """Return the lines above the rows, which do not scroll."""
+        """Return the rows above the lines, which do not scroll."""
 
     @abstractmethod
-    def row(self, index: int, width: int) -> Row:
-        """Return one row of exactly ``width`` cells."""
+    def row(self, line: Line, width: int) -> Row:
+        """Return the row of a line, at most ``width`` cells long."""
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Return the rows of an empty list."""
         return []
 
-    def selectable(self, index: int) -> bool:
-        """Return whether the cursor may be on a row."""
-        return True
-
-    # Drawing
+    def key(self, line: Line) -> object:
+        """Return what identifies a line when the list is shown anew."""
+        return line
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the head and the rows around the cursor."""
-        count = self.count()
+        count = len(self.lines)
         head = self.head(width)[:height]
         if count > height - len(head):  # the scroll bar takes two cells of every row
             head = self.head(width - 2)[:height]
         self.head_rows = len(head)
-        room = height - len(head)
+        visible = height - len(head)
         if not count:
-            return head + self.empty(width, room)
+            return head + self.empty(width, visible)
         self.cursor = min(max(self.cursor, 0), count - 1)
-        self._top = min(max(self._top, self.cursor - room + 1, 0), self.cursor, max(count - room, 0))
-        if self.cursor and self._top == self.cursor and not any(map(self.selectable, range(self._top))):
-            self._top = 0
-        overflows = count > room
-        thumb = scroll_thumb(self._top, room, count) if overflows else range(0)
+        self._top = min(max(self._top, self.cursor - visible + 1, 0), self.cursor, max(count - visible, 0))
+        if self._top == self.cursor and not any(map(self.selectable, range(self._top))):
+            self._top = 0  # a heading above the first row comes into view with it
+        overflows = count > visible
+        thumb = scroll_thumb(self._top, visible, count)
         rows = []
-        for y, index in enumerate(range(self._top, min(self._top + room, count))):
-            row = self.row(index, width - 2 * overflows)
+        for y, index in enumerate(range(self._top, min(self._top + visible, count))):
+            line = self.lines[index]
+            if isinstance(line, Heading):
+                row: Row = [(line.indent, "base"), (line.text, "accent")]
+            else:
+                row = self.row(line, width - 2 * overflows)
+            row = fit_row(row, width - overflows)
             if overflows:
-                row = [*row, (" " * max(width - 1 - row_cells(row), 0), "base"), ("┃" if y in thumb else " ", "dim")]
+                row.append(("┃" if y in thumb else " ", "dim"))
             if index == self.cursor:
                 row = with_background(row, "cursor" if self.has_focus else "cursor-unfocused")
             rows.append(row)
@@ -391,49 +365,67 @@ class Listing(Canvas, can_focus=True):
 
     # Cursor
 
+    def selectable(self, index: int) -> bool:
+        return not isinstance(self.lines[index], Heading)
+
+    @property
+    def current(self) -> Line | None:
+        """The line under the cursor; None in an empty list."""
+        line = self.lines[min(self.cursor, len(self.lines) - 1)] if self.lines else None
+        return None if isinstance(line, Heading) else line
+
+    def show_lines(self, lines: Sequence[Line | Heading]) -> None:
+        """Show lines; the cursor stays on its line, or else near its place."""
+        before = self.current
+        self.lines = lines
+        index = None if before is None else self._index_of(self.key(before))
+        self.cursor = min(self.cursor, max(len(lines) - 1, 0)) if index is None else index
+        if lines and not self.selectable(self.cursor):
+            self.cursor += 1
+        self.redraw()
+
+    def _index_of(self, key: object) -> int | None:
+        lines = enumerate(self.lines)
+        return next((index for index, line in lines if not isinstance(line, Heading) and self.key(line) == key), None)
+
+    def go_to(self, key: object) -> None:
+        """Put the cursor on the line with a key, if there is one."""
+        if (index := self._index_of(key)) is not None:
+            self.go(index)
+
     def go(self, index: int, *, step: int = 1) -> None:
         """Put the cursor on a row, or on the next selectable one in the direction of ``step``."""
-        count = self.count()
+        count = len(self.lines)
         index = min(max(index, 0), count - 1)
         while 0 <= index < count and not self.selectable(index):
             index += step
         if not 0 <= index < count:
             return
-        moved = index != self.cursor
+        if index != self.cursor:
+            self.post_message(self.Moved(self))
         self.cursor = index
         self.redraw()
-        if moved:
-            self.post_message(self.Moved(self, index))
 
     def action_move(self, rows: int) -> None:
-        """Move by rows."""
         self.go(self.cursor + rows, step=1 if rows > 0 else -1)
-        if rows < 0 and self._top and not any(map(self.selectable, range(self.cursor))):
-            self._top = 0  # a heading above the first row comes into view with it
-            self.redraw()
 
     def action_page(self, pages: int) -> None:
-        """Move by pages."""
         page = max(self.size.height - self.head_rows - 1, 1)
         self.go(self.cursor + pages * page, step=1 if pages > 0 else -1)
 
     def action_edge(self, side: int) -> None:
-        """Go to the first or the last row."""
-        self.go(0 if side < 0 else self.count() - 1, step=-side)
+        self.go(0 if side < 0 else len(self.lines) - 1, step=-side)
 
     def action_choose(self) -> None:
-        """Choose the row with the cursor."""
-        if self.count():
-            self.post_message(self.Chosen(self, self.cursor))
+        if self.lines:
+            self.post_message(self.Chosen(self))
 
     def wheel(self, lines: int) -> None:
-        """Move the cursor by lines."""
         self.action_move(lines)
 
     def on_click(self, event: Click) -> None:
-        """Move the cursor to the clicked row; a click on the cursor's row chooses it."""
         index = event.y - self.head_rows + self._top
-        if event.y < self.head_rows or not 0 <= index < self.count() or not self.selectable(index):
+        if event.y < self.head_rows or not 0 <= index < len(self.lines) or not self.selectable(index):
             return
         if index == self.cursor:
             self.action_choose()

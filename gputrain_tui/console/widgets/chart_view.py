@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, isfinite, nan
+from math import ceil, isfinite, nan
 
 from gputrain_tui.console.widgets.drawing import Row, format_short, nice_step
 from gputrain_tui.history.series import Window, interpolate
@@ -14,7 +15,8 @@ from gputrain_tui.tables import duration
 FINE = 4
 """Columns of equally many steps that are read per column of another axis, so that few of its columns stay empty."""
 LEAST_STEPS = 8
-"""Fewest steps to show."""
+LABEL_CELLS = 6
+"""Cells of a label at the left of a chart."""
 
 
 @dataclass
@@ -33,12 +35,9 @@ class ChartView:
         self.axis = next(name for name in order if series.has(name))
 
     def move(self, default_span: tuple[int, int], columns: int, shift: int) -> None:
-        """Move the cursor by columns of equally many steps; without a cursor, put one on the newest step.
+        """Move the cursor by ``shift`` of a chart's columns; without a cursor, put one on the newest step.
 
-        Args:
-            default_span: First and last step to show without a span.
-            columns: Columns of a chart.
-            shift: How many of them, negative to the left.
+        ``default_span``: first and last step to show without a span.
         """
         first, last = self.span or default_span
         if last < first or not last:
@@ -53,8 +52,7 @@ class ChartView:
         """Show half as many steps, around the cursor or else the newest ones; if not ``closer``, twice as many."""
         first, last = self.span or default_span
         count = last - first + 1
-        zoom_ratio = 2  # ratio of the numbers of steps before and after zooming once
-        count = max(count // zoom_ratio, LEAST_STEPS) if closer else count * zoom_ratio
+        count = max(count // 2, LEAST_STEPS) if closer else count * 2
         if count >= default_span[1] - default_span[0] + 1:
             self.span = None
             return
@@ -85,8 +83,7 @@ class XAxis:
     name: AxisName = "step"
     first_step: int
     last_step: int
-    at: Callable[[float], float]
-    """Position of a step on the axis."""
+    at: Callable[[float], float] = float
 
     @property
     def begin(self) -> float:
@@ -103,43 +100,23 @@ class XAxis:
         length = self.end - self.begin
         if length <= 0:
             return 0
-        place = (step if self.name == "step" else self.at(step)) - self.begin
-        if self.name != "step" and place > 0:
-            place -= 1e-9 * length  # a step's end belongs to its column, not to the next one
-        return int(place / length * columns) if place >= 0 else -1
+        position = (step if self.name == "step" else self.at(step)) - self.begin
+        if self.name != "step" and position > 0:
+            position -= 1e-9 * length  # a step's end belongs to its column, not to the next one
+        return int(position / length * columns) if position >= 0 else -1
 
     def step_at(self, column: int, columns: int) -> int:
         """Return the first step at or after the beginning of a column, at most the last step."""
-        low, high = self.first_step, self.last_step
-        while low < high:
-            middle = (low + high) // 2
-            if self.column(middle, columns) < column:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        steps = range(self.first_step, self.last_step)
+        return self.first_step + bisect_left(steps, column, key=lambda step: self.column(step, columns))
 
-    def labels(self, width: int, label_cells: int) -> Row:
-        """Return the labels below a chart: round positions, and the newest position at the right."""
-        cells = width - label_cells - 2
-        line = [" "] * width
-        begin, length = self.begin, self.end - self.begin
+    def labels(self, width: int) -> Row:
+        """Return the labels below a chart of ``width`` cells."""
         last = self.end if self.name != "step" else float(self.last_step)
-        end = self._text(last, newest=True)
-        free = max(width - len(end), 0)
-        line[free:] = end
-        if length > 0 and last > begin:
-            distance = nice_step(last - begin, max(1, cells // (9 if self.name == "step" else 12)))
-            distance = max(distance, 1.0)
-            busy, number = label_cells, ceil(begin / distance)
-            while number * distance < last:
-                text = self._text(number * distance)
-                place = label_cells + 2 + int((number * distance - begin) / length * cells)
-                if place > busy and place + len(text) + 2 <= free:
-                    line[place : place + len(text)] = text
-                    busy = place + len(text) + 2
-                number += 1
-        return [("".join(line), "axis")]
+        cells_per_label = 9 if self.name == "step" else 12
+        newest = self._text(last, newest=True)
+        text = position_labels(width, self.begin, self.end, last, cells_per_label, self._text, newest)
+        return [(text, "axis")]
 
     def _text(self, position: float, *, newest: bool = False) -> str:
         if self.name == "time":
@@ -150,32 +127,49 @@ class XAxis:
         return f"{text} {self.name}" if newest else text
 
 
+def position_labels(
+    width: int, begin: float, end: float, last: float, cells_per_label: int, text: Callable[[float], str], newest: str
+) -> str:
+    """Return the labels below a chart: round positions before ``last`` where they fit, and ``newest`` at the right.
+
+    ``begin`` and ``end`` are the positions of the plot's edges.
+    """
+    cells = width - LABEL_CELLS - 2
+    line = [" "] * width
+    free = max(width - len(newest), 0)
+    line[free:] = newest
+    if last <= begin:
+        return "".join(line)
+    distance = max(nice_step(last - begin, max(1, cells // cells_per_label)), 1.0)
+    busy, number = LABEL_CELLS, ceil(begin / distance)
+    while number * distance < last:
+        label = text(number * distance)
+        column = LABEL_CELLS + 2 + int((number * distance - begin) / (end - begin) * cells)
+        if column > busy and column + len(label) + 2 <= free:
+            line[column : column + len(label)] = label
+            busy = column + len(label) + 2
+        number += 1
+    return "".join(line)
+
+
 def on_axis(window: Window, x: XAxis, columns: int) -> Window:
     """Return a band whose columns have equally many steps, resampled to columns of equal length on another axis."""
     if x.name == "step":
         return window
-    count = len(window.median)
-    low, high = [inf] * columns, [-inf] * columns
-    sums, parts = [0.0] * columns, [0] * columns
-    steps = window.last_step - window.first_step + 1
-    for index in range(count):
-        middle = window.median[index]
-        if middle != middle:
-            continue
-        column = x.column(window.first_step + (index + 0.5) * steps / count - 0.5, columns)
-        if not 0 <= column < columns:
-            continue
-        low[column] = min(low[column], window.low[index])
-        high[column] = max(high[column], window.high[index])
-        if isfinite(middle):
-            sums[column] += middle
-            parts[column] += 1
-    median = [total / part if part else nan for total, part in zip(sums, parts, strict=True)]
-    lows = [value if part else nan for value, part in zip(low, parts, strict=True)]
-    highs = [value if part else nan for value, part in zip(high, parts, strict=True)]
-    for values in (lows, median, highs):
+    groups: list[list[int]] = [[] for _ in range(columns)]
+    steps_per_column = (window.last_step - window.first_step + 1) / len(window.median)
+    for index, middle in enumerate(window.median):
+        column = x.column(window.first_step + (index + 0.5) * steps_per_column - 0.5, columns)
+        if middle == middle and 0 <= column < columns:
+            groups[column].append(index)
+    finite = [[window.median[index] for index in group if isfinite(window.median[index])] for group in groups]
+    pairs = list(zip(groups, finite, strict=True))
+    low = [min(window.low[index] for index in group) if part else nan for group, part in pairs]
+    median = [sum(part) / len(part) if part else nan for part in finite]
+    high = [max(window.high[index] for index in group) if part else nan for group, part in pairs]
+    for values in (low, median, high):
         _fill(values)
-    return Window(first_step=window.first_step, last_step=window.last_step, low=lows, median=median, high=highs)
+    return Window(first_step=window.first_step, last_step=window.last_step, low=low, median=median, high=high)
 
 
 def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]:

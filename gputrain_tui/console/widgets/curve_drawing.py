@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from math import ceil, floor, inf, isfinite, log10, nan
 from typing import Literal
 
-from gputrain_tui.console.widgets.chart_view import XAxis
+from gputrain_tui.console.widgets.chart_view import LABEL_CELLS, XAxis
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     LOWER,
     Row,
+    bar_below,
     centred_text,
     fit_row,
+    fit_rows,
     format_short,
     format_value,
     merge,
@@ -26,15 +28,10 @@ from gputrain_tui.history.series import Window
 Scale = Literal["linear", "log"]
 
 BRAILLE = 0x2800
-"""First code point of the braille cells."""
 BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell, per dot column from the top."""
 GREATEST, LEAST = 1e300, 1e-300
 """Limits of a drawn number's absolute value, so that differences and quotients stay finite."""
-LR_FROM_LINES = 10
-"""Fewest lines of a chart that has a strip of the learning rate."""
-LABEL_CELLS = 6
-"""Cells of a y label."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +48,12 @@ class Curve:
     """Figure of the run, shown in the title."""
     ranks: int = 0
     rank: int | None = None
-    """The selected rank."""
     rank_line: Sequence[float] = ()
     rank_value: float | None = None
     scale: Scale = "linear"
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """Options in force, shown in the title, such as ``last 1,000``."""
     empty: str = "no step yet"
-    """Text before the first measurement."""
     spiky: bool = False
     """Whether rare spikes may be cropped."""
     blocks: bool = True
@@ -67,16 +62,15 @@ class Curve:
     """Horizontal axis; None: the steps of the window."""
     under: Sequence[Sequence[float]] = ()
     """Curves of earlier runs, drawn below, in the columns of the window."""
-    marks: Sequence[tuple[int, float]] = ()
-    """Cell and value of each validation."""
+    validations: Sequence[tuple[int, float]] = ()
+    """Cell and value of each."""
     cursor: int | None = None
-    """Cell of the cursor."""
     readout: Row | None = None
     """Values at the cursor, shown instead of the title."""
     joints: Sequence[int] = ()
     """Cells of the steps at which a run was resumed."""
     lr: Sequence[float] = ()
-    """Learning rate per cell, drawn as a strip below the curve if there are ``LR_FROM_LINES``."""
+    """Learning rate per cell, drawn as a strip below the curve if there are ten lines."""
 
 
 def chart_columns(width: int) -> int:
@@ -86,36 +80,27 @@ def chart_columns(width: int) -> int:
 
 def draw_curve(curve: Curve, width: int, height: int) -> list[Row]:
     """Return a chart as ``height`` rows of ``width`` cells."""
-    with_lr = height >= LR_FROM_LINES and any(isfinite(value) for value in curve.lr)
+    with_lr = height >= 10 and any(map(isfinite, curve.lr))
     plot_height = height - (2 if height > 4 else 1) - with_lr
     if plot_height < 1:
         return [fit_row(_head(curve, width), width)]
-    points = [value for _, value in curve.marks]
-    limits = plot_limits((curve.window.low, curve.window.high, curve.rank_line, *curve.under, points), curve.scale)
-    if limits is None or width < LABEL_CELLS + 6:
+    window, cells = curve.window, width - LABEL_CELLS - 2
+    validations = [value for _, value in curve.validations]
+    limits = plot_limits((window.low, window.high, curve.rank_line, *curve.under, validations), curve.scale)
+    if limits is None or cells < 4:
         text = curve.empty if limits is None else EMPTY
         return [fit_row(_head(curve, width), width), *centred_text(width, height - 1, [text])]
     low, high = limits
     axis = Axis(low, min(high, _usual_top(curve, low)), plot_height, curve.scale)
-    rows = [fit_row(_head(curve, width, peak=high if axis.leaves_out(high) else None), width)]
-    rows += [fit_row(row, width) for row in _plot(curve, axis, width - LABEL_CELLS - 2, plot_height)]
+    rows = [_head(curve, width, peak=high if axis.leaves_out(high) else None), *_plot(curve, axis, cells, plot_height)]
     if with_lr:
-        rows.append(fit_row(_lr_strip(curve.lr, width - LABEL_CELLS - 2), width))
+        top = max(filter(isfinite, curve.lr))
+        bars = "".join(bar_below(rate, top) for rate in curve.lr[:cells])
+        rows.append([("lr".rjust(LABEL_CELLS), "axis"), (" │", "rule"), (bars, "dim")])
     if height > 4:
-        first, last = curve.window.first_step, curve.window.last_step
-        x = curve.x or XAxis(first_step=first, last_step=last, at=float)
-        rows.append(fit_row(x.labels(width, LABEL_CELLS), width))
-    return rows
-
-
-def _lr_strip(values: Sequence[float], cells: int) -> Row:
-    """Return the learning rate as a line of bars, scaled to its greatest value."""
-    most = max(value for value in values if isfinite(value))
-    bars = "".join(
-        " " if not isfinite(value) else LOWER[max(1, round(8 * value / most)) if most > 0 else 1]
-        for value in values[:cells]
-    )
-    return [("lr".rjust(LABEL_CELLS), "axis"), (" │", "rule"), (bars, "dim")]
+        x = curve.x or XAxis(first_step=window.first_step, last_step=window.last_step)
+        rows.append(x.labels(width))
+    return fit_rows(rows, width, height)
 
 
 def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
@@ -127,11 +112,11 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
     left += [(f" {word}", "dim") for word in (curve.unit, mean) if word]
     if curve.rank is not None:
         left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
-    remarks = [*(["log"] if curve.scale == "log" else []), *curve.remarks]
+    notes = [*(["log"] if curve.scale == "log" else []), *curve.notes]
     if curve.ranks > 1:
-        remarks.append(f"median in min–max of {curve.ranks:,} ranks")
+        notes.append(f"median in min–max of {curve.ranks:,} ranks")
     peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {format_value(peak)}", "dim")]]
-    return title_row(width, left, [*peaks, *([(remark, "dim")] for remark in remarks)])
+    return title_row(width, left, [*peaks, *([(note, "dim")] for note in notes)])
 
 
 def _value_text(curve: Curve, value: float | None) -> str:
@@ -207,11 +192,16 @@ class Axis:
 
     def labels(self, height: int) -> dict[int, str]:
         """Return the labels of the ticks by their lines from the top."""
-        found: dict[int, str] = {}
+        labels: dict[int, str] = {}
         for tick in reversed(self.ticks):
             line = min(height - 1, int((1 - self.at(tick)) * height))
-            found.setdefault(line, format_short(round(tick, 12)).strip())
-        return found
+            labels.setdefault(line, format_short(round(tick, 12)).strip())
+        return labels
+
+
+def gutter(label: str, role: str = "axis") -> Row:
+    """Return the y label of a line of a plot, and its piece of the axis."""
+    return [(label.rjust(LABEL_CELLS), role), (" ┤" if label else " │", "rule")]
 
 
 def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
@@ -220,10 +210,10 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     rank = braille_line(curve.rank_line, axis, width, height)
     bottoms, tops = _edges(curve.window, axis, width, height)
     under = [braille_line(line, axis, width, height) for line in curve.under]
-    marks = {
-        (cell, min(height - 1, int((1 - place) * height)))
-        for cell, value in curve.marks
-        if (place := axis.at(value)) == place
+    validations = {
+        (cell, min(height - 1, int((1 - share) * height)))
+        for cell, value in curve.validations
+        if (share := axis.at(value)) == share
     }
     highs = enumerate(curve.window.high)
     spikes = {column >> 1 for column, value in highs if value < inf and axis.leaves_out(min(value, GREATEST))}
@@ -231,23 +221,22 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     rows = []
     for y in range(height):
         label = labels.get(y, "")
-        pieces: Row = [(label.rjust(LABEL_CELLS), "axis"), (" ┤" if label else " │", "rule")]
+        pieces = gutter(label)
         ground = "┈" if label else " "
         floor_8 = 8 * (height - 1 - y)
         rank_row, median_row = rank[y], median[y]
         for x in range(width):
             low, high = max(bottoms[x] - floor_8, 0), min(tops[x] - floor_8, 8)
             behind = next((line[y][x] for line in under if line[y][x]), 0)
-            if (x, y) in marks:
+            if (x, y) in validations:
                 pieces.append(("◆", "good"))
             elif y == 0 and x in spikes:
                 pieces.append(("▴", "median"))
-            elif rank_row[x] and not (median_row[x] and x % 2):  # cells of both curves alternate between them
+            elif rank_row[x] or median_row[x]:
+                is_rank = rank_row[x] and not (median_row[x] and x % 2)  # cells of both curves alternate between them
+                role, bits = ("rank", rank_row[x]) if is_rank else ("median", median_row[x])
                 on_band = curve.blocks and high - low >= 4
-                pieces.append((chr(BRAILLE + rank_row[x]), "rank-on-band" if on_band else "rank"))
-            elif median_row[x]:
-                on_band = curve.blocks and high - low >= 4
-                pieces.append((chr(BRAILLE + median_row[x]), "median-on-band" if on_band else "median"))
+                pieces.append((chr(BRAILLE + bits), f"{role}-on-band" if on_band else role))
             elif x == curve.cursor:
                 pieces.append(("│", "accent"))
             elif x in curve.joints:
@@ -274,14 +263,11 @@ def braille_line(values: Sequence[float], axis: Axis, width: int, height: int) -
     dots = 4 * height
     before = -1
     for column, value in enumerate(values[: 2 * width]):
-        if value != value:
+        share = axis.at(value)
+        if share != share:
             before = -1
             continue
-        place = axis.at(value)
-        if place != place:
-            before = -1
-            continue
-        y = min(dots - 1, int((1 - place) * dots))
+        y = min(dots - 1, int((1 - share) * dots))
         bits = BRAILLE_DOTS[column & 1]
         x = column >> 1
         cells[y >> 2][x] |= bits[y & 3]
@@ -297,8 +283,8 @@ def _edges(window: Window, axis: Axis, width: int, height: int) -> tuple[list[in
     eighths = 8 * height
     bottoms, tops = [0] * width, [0] * width
     for x in range(width):
-        lows = [place for value in window.low[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
-        highs = [place for value in window.high[2 * x : 2 * x + 2] if (place := axis.at(value)) == place]
+        lows = [share for value in window.low[2 * x : 2 * x + 2] if (share := axis.at(value)) == share]
+        highs = [share for value in window.high[2 * x : 2 * x + 2] if (share := axis.at(value)) == share]
         if highs:
             tops[x] = round(max(highs) * eighths)
             bottoms[x] = round(min(lows) * eighths) if len(lows) == len(highs) else 0
@@ -309,8 +295,3 @@ def _dots(low: int, high: int, *, sparse: bool = False) -> str:
     """Return a braille cell filled between two heights in eighths."""
     rows = range(4 - (high + 1) // 2, 4 - low // 2)
     return chr(BRAILLE + sum(BRAILLE_DOTS[x][y] for y in rows for x in (0, 1) if not sparse or (x + y) % 2))
-
-
-def steps_row(first: int, last: int, width: int) -> Row:
-    """Return the labels of an axis of steps: round steps, and the newest step at the right."""
-    return XAxis(first_step=first, last_step=last, at=float).labels(width, LABEL_CELLS)

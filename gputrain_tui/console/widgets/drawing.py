@@ -18,14 +18,11 @@ Row = list[tuple[str, str]]
 """Pieces of one line: text, and the role that gives its colour."""
 
 EMPTY = "–"
-"""Text in place of a value that was not measured."""
 RULE = "─"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-"""Characters of a cell filled from the left, by eighths."""
 _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u2319\u2500-\u25fc\u2713-\u2717\u23ce\u2800-\u28ff]*").fullmatch
 """Matches texts of one cell per character without a lookup of every character's width, which is slower."""
 LOWER = " ▁▂▃▄▅▆▇█"
-"""Characters of a cell filled from below, by eighths."""
 
 
 def cell_count(text: str) -> int:
@@ -33,20 +30,11 @@ def cell_count(text: str) -> int:
     return len(text) if _NARROW(text) else cell_len(text)
 
 
-def without_controls(text: str) -> str:
-    """Return a text with control characters and tabs replaced."""
-    return printable(text).replace("\t", " ")
-
-
 def crop(text: str, width: int) -> str:
     """Return a text cropped to ``width`` cells, with an ellipsis if it was longer."""
     if cell_count(text) <= width:
         return text
-    return (
-        (set_cell_size(text, width - 1) if cell_count(text) > len(text) else text[: width - 1]) + "…"
-        if width > 0
-        else ""
-    )
+    return set_cell_size(text, width - 1) + "…" if width > 0 else ""
 
 
 def pad(text: str, width: int) -> str:
@@ -63,24 +51,29 @@ def row_cells(row: Row) -> int:
 def fit_row(row: Row, width: int) -> Row:
     """Return a row of exactly ``width`` cells, without control characters."""
     out: Row = []
-    room = width
+    free = width
     for text, role in row:
-        if room <= 0:
+        if free <= 0:
             break
         if _NARROW(text):
             cells = len(text)
-            if cells > room:
-                text = text[:room]
+            if cells > free:
+                text = text[:free]
         else:
-            text = without_controls(text)
+            text = printable(text).replace("\t", " ")
             cells = cell_count(text)
-            if cells > room:
-                text = set_cell_size(text, room)
+            if cells > free:
+                text = set_cell_size(text, free)
         out.append((text, role))
-        room -= cells
-    if room > 0:
-        out.append((" " * room, "base"))
+        free -= cells
+    if free > 0:
+        out.append((" " * free, "base"))
     return out
+
+
+def fit_rows(rows: Sequence[Row], width: int, height: int) -> list[Row]:
+    """Return exactly ``height`` rows of ``width`` cells: the first ones, then blank ones."""
+    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
 
 
 def merge(pieces: Iterable[tuple[str, str]]) -> Row:
@@ -105,13 +98,12 @@ def wrap_text(text: str, width: int) -> list[str]:
 
 
 def title_row(width: int, left: Row, rights: Sequence[Row] = ()) -> Row:
-    """Return a panel's title line: title, rule, and at the right as many remarks as fit."""
+    """Return a panel's title line: title, rule, and as many of ``rights`` as fit, the first one at the right end."""
     right: Row = []
-    for remark in rights:
-        more = [*remark, *([("  ", "rule"), *right] if right else [])]
-        if row_cells(left) + row_cells(more) + 6 > width:
-            continue
-        right = more
+    for piece in rights:
+        more = [*piece, *([("  ", "rule"), *right] if right else [])]
+        if row_cells(left) + row_cells(more) + 6 <= width:
+            right = more
     rule = width - row_cells(left) - row_cells(right) - (2 if right else 1)
     if rule < 1:
         return fit_row(left, width)
@@ -125,7 +117,7 @@ def centred_text(width: int, height: int, lines: Sequence[str]) -> list[Row]:
     for line in lines:
         blank = width - cell_count(line)
         rows.append([(" " * (blank // 2 + (blank & width & 1)) + line, "dim")])
-    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
+    return fit_rows(rows, width, height)
 
 
 def format_number(value: float | None, digits: int, width: int) -> str:
@@ -141,14 +133,8 @@ def format_number(value: float | None, digits: int, width: int) -> str:
 
 def format_short(value: float, width: int = 6) -> str:
     """Return a number of any size in at most ``width`` cells, right-aligned."""
-    for text in (
-        f"{value:g}",
-        f"{value:.4g}",
-        f"{value:.3g}",
-        f"{value:.2g}",
-        f"{value:.0e}".replace("e+0", "e").replace("e+", "e"),
-    ):
-        text = text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    for form in ("g", ".4g", ".3g", ".2g", ".0e"):
+        text = f"{value:{form}}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
         if len(text) <= width:
             return text.rjust(width)
     return "…".rjust(width)
@@ -184,10 +170,7 @@ def group_size(ranks: int, most: int) -> int:
     return size if size <= 8 else -(-size // 8) * 8
 
 
-NEARLY_FULL_SHARE = 0.9
-"""Share from which a bar is shown as a warning."""
 GIB = 1 << 30
-"""Bytes of a GiB."""
 
 
 def bar(share: float | None, width: int) -> Row:
@@ -196,7 +179,8 @@ def bar(share: float | None, width: int) -> Row:
         return [(EMPTY.center(width), "dim")]
     full, half = divmod(round(min(max(share, 0.0), 1.0) * width * 2), 2)
     text = "━" * full + "╸" * half
-    return [(text, "warning" if share >= NEARLY_FULL_SHARE else "bar"), ("─" * (width - len(text)), "rule")]
+    nearly_full = 0.9  # share from which the bar is shown as a warning
+    return [(text, "warning" if share >= nearly_full else "bar"), (RULE * (width - len(text)), "rule")]
 
 
 def format_gib(value: int | None, digits: int = 1) -> str:
@@ -204,6 +188,8 @@ def format_gib(value: int | None, digits: int = 1) -> str:
     return EMPTY if value is None else f"{value / GIB:.{digits}f}"
 
 
-def format_integer(value: float | None) -> str:
-    """Return a number without decimals."""
-    return EMPTY if value is None else f"{value:.0f}"
+def bar_below(value: float, top: float) -> str:
+    """Return a cell filled from below by the share of ``value`` in ``top``, at least an eighth; blank for NaN."""
+    if not isfinite(value):
+        return " "
+    return LOWER[min(max(round(8 * value / top), 1), 8)] if top > 0 else LOWER[1]

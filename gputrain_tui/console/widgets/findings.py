@@ -14,9 +14,9 @@ from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.canvas import MOVE_KEYS, Copyable
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, format_value, row_cells, title_row
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_rows, format_value, row_cells, title_row
 from gputrain_tui.console.widgets.panel import Panel
-from gputrain_tui.console.widgets.run_condition import MARKS
+from gputrain_tui.console.widgets.run_header import SEVERITY_SIGNS
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import failure_summary, failure_words, finding_summary, urgency
@@ -27,7 +27,6 @@ NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
 DETAIL_INDENT_CELLS = 3
 """Cells before a line below the first one of an entry."""
-NO_MORE: Row = [("   ", "base"), ("no further evidence was recorded", "dim")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +34,16 @@ class FindingEntry:
     """One line of the list."""
 
     key: tuple[str, int | None, float]
-    """Kind, rank and time, which identify the entry."""
     time: float
     """Unix seconds."""
     severity: str
-    cleared: bool
     rank: int | None
     """The rank; for stragglers of a node the most delayed one; None: the whole run."""
-    where: str
-    """Host and device."""
     message: str
+    cleared: bool = False
+    where: str = ""
+    """Host and device."""
     ranks: int = 1
-    """Number of ranks: more than one for the stragglers of a node."""
     short: str = ""
     """Rank, problem and cause in a few words, shown where the message does not fit."""
     evidence: Sequence[tuple[str, float]] = ()
@@ -61,16 +58,14 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     """Return findings and failures, each once: standing ones by severity, then cleared ones; the newest first."""
     cause = state.root_cause
     others = [failure for failure in state.failures if failure != cause]
-    consequences = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
-    found: list[FindingEntry] = [_failed(cause)] if cause is not None else []
-    found += [_failed(failure) for failure in others if failure not in consequences]
-    if cause is not None and consequences:
-        found.append(_lost(cause, consequences))
-    found += [
-        _raised(finding, members, cleared=not stands)
-        for finding, stands, members in newest_findings_with_members(state)
-    ]
-    return sorted(found, key=_order)
+    lost = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
+    entries = [_failed(cause)] if cause is not None else []
+    entries += [_failed(failure) for failure in others if failure not in lost]
+    if cause is not None and lost:
+        entries.append(_lost(cause, lost))
+    for finding, stands, members in newest_findings_with_members(state):
+        entries.append(_raised(finding, members, cleared=not stands))
+    return sorted(entries, key=_order)
 
 
 def _order(entry: FindingEntry) -> tuple[bool, int, float, int]:
@@ -101,7 +96,6 @@ def _failed(failure: Failure) -> FindingEntry:
         key=(failure.kind, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
-        cleared=False,
         rank=failure.rank,
         where=failure.host or "",
         message=f"{failure_words(failure)}{at}: {printable(failure.message)}",
@@ -118,16 +112,14 @@ def _lost(cause: Failure, consequences: Sequence[Failure]) -> FindingEntry:
         key=("lost_peer", cause.rank, consequences[0].time),
         time=max(failure.time for failure in consequences),
         severity="info",
-        cleared=False,
         rank=consequences[0].rank if count == 1 else None,
-        where="",
         message=f"{count:,} rank{'s' * (count != 1)} lost the connection to {peer}",
         last_line=printable(consequences[0].message),
     )
 
 
 def draw_findings(
-    found: Sequence[FindingEntry],
+    entries: Sequence[FindingEntry],
     width: int,
     height: int,
     *,
@@ -137,35 +129,33 @@ def draw_findings(
     watching: bool = True,
 ) -> list[Row]:
     """Return the list as ``height`` rows of ``width`` cells; ``opened``: with details of the entry under the cursor."""
-    raised = [entry for entry in found if not entry.cleared]
-    left: Row = [("findings", "title")]
-    if found:
-        left += [(" ", "base"), (f"{len(raised):,}", "bright")]
-        if len(raised) < len(found):
-            left.append((f"  {len(found) - len(raised):,} cleared", "dim"))
-    rights: list[Row] = [[("⏎ evidence and advice", "dim")]] if found and focused else []
-    rows = [fit_row(title_row(width, left, rights), width)]
-    if not found:
+    if not entries:
         text = "nothing to report: no rank stands out" if watching else "nothing was found"
-        return rows + centred_text(width, height - 1, [text])
-    rows += [fit_row(row, width) for _, row in _shown(found, width, height - 1, cursor, opened=opened, focused=focused)]
-    return rows + [fit_row([], width) for _ in range(height - len(rows))]
+        return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [text])]
+    cleared = sum(entry.cleared for entry in entries)
+    left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - cleared:,}", "bright")]
+    left += [(f"  {cleared:,} cleared", "dim")] if cleared else []
+    title = title_row(width, left, [[("⏎ evidence and advice", "dim")]] if focused else [])
+    shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
+    return fit_rows([title, *(row for _, row in shown)], width, height)
 
 
 def _shown(
-    found: Sequence[FindingEntry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
+    entries: Sequence[FindingEntry], width: int, height: int, cursor: int, *, opened: bool, focused: bool
 ) -> list[tuple[int, Row]]:
     """Return the lines below the title, as many as fit, each with the index of its entry.
 
     The message under the cursor comes first, as long as the others keep a line each (with the focus they need not),
     then the other messages in order, then the details. An opened entry's details come before its message.
     """
-    details = _details(found[cursor], width) or ([NO_MORE] if opened else [])
-    standing = sum(not entry.cleared for index, entry in enumerate(found) if index != cursor)
-    overview = len(found) - 1 if len(found) <= height else standing
+    details = _details(entries[cursor], width)
+    if opened and not details:
+        details = [[(" " * DETAIL_INDENT_CELLS, "base"), ("no further evidence was recorded", "dim")]]
+    standing = sum(not entry.cleared for index, entry in enumerate(entries) if index != cursor)
+    overview = len(entries) - 1 if len(entries) <= height else standing
     kept = len(details) if opened else 0 if focused else overview
-    needs = [len(_line(entry, width)) for entry in found]
-    lines = [1] * len(found)
+    needs = [len(_line(entry, width)) for entry in entries]
+    lines = [1] * len(entries)
     lines[cursor] = max(min(needs[cursor], height - kept), 1)
     free = height - sum(lines) - (len(details) if opened else 0)
     for index, need in enumerate(needs):
@@ -173,44 +163,39 @@ def _shown(
             free -= need - 1
             lines[index] = need
     rows: list[tuple[int, Row]] = []
-    for index, entry in enumerate(found):
+    for index, entry in enumerate(entries):
         at_cursor = index == cursor
-        rows += [(index, row) for row in _line(entry, width, marked=at_cursor and focused, most=lines[index])]
-        if at_cursor and (opened or len(details) <= free):
-            rows += [(index, row) for row in details]
-    first = next(i for i, (index, _) in enumerate(rows) if index == cursor)
-    last = max(i for i, (index, _) in enumerate(rows) if index == cursor)
+        shown = _line(entry, width, pointed=at_cursor and focused, most=lines[index])
+        if at_cursor:
+            shown += details if opened or len(details) <= free else []
+            first, last = len(rows), len(rows) + len(shown) - 1
+        rows += [(index, row) for row in shown]
     top = min(max(0, last - height + 1), first)
     return rows[top : top + height]
 
 
-def _line(entry: FindingEntry, width: int, *, marked: bool = False, most: int | None = None) -> list[Row]:
+def _line(entry: FindingEntry, width: int, *, pointed: bool = False, most: int | None = None) -> list[Row]:
     """Return an entry with its whole message; if that takes more than ``most`` lines, with its summary and a part."""
-    mark, role = MARKS.get(entry.severity, MARKS["warning"])
-    at = time.strftime("%H:%M:%S", time.localtime(entry.time))
-    who = f"rank {entry.rank}" if entry.rank is not None else "run"
-    who = f"{entry.ranks:,} ranks" if entry.ranks > 1 else who
-    text_role = "dim" if entry.cleared else "bright"
+    sign, sign_role = SEVERITY_SIGNS.get(entry.severity, SEVERITY_SIGNS["warning"])
+    role = "dim" if entry.cleared else "bright"
+    signs: Row = [("▸" if pointed else " ", "accent"), ("✓ ", "dim") if entry.cleared else (f"{sign} ", sign_role)]
+    when = (time.strftime("%H:%M:%S  ", time.localtime(entry.time)), "dim")
+    who = f"{entry.ranks:,} ranks" if entry.ranks > 1 else _rank_or_run(entry)
     cleared: Row = [("  cleared", "dim")] if entry.cleared else []
-    marks: Row = [
-        ("▸" if marked else " ", "accent"),
-        (f"{'✓' if entry.cleared else mark} ", "dim" if entry.cleared else role),
-    ]
-    when: Row = [(f"{at}  ", "dim")]
     if width < NARROW_CELLS:
-        head: Row = [*marks, *when, (who, text_role), *cleared]
-        message = _indented(entry.message, text_role, width, DETAIL_INDENT_CELLS)
+        head = [*signs, when, (who, role), *cleared]
+        message = _indented(entry.message, role, width)
         if most is None or len(message) < most:
             return [head, *message]
-        return _cut([[*marks, (entry.short, text_role), *cleared] if entry.short else head, *message], most)
-    message_indent_cells = 23  # cells of mark, time and rank before a message on the same line
-    room = width - message_indent_cells - 2 - (9 if entry.cleared else 0)
-    texts = _wrapped(entry.message, room)
+        return _cut([[*signs, (entry.short, role), *cleared] if entry.short else head, *message], most)
+    indent = 23  # cells of signs, time and rank before a message on the same line
+    usable = width - indent - 2 - (9 if entry.cleared else 0)
+    texts = _wrapped(entry.message, usable)
     is_cut = most is not None and len(texts) > most
     if is_cut:
-        texts.insert(0, entry.short if 0 < len(entry.short) <= room else f"{texts.pop(0)} …")
-    head = [*marks, *when, (who.ljust(9), text_role), (" ", "base"), (texts[0], text_role)]
-    rows = [head, *([(" " * message_indent_cells, "base"), (line, text_role)] for line in texts[1:])]
+        texts.insert(0, entry.short if 0 < len(entry.short) <= usable else f"{texts.pop(0)} …")
+    head = [*signs, when, (f"{who:<9} ", role), (texts[0], role)]
+    rows = [head, *([(" " * indent, "base"), (line, role)] for line in texts[1:])]
     if most is not None and is_cut:
         rows = _cut(rows, most)
     rows[-1] += cleared
@@ -219,11 +204,16 @@ def _line(entry: FindingEntry, width: int, *, marked: bool = False, most: int | 
     return rows
 
 
+def _rank_or_run(entry: FindingEntry) -> str:
+    return "run" if entry.rank is None else f"rank {entry.rank}"
+
+
 def _cut(rows: list[Row], most: int) -> list[Row]:
     """Return the first ``most`` rows; the last of several ends with an ellipsis."""
     rows = rows[:most]
     if most > 1:
-        rows[-1] = [*rows[-1][:-1], (f"{rows[-1][-1][0]} …", rows[-1][-1][1])]
+        *pieces, (text, role) = rows[-1]
+        rows[-1] = [*pieces, (f"{text} …", role)]
     return rows
 
 
@@ -238,17 +228,15 @@ def _details(entry: FindingEntry, width: int) -> list[Row]:
         ("advice", entry.advice, "accent"),
     ):
         if text and width < NARROW_CELLS:
-            rows += _indented(text, role, width, DETAIL_INDENT_CELLS)
+            rows += _indented(text, role, width)
         elif text:
             for number, line in enumerate(_wrapped(text, max(width - DETAIL_INDENT_CELLS - 10, 20))):
-                rows.append(
-                    [(" " * DETAIL_INDENT_CELLS, "base"), (("" if number else label).ljust(10), "dim"), (line, role)]
-                )
+                rows.append([(f"   {'' if number else label:<10}", "dim"), (line, role)])
     return rows
 
 
 def finding_text(entry: FindingEntry) -> str:
-    """Return an entry as text to paste: time, severity, rank, place, message, evidence, last line, advice, members."""
+    """Return an entry as text to paste: time, severity, rank, host, message, evidence, last line, advice, members."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
     about = entry.message if entry.members else _about(entry)
     lines = [f"{at}  {entry.severity}{', cleared' if entry.cleared else ''}: {about}"]
@@ -261,29 +249,28 @@ def finding_text(entry: FindingEntry) -> str:
 
 
 def _about(entry: FindingEntry) -> str:
-    """Return rank, place and message of an entry."""
-    who = f"rank {entry.rank}" if entry.rank is not None else "run"
-    return f"{who}{f' on {printable(entry.where)}' if entry.where else ''}: {entry.message}"
+    """Return rank, host and message of an entry."""
+    return f"{_rank_or_run(entry)}{f' on {printable(entry.where)}' if entry.where else ''}: {entry.message}"
 
 
 def _figures(entry: FindingEntry) -> list[str]:
     """Return the names and numbers of the evidence: sizes in binary units, whole numbers without decimals."""
     figures = []
     for name, value in entry.evidence:
-        words = name.replace("_bytes", "").replace("_", " ")
-        if "_bytes" in name:
-            figures.append(f"{words} {size(int(value))}")
-        else:
-            figures.append(f"{words} {value:,.0f}" if value.is_integer() else f"{words} {format_value(value)}")
+        figure = (
+            size(int(value)) if "_bytes" in name else f"{value:,.0f}" if value.is_integer() else format_value(value)
+        )
+        figures.append(f"{name.replace('_bytes', '').replace('_', ' ')} {figure}")
     return figures
 
 
-def _indented(text: str, role: str, width: int, indent: int) -> list[Row]:
-    return [[(" " * indent, "base"), (line, role)] for line in _wrapped(text, width - indent)]
+def _indented(text: str, role: str, width: int) -> list[Row]:
+    lines = _wrapped(text, width - DETAIL_INDENT_CELLS)
+    return [[(" " * DETAIL_INDENT_CELLS, "base"), (line, role)] for line in lines]
 
 
-def _wrapped(text: str, room: int) -> list[str]:
-    return [line.replace("\xa0", " ") for line in textwrap.wrap(text, max(room, 8))] or [""]
+def _wrapped(text: str, width: int) -> list[str]:
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(text, max(width, 8))] or [""]
 
 
 class Findings(Panel, can_focus=True):
@@ -296,7 +283,6 @@ class Findings(Panel, can_focus=True):
         *bindings("text"),
     ]
     PLACE = "text"
-    """Name of the panel in the action table."""
 
     @dataclass
     class RankChosen(Message):
@@ -312,49 +298,42 @@ class Findings(Panel, can_focus=True):
     _opened = False
 
     def seen_version(self) -> object:
-        """Return a value that changes with the findings, the failures and the end of the run."""
         state = self.live.state
         past = state.past_findings
         return len(past), past[-1].time if past else 0.0, len(state.findings), len(state.failures), self.live.over
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the list."""
-        found = finding_entries(self.live.state)
+        entries, cursor = self._entries()
+        watching = not self.live.over
         return draw_findings(
-            found,
-            width,
-            height,
-            cursor=self._index(found),
-            opened=self._opened,
-            focused=self.has_focus,
-            watching=not self.live.over,
+            entries, width, height, cursor=cursor, opened=self._opened, focused=self.has_focus, watching=watching
         )
 
+    def _entries(self) -> tuple[list[FindingEntry], int]:
+        """Return the entries and the index of the one under the cursor; at first 0, the most urgent one."""
+        entries = finding_entries(self.live.state)
+        return entries, next((i for i, entry in enumerate(entries) if entry.key == self._key), 0)
+
     def action_move(self, lines: int) -> None:
-        """Move the cursor."""
-        found = finding_entries(self.live.state)
-        if found:
+        entries, cursor = self._entries()
+        if entries:
             self._opened = False
-            self._put_cursor(found, self._index(found) + lines)
+            self._key = entries[min(max(cursor + lines, 0), len(entries) - 1)].key
+            self.redraw()
 
     def action_edge(self, side: int) -> None:
-        """Move the cursor to the first or the last finding."""
-        self.action_move(side * len(finding_entries(self.live.state)))
+        self.action_move(side << 20)  # further than any list is long
 
     def copyable(self) -> Copyable | None:
-        """Return the finding under the cursor, with evidence and advice."""
-        found = finding_entries(self.live.state)
-        if not found:
-            return None
-        entry = found[self._index(found)]
-        return Copyable(finding_text(entry), "the finding")
+        entries, cursor = self._entries()
+        return Copyable(finding_text(entries[cursor]), "the finding") if entries else None
 
     def action_open(self) -> None:
         """Open or close the finding under the cursor; opening selects its rank."""
-        found = finding_entries(self.live.state)
-        if not found:
+        entries, cursor = self._entries()
+        if not entries:
             return
-        entry = found[self._index(found)]
+        entry = entries[cursor]
         self._key, self._opened = entry.key, not self._opened
         self.redraw()
         if self._opened and entry.rank is not None:
@@ -366,22 +345,13 @@ class Findings(Panel, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         """Put the cursor on the clicked finding; a click on the cursor's one opens or closes it."""
         _, y = event.get_content_offset_capture(self)
-        found = finding_entries(self.live.state)
-        cursor = self._index(found)
-        shown = _shown(
-            found, self.size.width, self.size.height - 1, cursor, opened=self._opened, focused=self.has_focus
-        )
+        entries, cursor = self._entries()
+        if not entries:
+            return
+        width, height = self.size
+        shown = _shown(entries, width, height - 1, cursor, opened=self._opened, focused=self.has_focus)
         clicked = shown[y - 1][0] if 1 <= y <= len(shown) else cursor
         if clicked == cursor:
             self.action_open()
         else:
-            self._opened = False
-            self._put_cursor(found, clicked)
-
-    def _index(self, found: Sequence[FindingEntry]) -> int:
-        """Return the index of the entry under the cursor; at first 0, the most urgent one."""
-        return next((i for i, entry in enumerate(found) if entry.key == self._key), 0)
-
-    def _put_cursor(self, found: Sequence[FindingEntry], index: int) -> None:
-        self._key = found[min(max(index, 0), len(found) - 1)].key
-        self.redraw()
+            self.action_move(clicked - cursor)

@@ -1,19 +1,48 @@
-"""Form of a recipe: a line per field with its message, under headings."""
+"""List of recipes, and form of one: a line per field with its message, under headings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
 
-from gputrain_tui.console.widgets.canvas import Canvas, Listing
+from gputrain_tui.console.widgets.canvas import Canvas, Heading, Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, pad, title_row, wrap_text
+from gputrain_tui.recipe.files import RecipeFile
 from gputrain_tui.recipe.form_fields import ENV, Field, FieldMessage
 from gputrain_tui.recipe.values import value_text
 from gputrain_tui.tables import printable
 
-MARKS = {"error": ("!", "error"), "warning": ("!", "warning")}
-"""Mark and role of a message's status; a field with a note has the mark of a change, if any."""
+
+class RecipeList(Listing[RecipeFile]):
+    """List of the recipes of the working folder and of the user's configuration folder."""
+
+    opened: Path | None = None
+    edited: Collection[Path] = ()
+
+    def show(self, files: Sequence[RecipeFile]) -> None:
+        """List recipe files, which come in order of their groups."""
+        lines: list[RecipeFile | Heading] = []
+        for group, members in groupby(files, key=lambda file: file.group):
+            lines += [Heading(group), *members]
+        self.show_lines(lines)
+
+    def key(self, line: RecipeFile) -> Path:
+        return line.path
+
+    def head(self, width: int) -> list[Row]:
+        return [title_row(width, [("recipes", "title")])]
+
+    def row(self, line: RecipeFile, width: int) -> Row:
+        is_open = line.path == self.opened
+        sign = "•" if line.path in self.edited else "▸" if is_open else " "
+        return [(f"{sign} ", "accent"), (printable(line.name), "bright" if is_open else "dim")]
+
+    def empty(self, width: int, height: int) -> list[Row]:
+        searched = ("No recipe here.", "", "Looked in", "./*.toml and", "./recipes/*.toml")
+        return [[(text, "dim")] for text in (*searched, "", "n  a new one", "d  run the demo")][:height]
+
 
 EMPTY_FORM = (
     "Choose a recipe on the left, or press",
@@ -22,29 +51,14 @@ EMPTY_FORM = (
     "d  to run the demo",
 )
 
-NAME_CELLS = (18, 26)
-"""Least and greatest width of the column of names."""
 
-
-@dataclass(frozen=True)
-class FieldHeading:
-    """Heading over the fields of one group."""
-
-    text: str
-
-
-def form_lines(fields: Sequence[Field], search: str = "") -> list[FieldHeading | Field]:
+def form_lines(fields: Sequence[Field], search: str = "") -> list[Field | Heading]:
     """Return the lines of a form: fields with all the words in key or help, each group under its heading."""
     words = search.lower().split()
-    lines: list[FieldHeading | Field] = []
-    group = None
-    for field in fields:
-        if not all(word in f"{field.key} {field.option.help}".lower() for word in words):
-            continue
-        if field.group != group:
-            group = field.group
-            lines.append(FieldHeading(group))
-        lines.append(field)
+    shown = [field for field in fields if all(word in f"{field.key} {field.option.help}".lower() for word in words)]
+    lines: list[Field | Heading] = []
+    for group, members in groupby(shown, key=lambda field: field.group):
+        lines += [Heading(group, "   "), *members]
     return lines
 
 
@@ -53,149 +67,105 @@ def best_match(fields: Sequence[Field], search: str) -> Field | None:
     search = search.lower().strip()
     words = search.split()
 
-    def distance(field: Field) -> int:
-        if search in (field.name, field.key):
-            return 0
-        if field.name.startswith(search):
-            return 1
-        return 2 if all(word in field.key for word in words) else 3
+    def distance(field: Field) -> tuple[bool, bool, bool]:
+        is_exact, begins = search in (field.name, field.key), field.name.startswith(search)
+        return not is_exact, not begins, not all(word in field.key for word in words)
 
-    found = [line for line in form_lines(fields, search) if isinstance(line, Field)]
-    return min(found, key=distance, default=None)
+    matches = [line for line in form_lines(fields, search) if isinstance(line, Field)]
+    return min(matches, key=distance, default=None)
 
 
-def remark_role(remark: FieldMessage) -> str:
-    """Return the role of a message's text."""
-    return "base" if remark.status == "note" else remark.status
+def _role_of(message: FieldMessage) -> str:
+    return "base" if message.status == "note" else message.status
 
 
-def draw_field(field: Field, width: int, remark: FieldMessage | None, *, pointed: bool = False) -> Row:
+def draw_field(field: Field, width: int, message: FieldMessage | None, *, pointed: bool = False) -> Row:
     """Return the line of one field: name, value, and its message or else its help; ``pointed``: with the cursor."""
-    names = min(max(width // 4, NAME_CELLS[0]), NAME_CELLS[1])
+    names = min(max(width // 4, 18), 26)
     values = min(max(width // 4, 14), 40)
     text = crop(printable(field.text) or EMPTY, values - 2)
     role = "bright" if field.written else "dim"
-    mark = ("•", "accent") if field.changed else (" ", "base")
-    if remark is not None and remark.status in MARKS:
-        role, mark = remark.status, MARKS[remark.status]
-    remark_text = crop(printable(remark.text) if remark else field.option.help, width - names - values - 3)
+    sign = ("•", "accent") if field.changed else (" ", "base")
+    if message is not None and message.status != "note":
+        role, sign = message.status, ("!", message.status)
+    message_text = crop(printable(message.text) if message else field.option.help, width - names - values - 3)
     return fit_row(
         [
             ("▸" if pointed else " ", "accent"),
-            mark,
+            sign,
             (" ", "base"),
-            (field.name[: names - 1].ljust(names), "bright" if field.written or remark else "dim"),
+            (field.name[: names - 1].ljust(names), "bright" if field.written or message else "dim"),
             (pad(text, values), role),
-            (remark_text, remark_role(remark) if remark else "dim"),
+            (message_text, _role_of(message) if message else "dim"),
         ],
         width,
     )
 
 
-class Form(Listing):
+class Form(Listing[Field]):
     """List of the fields of the open recipe."""
 
     title_text = ""
-    remarks: Sequence[Row] = ()
+    rights: Sequence[Row] = ()
     search = ""
-    """Words to search for; only fields that have them are shown."""
     _fields: Sequence[Field] = ()
-    _lines: Sequence[FieldHeading | Field] = ()
-    _remarks: Mapping[str, FieldMessage] = MappingProxyType({})
+    _messages: Mapping[str, FieldMessage] = MappingProxyType({})
 
-    def show(self, fields: Sequence[Field], remarks: Mapping[str, FieldMessage]) -> None:
+    def show(self, fields: Sequence[Field], messages: Mapping[str, FieldMessage]) -> None:
         """Show fields, and their messages by key; the cursor stays on its field."""
-        before = self.field
-        self._fields, self._remarks = fields, remarks
-        self._lines = form_lines(fields, self.search)
-        keys = [line.key if isinstance(line, Field) else "" for line in self._lines]
-        if before is not None and before.key in keys:
-            self.cursor = keys.index(before.key)
-        else:
-            self.cursor = min(self.cursor, max(len(self._lines) - 1, 0))
-            if self._lines and not self.selectable(self.cursor):
-                self.cursor += 1
-        self.redraw()
+        self._fields, self._messages = fields, messages
+        self.show_lines(form_lines(fields, self.search))
 
     def find(self, search: str) -> None:
         """Show only the fields with some words, and put the cursor on the best match."""
         self.search = search
-        self.show(self._fields, self._remarks)
+        self.show(self._fields, self._messages)
         match = best_match(self._fields, search) if search else None
         if match is not None:
             self.go_to(match.key)
 
-    def go_to(self, key: str) -> None:
-        """Put the cursor on a field."""
-        for index, line in enumerate(self._lines):
-            if isinstance(line, Field) and line.key == key:
-                self.go(index)
-                return
-
     @property
     def field(self) -> Field | None:
-        """The field under the cursor; None on an empty form."""
-        line = self._lines[self.cursor] if self.cursor < len(self._lines) else None
-        return line if isinstance(line, Field) else None
+        return self.current
 
-    def count(self) -> int:
-        """Return the number of lines."""
-        return len(self._lines)
-
-    def selectable(self, index: int) -> bool:
-        """Return whether a line is a field."""
-        return isinstance(self._lines[index], Field)
+    def key(self, line: Field) -> str:
+        return line.key
 
     def head(self, width: int) -> list[Row]:
-        """Return the title line."""
-        return [title_row(width, [(printable(self.title_text), "title")], self.remarks)]
+        return [title_row(width, [(printable(self.title_text), "title")], self.rights)]
 
-    def row(self, index: int, width: int) -> Row:
-        """Return the row of a field or a heading."""
-        line = self._lines[index]
-        if isinstance(line, FieldHeading):
-            return fit_row([("   ", "base"), (line.text, "accent")], width)
-        pointed = self.has_focus and index == self.cursor  # the background alone is told by colour
-        return draw_field(line, width, self._remarks.get(line.key), pointed=pointed)
+    def row(self, line: Field, width: int) -> Row:
+        pointed = self.has_focus and line is self.current  # the background alone is told by colour
+        return draw_field(line, width, self._messages.get(line.key), pointed=pointed)
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Return the text of a form without fields."""
-        if self.search:
-            return centred_text(width, height, [f"no field matches {self.search!r}"])
-        return centred_text(width, height, EMPTY_FORM)
+        return centred_text(width, height, [f"no field matches {self.search!r}"] if self.search else EMPTY_FORM)
 
 
 class FieldDetail(Canvas):
     """Details of the field under the cursor: key, allowed values, default, message, help."""
 
     field: Field | None = None
-    remark: FieldMessage | None = None
+    message: FieldMessage | None = None
 
-    def show(self, field: Field | None, remark: FieldMessage | None) -> None:
-        """Show a field with its message."""
-        self.field, self.remark = field, remark
+    def show(self, field: Field | None, message: FieldMessage | None) -> None:
+        self.field, self.message = field, message
         self.redraw()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the details, as many lines as fit."""
         field = self.field
         if field is None:
             return [title_row(width, [])]
-        default = value_text(field.option.default) or "none"
-        rows = [
-            title_row(
-                width,
-                [(field.key, "title"), (f"  {allowed(field)}", "bright")],
-                [[("default ", "dim"), (printable(default)[:30], "bright")]],
-            ),
-        ]
-        if self.remark is not None:
-            rows += [[(line, remark_role(self.remark))] for line in wrap_text(printable(self.remark.text), width)]
+        default = printable(value_text(field.option.default) or "none")[:30]
+        left: Row = [(field.key, "title"), (f"  {_allowed(field)}", "bright")]
+        rows = [title_row(width, left, [[("default ", "dim"), (default, "bright")]])]
+        if self.message is not None:
+            rows += [[(line, _role_of(self.message))] for line in wrap_text(printable(self.message.text), width)]
         rows += [[(line, "dim")] for line in wrap_text(field.option.help, width)]
-        return [fit_row(row, width) for row in rows[:height]]
+        return rows[:height]
 
 
-def allowed(field: Field) -> str:
+def _allowed(field: Field) -> str:
     """Return the allowed values of a field, as text."""
     if field.option is ENV:
         return "NAME=VALUE NAME=VALUE"

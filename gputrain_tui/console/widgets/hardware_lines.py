@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
-from gputrain_tui.console.widgets.drawing import LOWER, Row, centred_text, fit_row, format_value, pad, title_row
+from gputrain_tui.console.widgets.drawing import Row, bar_below, centred_text, fit_row, format_value, pad, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.history.hardware_series import HardwareSeries, SeriesKey, TimeSeries
 from gputrain_tui.tables import duration, printable
@@ -15,21 +13,19 @@ NAME_CELLS, VALUE_CELLS = 30, 22
 
 def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: int | None = None) -> list[Row]:
     """Return the lines, those of the node ``first`` on top."""
-    all_series = list(hardware.series(first=first))
+    series = list(hardware.series(first=first))
     left: Row = [("hardware", "title"), (f"  {len(hardware.hosts)} hosts" if len(hardware.hosts) > 1 else "", "dim")]
-    if not all_series:
+    if not series:
         return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, ["no sample yet"])]
-    span = duration(hardware.end - hardware.begin)
-    more = len(all_series) - (height - 1)
-    remarks: list[Row] = [[(f"the last {span}", "dim")]]
-    if more > 0:
-        remarks.insert(0, [(f"{more:,} more lines", "dim")])
-    rows = [fit_row(title_row(width, left, remarks), width)]
+    hidden = len(series) - (height - 1)
+    rights: list[Row] = [[(f"{hidden:,} more lines", "dim")]] if hidden > 0 else []
+    rights.append([(f"the last {duration(hardware.end - hardware.begin)}", "dim")])
+    rows = [title_row(width, left, rights)]
     before: tuple[int, int] | None = None
-    for key, series in all_series[: height - 1]:
-        rows.append(fit_row(_line(hardware, key, series, width, named=(key.node, key.gpu) != before), width))
+    for key, values in series[: height - 1]:
+        rows.append(_line(hardware, key, values, width, named=(key.node, key.gpu) != before))
         before = key.node, key.gpu
-    return rows
+    return [fit_row(row, width) for row in rows]
 
 
 def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: int, *, named: bool) -> Row:
@@ -37,7 +33,7 @@ def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: i
     shared_scale = 1.25  # ratio of a curve's top to its greatest value, if the quantity has no limit
     top = series.limit or shared_scale * series.greatest
     values = series.columns(hardware.begin, hardware.end, cells)
-    bars = "".join(_bar(value, top) for value in values)
+    bars = "".join(bar_below(value, top) for value in values)
     host = printable(hardware.hosts[key.node])
     where = host if key.gpu < 0 else f"{host} GPU {key.gpu}"
     return [
@@ -51,21 +47,13 @@ def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: i
     ]
 
 
-def _bar(value: float, top: float) -> str:
-    if not isfinite(value):
-        return " "
-    return LOWER[min(max(round(8 * value / top), 1), 8)] if top > 0 else LOWER[1]
-
-
 class HardwareLines(Panel):
     """Panel of use, memory, temperature and power of hosts and GPUs."""
 
     def seen_version(self) -> object:
-        """Return the version of the samples."""
         return self.live.hardware.version
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the lines, those of the selected rank's node on top."""
         rank = self.selected_rank
         view = None if rank is None else self.live.state.ranks.get(rank)
         return draw_hardware(self.live.hardware, width, height, first=None if view is None else view.node)

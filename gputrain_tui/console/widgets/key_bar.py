@@ -9,88 +9,70 @@ from textual import events
 
 from gputrain_tui.console.actions import Action, footer, footer_of_focus
 from gputrain_tui.console.widgets.canvas import Canvas, role_classes
-from gputrain_tui.console.widgets.drawing import Row, row_cells
+from gputrain_tui.console.widgets.drawing import Row
 
 SELECTED: Row = [
     (" text is selected   ", "label"), ("^c", "key"), (" Copy   ", "label"), ("esc", "key"), (" Deselect", "label"),
 ]  # fmt: skip
-"""The footer while text is selected."""
+
+
+Piece = tuple[str, str, Action | None]
+"""Text, role, and the action that a click on it runs."""
 
 
 def draw_keys(actions: Sequence[Action], width: int) -> tuple[Row, list[tuple[int, int, Action]]]:
     """Return the line, and per action its cells: the first one, the one after the last, the action."""
-    targets: list[tuple[int, int, Action]] = []
-    first_pinned_rank = 90  # first footer rank of the actions at the right, for which room is always kept
-    right = [action for action in actions if action.footer >= first_pinned_rank]
+    first_pinned_rank = 90  # first footer rank of the actions at the right, for which cells are always kept
+    pinned = [_key(action) for action in actions if action.footer >= first_pinned_rank]
     rest = [action for action in actions if action.footer < first_pinned_rank]
-    room = width - 1 - sum(_action_cells(action) for action in right)
+    free = width - sum(map(_cells, pinned))
     last_sure_rank = 20  # last footer rank of the actions that are shortened rather than left out
     sure = [action for action in rest if action.footer <= last_sure_rank]
-    folds = next((level for level in (0, 1) if _needed_cells(sure, level) <= room), 2)
-    row: Row = [(" ", "base")]
-    done = set()
-    for action in rest:
+    folds = next((level for level in (0, 1) if sum(map(_cells, _keys(sure, level))) < free), 2)
+    line: list[Piece] = [(" ", "base", None)]
+    for key in _keys(rest, folds):
+        line += key if _cells(line) + _cells(key) < free else []
+    line.append((" " * max(free - _cells(line), 0), "base", None))
+    for key in pinned:
+        line += key if _cells(line) + _cells(key) <= width else []
+    targets: list[tuple[int, int, Action]] = []
+    at = 0
+    for text, _, action in line:
+        if action is not None:
+            begin = targets.pop()[0] if targets and targets[-1][2] is action else at
+            targets.append((begin, at + len(text), action))
+        at += len(text)
+    return [(text, role) for text, role, _ in line], targets
+
+
+def _cells(pieces: Sequence[Piece]) -> int:
+    return sum(len(text) for text, _, _ in pieces)
+
+
+def _key(action: Action) -> list[Piece]:
+    return [(action.key_text, "key", action), (f" {action.label}", "label", action), (" ", "base", action),
+            (" ", "base", None)]  # fmt: skip
+
+
+def _keys(actions: Sequence[Action], folds: int) -> list[list[Piece]]:
+    """Return the keys of actions; the groups that fold at a level up to ``folds`` share one label."""
+    keys: dict[str, list[Piece]] = {}
+    for action in actions:
         if 0 < action.folds <= folds:
-            members = _same_group(action, rest)
-            if action.group not in done and row_cells(row) + _folded_cells(members) <= room:
-                done.add(action.group)
-                _append_folded(row, members, targets)
-        elif row_cells(row) + _action_cells(action) <= room:
-            _append_action(row, action, targets)
-    gap = width - row_cells(row) - sum(_action_cells(action) for action in right)
-    if gap > 0:
-        row.append((" " * gap, "base"))
-    for action in right:
-        if row_cells(row) + _action_cells(action) <= width:
-            _append_action(row, action, targets)
-    return row, targets
-
-
-def _same_group(action: Action, actions: Sequence[Action]) -> list[Action]:
-    return [other for other in actions if other.folds and other.group == action.group]
-
-
-def _needed_cells(actions: Sequence[Action], folds: int) -> int:
-    """Return the cells that actions take if those that fold at a level up to ``folds`` are shortened."""
-    plain = [action for action in actions if not 0 < action.folds <= folds]
-    groups = {action.group: _same_group(action, actions) for action in actions if action not in plain}
-    return sum(map(_action_cells, plain)) + sum(map(_folded_cells, groups.values()))
-
-
-def _fold_keys(members: Sequence[Action]) -> list[Action | str]:
-    """Return the keys of a shortened group: consecutive digits as a range, others with blanks between them."""
-    if len(members) > 2 and "".join(action.key_text for action in members) in "123456789":
-        return [members[0], "–", members[-1]]
-    spaced: list[Action | str] = []
-    for action in members:
-        spaced += [*([" "] if spaced else []), action]
-    return spaced
-
-
-def _folded_cells(members: Sequence[Action]) -> int:
-    keys = sum(len(key) if isinstance(key, str) else len(key.key_text) for key in _fold_keys(members))
-    return keys + len(members[0].group) + 3
-
-
-def _append_folded(row: Row, members: Sequence[Action], targets: list[tuple[int, int, Action]]) -> None:
-    for key in _fold_keys(members):
-        if isinstance(key, str):
-            row.append((key, "label"))
+            keys[action.group] = _folded([other for other in actions if other.folds and other.group == action.group])
         else:
-            begin = row_cells(row)
-            row.append((key.key_text, "key"))
-            targets.append((begin, row_cells(row), key))
-    row += [(f" {members[0].group}", "label"), ("  ", "base")]
+            keys[action.name] = _key(action)
+    return list(keys.values())
 
 
-def _action_cells(action: Action) -> int:
-    return len(action.key_text) + len(action.label) + 3
-
-
-def _append_action(row: Row, action: Action, targets: list[tuple[int, int, Action]]) -> None:
-    begin = row_cells(row)
-    row += [(action.key_text, "key"), (f" {action.label}", "label"), ("  ", "base")]
-    targets.append((begin, row_cells(row) - 1, action))
+def _folded(members: Sequence[Action]) -> list[Piece]:
+    """Return the keys of a shortened group: consecutive digits as a range, others with blanks between them."""
+    is_range = len(members) > 2 and "".join(action.key_text for action in members) in "123456789"
+    pieces: list[Piece] = []
+    for action in (members[0], members[-1]) if is_range else members:
+        pieces += [("–" if is_range else " ", "label", None)] if pieces else []
+        pieces.append((action.key_text, "key", action))
+    return [*pieces, (f" {members[0].group}  ", "label", None)]
 
 
 class KeyBar(Canvas):
@@ -111,17 +93,11 @@ class KeyBar(Canvas):
     ALLOW_SELECT = False
 
     def __init__(
-        self,
-        place: str,
-        over: Callable[[], bool] = lambda: False,
-        lacking: Callable[[], Collection[str]] = frozenset,
+        self, place: str, over: Callable[[], bool] = lambda: False, lacking: Callable[[], Collection[str]] = frozenset
     ) -> None:
-        """Show the keys of a screen.
+        """Show the keys of the screen ``place`` of the action table.
 
-        Args:
-            place: name of the screen in the action table.
-            over: returns whether the screen's run has ended.
-            lacking: returns the actions that cannot be done now.
+        ``over`` returns whether the screen's run has ended, ``lacking`` the actions that cannot be done now.
         """
         super().__init__()
         self.place = place
@@ -134,7 +110,6 @@ class KeyBar(Canvas):
         self.watch(self.screen, "focused", self.redraw, init=False)
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the line of keys."""
         if self.screen.selections:
             self._click_targets = []
             return [SELECTED]

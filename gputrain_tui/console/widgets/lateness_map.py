@@ -10,11 +10,11 @@ from math import isfinite, nan
 from statistics import median
 
 from gputrain_tui.console.ramp import HEAT_LEVELS
-from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS, steps_row
+from gputrain_tui.console.widgets.chart_view import LABEL_CELLS, XAxis
 from gputrain_tui.console.widgets.drawing import (
     Row,
     centred_text,
-    fit_row,
+    fit_rows,
     format_value,
     group_size,
     merge,
@@ -25,15 +25,12 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.history.series import METRICS, Series
 
 SHAPES = "·:-=+*%#"
-"""Symbols of the heat levels, for terminals without colours."""
 LATE = METRICS.index("late_ms")
 LEVEL_SHARES = (0.01, 0.02, 0.04, 0.07, 0.1, 0.25, 0.5)
 """Lateness, as a share of the step time, where each level above the first begins: the same in every run.
 
 From a tenth on the colours are warm: all ranks lose that share of their time, since they wait for the latest one.
 """
-MEDIAN_COLUMNS = 64
-"""Columns of step times over which the median is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +47,10 @@ class Heat:
     step_ms: float = nan
     """Median step time, ms, by which the levels are scaled."""
     latest: tuple[int, float] | None = None
-    """The rank that the others wait for most, and its lateness in ms."""
     selected: int | None = None
     failed: Collection[int] = ()
     """Ranks that failed themselves, not those that lost a peer or were stopped."""
     flagged: Collection[int] = ()
-    """Ranks with a standing finding or a failure."""
 
 
 def map_rows(height: int) -> int:
@@ -86,7 +81,8 @@ def thresholds(step_ms: float) -> list[float]:
 
 def usual_step_ms(series: Series, last: int | None = None) -> float:
     """Return the median step time over the last ``last`` steps, None being all, ms; NaN if none was measured."""
-    steps = [value for value in series.window("step_ms", MEDIAN_COLUMNS, last=last).median if isfinite(value)]
+    columns = 64  # columns of step times over which the median is taken
+    steps = [value for value in series.window("step_ms", columns, last=last).median if isfinite(value)]
     return median(steps) if steps else nan
 
 
@@ -111,14 +107,14 @@ def heat_columns(series: Series, width: int, group: int, *, last: int | None = N
                 counts[column] += 1
             else:
                 sums[column], counts[column] = values, 1
+    newest = max((column for column in range(width) if counts[column]), default=-1)
     out: list[list[float]] = []
-    for total, count in zip(sums, counts, strict=True):
+    for total, count in zip(sums[: newest + 1], counts, strict=False):
         if count:
             out.append([value / count for value in total] if count > 1 else total)
         else:  # between two steps that were measured
             out.append(out[-1] if out else [])
-    newest = max((column for column in range(width) if counts[column]), default=-1)
-    return out[: newest + 1]
+    return out
 
 
 def _latest(late: array[float], group: int) -> list[float]:
@@ -136,35 +132,37 @@ def _latest(late: array[float], group: int) -> list[float]:
 def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> list[Row]:
     """Return the map as ``height`` rows of ``width`` cells."""
     left: Row = [("late", "title")]
-    finite = [value for column in heat.columns for value in column if value == value]
-    lines = map_rows(height)
-    cells = width - LABEL_CELLS - 2
-    if not finite or cells < 1 or lines < 1:
+    finite = (value for column in heat.columns for value in column if value == value)
+    first = next(finite, None)
+    lines, cells = map_rows(height), width - LABEL_CELLS - 2
+    if first is None or cells < 1 or lines < 1:
         why = "lateness needs two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
-        return [fit_row(title_row(width, left), width), *centred_text(width, height - 1, [why])]
-    limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(max(finite), 1.0))
+        return fit_rows([title_row(width, left), *centred_text(width, height - 1, [why])], width, height)
+    limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(first, *finite, 1.0))
     if heat.latest is not None:
         rank, late = heat.latest
         left += [(" ", "base"), (format_value(late), "bright"), (f" ms  rank {rank}", "dim")]
-    legend = _legend(limits, symbols)
+    levels = [(SHAPES[level] if symbols else "■", f"heat:{level}") for level in range(HEAT_LEVELS)]
+    legend: Row = [("ms ", "dim"), levels[0]]
+    for level, limit in zip(levels[1:], limits, strict=True):
+        legend += [(f" {limit:g} ", "dim"), level]
     if row_cells(left) + row_cells(legend) + 4 > width:
-        legend = _short_legend(limits, symbols)
-    rows = [fit_row(title_row(width, left, [legend]), width)]
+        legend = [("0 ", "dim"), *levels, (f" {limits[-1]:g} ms", "dim")]
+    rows = [title_row(width, left, [legend])]
     groups = -(-heat.ranks // heat.group)
     half_lines = _stretch(groups, heat.group, lines)
     columns = [[bisect_right(limits, value) if value == value else None for value in col] for col in heat.columns]
     for line in range(-(-groups * half_lines // 2)):
         upper, lower = 2 * line // half_lines, (2 * line + 1) // half_lines
         begun = [group for group in (upper, lower) if group < groups and group * half_lines // 2 == line]
-        row = [_label(heat, begun), ("  ", "base")]
-        row += merge(
+        pieces = (
             _cell(_level_at(column, upper, groups), _level_at(column, lower, groups), symbols)
             for column in columns[:cells]
         )
-        rows.append(fit_row(row, width))
+        rows.append([_label(heat, begun), ("  ", "base"), *merge(pieces)])
     if lines < height - 1:
-        rows.append(fit_row(steps_row(heat.first_step, heat.last_step, width), width))
-    return rows + [fit_row([], width) for _ in range(height - len(rows))]
+        rows.append(XAxis(first_step=heat.first_step, last_step=heat.last_step).labels(width))
+    return fit_rows(rows, width, height)
 
 
 def _level_at(column: Sequence[int | None], group: int, groups: int) -> int | None:
@@ -176,25 +174,24 @@ def _label(heat: Heat, groups: Sequence[int]) -> tuple[str, str]:
     if not groups:
         return " " * LABEL_CELLS, "axis"
     first, end = groups[0] * heat.group, min((groups[-1] + 1) * heat.group, heat.ranks)
-    for mark, role, marked in (
+    for sign, role, ranks in (
         ("✗", "error", heat.failed),
         ("▸", "accent", () if heat.selected is None else (heat.selected,)),
         ("!", "warning", heat.flagged),
     ):
-        rank = min((rank for rank in marked if first <= rank < end), default=None)
+        rank = min((rank for rank in ranks if first <= rank < end), default=None)
         if rank is not None:
-            return f"{mark}{rank}".rjust(LABEL_CELLS), role
+            return f"{sign}{rank}".rjust(LABEL_CELLS), role
     text = f"{first}" if end - first == 1 else f"{first}–{end - 1}"
     return (text if len(text) <= LABEL_CELLS else f"{first}…").rjust(LABEL_CELLS), "axis"
 
 
 def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str]:
     """Return one cell: an upper and a lower half in the colours of their levels, or a symbol of the greater level."""
-    if symbols:
-        levels = [level for level in (upper, lower) if level is not None]
-        return (SHAPES[max(levels)], "base") if levels else (" ", "base")
     if upper is None and lower is None:
         return " ", "base"
+    if symbols:
+        return SHAPES[max(level for level in (upper, lower) if level is not None)], "base"
     if lower is None:
         return "▀", f"heat:{upper}"
     if upper is None:
@@ -202,41 +199,24 @@ def _cell(upper: int | None, lower: int | None, symbols: bool) -> tuple[str, str
     return ("█", f"heat:{upper}") if upper == lower else ("▀", f"heat:{upper}:{lower}")
 
 
-def _legend(limits: Sequence[float], symbols: bool) -> Row:
-    """Return the colours of all levels, each with its lower limit in ms."""
-    row: Row = [("ms ", "dim"), (SHAPES[0] if symbols else "■", "heat:0")]
-    for level, limit in enumerate(limits, 1):
-        row += [(f" {limit:g} ", "dim"), (SHAPES[level] if symbols else "■", f"heat:{level}")]
-    return row
-
-
-def _short_legend(limits: Sequence[float], symbols: bool) -> Row:
-    """Return the colours of all levels with the lower limit of the last one."""
-    cells: Row = [(SHAPES[level] if symbols else "■", f"heat:{level}") for level in range(HEAT_LEVELS)]
-    return [("0 ", "dim"), *cells, (f" {limits[-1]:g} ms", "dim")]
-
-
 class LatenessMap(Panel):
     """Panel of the lateness of every rank over the run."""
 
     last: int | None = None
-    """Steps to show; None: the whole run."""
 
     def show(self, *, last: int | None) -> None:
-        """Show the last ``last`` steps; None: the whole run."""
         self.last = last
         self.redraw()
 
     def seen_version(self) -> object:
-        """Return a value that changes with the series, the failures, the flagged ranks and the end of the run."""
         state = self.live.state
         return self.live.series.version, len(state.failures), state.flagged, state.ended is not None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the map."""
         series, state = self.live.series, self.live.state
         group = group_size(series.world_size, 2 * map_rows(height))
         first, end = series.span(self.last)
+        ranks = state.ranks.values() if state.failures else ()
         heat = Heat(
             columns=heat_columns(series, max(width - LABEL_CELLS - 2, 1), group, last=self.last),
             ranks=series.world_size,
@@ -246,9 +226,7 @@ class LatenessMap(Panel):
             step_ms=usual_step_ms(series, self.last),
             latest=state.latest(),
             selected=self.selected_rank,
-            failed={rank for rank, view in state.ranks.items() if view.display_state == "failed"}
-            if state.failures
-            else (),
+            failed={view.rank for view in ranks if view.display_state == "failed"},
             flagged=state.flagged,
         )
         return draw_heat(heat, width, height, symbols=self.ramp.symbols)

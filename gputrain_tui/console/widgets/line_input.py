@@ -50,12 +50,10 @@ class PromptLine(Horizontal):
     ]
 
     def compose(self) -> ComposeResult:
-        """Yield the label and the input."""
         yield Static(id="label", markup=False)
         yield LineInput(id="editor", compact=True)
 
     def open(self, label: str, text: str, hint: str) -> None:
-        """Open the line with a label, a text to edit, and a hint to show while it is empty."""
         self.add_class("-open")
         self.query_one("#label", Static).update(label)
         editor = self.query_one(Input)
@@ -64,7 +62,6 @@ class PromptLine(Horizontal):
         editor.focus()
 
     def close(self) -> None:
-        """Hide the line."""
         self.remove_class("-open")
 
 
@@ -77,7 +74,7 @@ class FilterLine(Horizontal):
     DEFAULT_CSS = """
     FilterLine { dock: bottom; height: 1; margin-bottom: 1; background: $boost; display: none; }
     FilterLine.-open { display: block; }
-    FilterLine > #mark { width: 9; padding: 0 1; color: $text-accent; }
+    FilterLine > #label { width: 9; padding: 0 1; color: $text-accent; }
     FilterLine > Input { width: 1fr; border: none; height: 1; padding: 0; background: transparent; }
     FilterLine > #hint { width: auto; max-width: 60%; padding: 0 1; color: $foreground 60%; }
     FilterLine > #hint.-wrong { color: $text-warning; }
@@ -93,33 +90,25 @@ class FilterLine(Horizontal):
         self._grid = grid
 
     def compose(self) -> ComposeResult:
-        """Yield the input and its message."""
-        yield Static("filter", id="mark")
+        yield Static("filter", id="label")
         yield LineInput(compact=True)
         yield Static(HINT, id="hint", markup=False)
 
     def open(self) -> None:
-        """Open the line on the filter in force."""
         self.add_class("-open")
         field = self.query_one(Input)
         field.value = self._grid.filter_text
         field.focus()
 
     def action_leave(self) -> None:
-        """Remove the filter and close the line."""
         self._grid.set_filter("")
-        self._close()
+        self.action_keep()
 
     def action_keep(self) -> None:
-        """Keep the filter and close the line."""
-        self._close()
-
-    def _close(self) -> None:
         self.screen.set_focus(self._grid)
         self.remove_class("-open")
 
     def on_mount(self) -> None:
-        """Watch the focus, to close the line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:
@@ -143,4 +132,4 @@ class FilterLine(Horizontal):
     @on(Input.Submitted)
     def _submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        self._close()
+        self.action_keep()

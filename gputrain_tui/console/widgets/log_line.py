@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from rich.ansi import SGR_STYLE_MAP
@@ -15,8 +16,7 @@ from gputrain_tui.history.log_buffer import Level, LogLine, level_of
 from gputrain_tui.tables import ESCAPES, printable
 
 NO_STYLE = Style.null()
-MARKS = {Level.WARNING: ("▲", "warning"), Level.ERROR: ("✗", "error")}
-"""Mark and role of a level."""
+LEVEL_SIGNS = {Level.WARNING: ("▲", "warning"), Level.ERROR: ("✗", "error")}
 
 Pieces = list[tuple[str, Style]]
 """Pieces of a line: text, and the style that its SGR sequences set."""
@@ -73,12 +73,7 @@ def _colour(numbers: Iterator[int]) -> Color | None:
 
 def prefix(name: str, width: int) -> str:
     """Return a line's source, right-aligned: ``r3`` a rank, ``n0`` a node agent, ``sup`` the supervisor."""
-    if name.isdecimal():
-        short = f"r{name}"
-    elif name.startswith("node-"):
-        short = f"n{name.removeprefix('node-')}"
-    else:
-        short = name[:3]
+    short = f"r{name}" if name.isdecimal() else name.replace("node-", "n") if name.startswith("node-") else name[:3]
     return printable(short).rjust(width) + " "
 
 
@@ -96,16 +91,9 @@ def line_strip(
 ) -> Strip:
     """Return a line of the log as exactly ``width`` cells.
 
-    Args:
-        line: the line.
-        styles: styles by role.
-        width: cells of the strip.
-        shift: cells by which the text is scrolled sideways; the prefix (time, source, mark of the level) stays.
-        prefix_cells: cells of the source; 0: without it.
-        clock: time of the line as text; empty: without it.
-        flagged: whether the source has the colour of a warning.
-        needle: search text, highlighted wherever it occurs.
-        at_match: whether the search has stopped at this line, where the highlight is stronger.
+    The text is scrolled sideways by ``shift`` cells, but not what precedes it: the time ``clock``, the source in
+    ``prefix_cells`` cells (0: none), in the colour of a warning if ``flagged``, and the sign of the level. The search
+    text ``needle`` is highlighted, more strongly if the search has stopped ``at_match``.
     """
     level = level_of(line.raw)
     ground = styles["base"]
@@ -113,37 +101,31 @@ def line_strip(
         ground += styles["error" if level is Level.ERROR else "warning"]
     pieces = decoded(line.raw)
     if needle:
-        pieces = _marked(pieces, needle, styles["current" if at_match else "match"])
+        pieces = _highlighted(pieces, needle, styles["current" if at_match else "match"])
     segments = [Segment(text, ground + style) for text, style in pieces]
     if line.cut_bytes:
         segments.append(Segment(f" … {line.cut_bytes:,} bytes more", styles["base"] + styles["dim"]))
-    room = width
+    free = width
     head: list[Segment] = []
     source = prefix(line.name, prefix_cells - 1) if prefix_cells else ""
-    if (clock or source) and level is not Level.ALL:  # the mark takes the last cell of the prefix
+    sign = ("", "prefix")
+    if (clock or source) and level is not Level.ALL:  # the sign takes the last cell of the prefix
         clock, source = (clock, source[:-1]) if source else (clock[:-1], "")
-        mark = MARKS[level]
-    else:
-        mark = ("", "prefix")
-    for text, role in ((clock, "prefix"), (source, "warning" if flagged else "prefix"), mark):
-        text = text[: max(room, 0)]
+        sign = LEVEL_SIGNS[level]
+    for text, role in ((clock, "prefix"), (source, "warning" if flagged else "prefix"), sign):
+        text = text[: max(free, 0)]
         head.append(Segment(text, styles["base"] + styles[role]))
-        room -= cell_len(text)
-    body = Strip(segments).crop(shift, shift + room) if shift else Strip(segments)
-    return Strip([*head, *body.adjust_cell_length(max(room, 0), styles["base"])], width)
+        free -= cell_len(text)
+    body = Strip(segments).crop(shift, shift + free) if shift else Strip(segments)
+    return Strip([*head, *body.adjust_cell_length(max(free, 0), styles["base"])], width)
 
 
-def _marked(pieces: Pieces, needle: str, mark: Style) -> Pieces:
+def _highlighted(pieces: Pieces, needle: str, highlight: Style) -> Pieces:
     """Return the pieces with every occurrence of a text highlighted, also across pieces."""
     whole = "".join(text for text, _ in pieces).lower()
-    needle = needle.lower()
     if len(whole) != sum(len(text) for text, _ in pieces):  # a few letters change their length with their case
         return pieces
-    spans = []
-    found = whole.find(needle)
-    while found >= 0:
-        spans.append((found, found + len(needle)))
-        found = whole.find(needle, found + len(needle))
+    spans = [match.span() for match in re.finditer(re.escape(needle.lower()), whole)]
     out: Pieces = []
     start = 0
     for text, style in pieces:
@@ -151,7 +133,7 @@ def _marked(pieces: Pieces, needle: str, mark: Style) -> Pieces:
         for begin, end in spans:
             low, high = max(begin - start, at), min(end - start, len(text))
             if low < high:
-                out += [(text[at:low], style), (text[low:high], style + mark)]
+                out += [(text[at:low], style), (text[low:high], style + highlight)]
                 at = high
         out.append((text[at:], style))
         start += len(text)

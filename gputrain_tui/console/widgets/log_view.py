@@ -10,7 +10,7 @@ from rich.segment import Segment
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Click, Unmount
+from textual.events import Click
 from textual.geometry import Offset
 from textual.selection import Selection
 from textual.strip import Strip
@@ -19,7 +19,7 @@ from textual.widgets import Input
 
 from gputrain_tui.console.actions import bindings
 from gputrain_tui.console.widgets.canvas import Canvas, Copyable, role_classes
-from gputrain_tui.console.widgets.drawing import Row, cell_count, centred_text, fit_row, scroll_thumb, title_row
+from gputrain_tui.console.widgets.drawing import Row, cell_count, centred_text, scroll_thumb, title_row
 from gputrain_tui.console.widgets.line_input import LineInput
 from gputrain_tui.console.widgets.log_line import decoded, line_strip, prefix
 from gputrain_tui.history.follow import Follower
@@ -31,15 +31,12 @@ if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
-LINE_ROLES = ("base", "prefix", "warning", "error", "dim")
-MATCH_ROLES = ("match", "current")
 
 
 class LogView(Canvas, can_focus=True):
     """Log of a run or of one of its ranks; the screen's clock calls ``tick``."""
 
     PLACE = "log"
-    """Name of the panel in the action table: its keys stand in the footer while it has the focus."""
     BINDINGS: ClassVar[list[BindingType]] = [
         *bindings("log"),
         Binding("tab,shift+tab", "keep_search", "Find", show=False),
@@ -71,59 +68,41 @@ class LogView(Canvas, can_focus=True):
         lines: int = 50_000,
         id: str | None = None,
     ) -> None:
-        """Open the log.
+        """Open the log of a run, or of its ``rank`` only; keep the newest ``lines`` lines.
 
-        Args:
-            run: the run's directory.
-            rank: the only rank to show; None: all.
-            live: the followed run, which has the lines' times and the flagged ranks; None: without both.
-            lines: lines to keep, the newest ones.
-            id: id of the widget.
+        The followed run ``live`` has the lines' times and the flagged ranks.
         """
         super().__init__(id=id)
+        self.rank = rank
         self._run = run
         self._live = live
-        self._rank = rank
         self._lines = lines
         self._top: int | None = None
         """Number of the first line on the screen; None: the end is followed."""
         self._shift = 0
         self._needle = ""
         self._match: int | None = None
-        """Number of the line at which the search stopped."""
         self._missed = False
-        """Whether the search found no line."""
         self._pointed: int | None = None
-        """Number of the line that was clicked last."""
         self._painted: object = None
         """Lines' version, flagged ranks and time of the newest sample at the last repaint."""
         self._flagged: set[str] = set()
-        """Names of the logs of flagged ranks."""
         self._follower: Follower | None = None
         self.buffer = LogBuffer(lines=lines)
-        """The newest lines."""
         self._open()
 
     # Called by the screen
 
     @property
-    def rank(self) -> int | None:
-        """The only rank shown; None: all."""
-        return self._rank
-
-    @property
     def following(self) -> bool:
-        """Whether the newest line stays in view."""
         return self._top is None
 
     def show_rank(self, rank: int | None) -> None:
-        """Show one rank, or all for None."""
-        if rank != self._rank:
-            self._rank = rank
+        if rank != self.rank:
+            self.rank = rank
             self._open()
 
     def tick(self) -> None:
-        """Read appended output; repaint if lines, their times or the flagged ranks changed."""
         if not self.display:
             return
         tick_bytes = 1 << 20  # most bytes to read per tick, some milliseconds of work
@@ -142,15 +121,18 @@ class LogView(Canvas, can_focus=True):
 
     def _open(self) -> None:
         level = self.buffer.level
-        if self._follower is not None:
-            self._follower.close()
+        self.on_unmount()
         self.buffer = LogBuffer(lines=self._lines)
         self.buffer.set_level(level)
         self._top, self._shift, self._match, self._missed, self._painted = None, 0, None, False, None
         self._pointed = None
-        only = None if self._rank is None else {str(self._rank)}
+        only = None if self.rank is None else {str(self.rank)}
         backlog_bytes = 4 << 20  # bytes of earlier output to read at the start
         self._follower = Follower(self._run.logs, ".log", only=only, torn=True, last_bytes=backlog_bytes)
+
+    def on_unmount(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
 
     # Scrolling
 
@@ -165,52 +147,36 @@ class LogView(Canvas, can_focus=True):
         last = max(self.buffer.rows - self.page, 0)
         return last if self._top is None else min(self.buffer.row(self._top), last)
 
-    def scroll_rows(self, rows: int) -> None:
-        """Scroll by ``rows`` lines; scrolling to the end follows it again."""
-        self._go(self.top_row + rows)
-
     def _go(self, row: int) -> None:
+        """Scroll to a row; at the end it is followed again."""
         row = max(row, 0)
-        following = row >= self.buffer.rows - self.page
-        self._top = None if following else self.buffer.number(row)
+        self._top = None if row >= self.buffer.rows - self.page else self.buffer.number(row)
         self.redraw()
 
     def action_scroll_lines(self, lines: int) -> None:
-        """Move by lines."""
-        self.scroll_rows(lines)
+        self._go(self.top_row + lines)
 
     def action_scroll_pages(self, pages: int) -> None:
-        """Scroll by pages, each one line less than the panel holds."""
-        self.scroll_rows(pages * max(self.page - 1, 1))
+        self.action_scroll_lines(pages * max(self.page - 1, 1))
 
     def action_oldest(self) -> None:
-        """Go to the oldest line that is kept."""
         self._go(0)
 
-    def action_edge(self, side: int) -> None:
-        """Go to the oldest line, or to the end and follow it."""
-        if side < 0:
-            self.action_oldest()
-        else:
-            self.action_follow()
-
     def action_follow(self) -> None:
-        """Go to the end and follow it."""
-        self._top = None
-        self.redraw()
+        self._go(self.buffer.rows)
+
+    def action_edge(self, side: int) -> None:
+        self._go(0 if side < 0 else self.buffer.rows)
 
     def action_shift(self, steps: int) -> None:
-        """Move long lines sideways."""
         shift_cells = 16  # cells by which a key moves long lines sideways
         self._shift = max(self._shift + steps * shift_cells, 0)
         self.redraw()
 
     def wheel(self, lines: int) -> None:
-        """Move by lines."""
-        self.scroll_rows(lines)
+        self.action_scroll_lines(lines)
 
     def on_click(self, event: Click) -> None:
-        """Jump to a clicked place of the scroll bar; elsewhere put the cursor on the clicked line."""
         if event.widget is not self or event.y <= 0:
             return
         if event.x == self.size.width - 1:
@@ -229,7 +195,6 @@ class LogView(Canvas, can_focus=True):
         return self.buffer.number(last) if last >= 0 else None
 
     def copyable(self) -> Copyable | None:
-        """Return the line under the cursor, whole and without its colours."""
         number = self.cursor
         return None if number is None else Copyable(self._text(number), "a line of the log")
 
@@ -244,17 +209,14 @@ class LogView(Canvas, can_focus=True):
         return self.buffer.number(row) if 0 < y <= self.page and row < self.buffer.rows else -1
 
     def text_offset(self, x: int, y: int) -> Offset:
-        """Return the offset in a line of the log that is nearest to a cell."""
         last = min(self.page, self.buffer.rows - self.top_row)
         return super().text_offset(x, min(max(y, 1), last))
 
     def text_strip(self, line: int) -> Strip:
-        """Return a whole line of the log, which may be longer than the panel is wide."""
         before = len(self._clock(self.buffer.line(line))) + self._prefix_cells()
         return self._line_strip(line, before + cell_count(self._text(line)))
 
     def text_lines(self) -> Iterable[int]:
-        """Return the numbers of all lines that the level shows."""
         return map(self.buffer.number, range(self.buffer.rows))
 
     def selection_updated(self, selection: Selection | None) -> None:
@@ -263,21 +225,14 @@ class LogView(Canvas, can_focus=True):
             self._top = self.buffer.number(self.top_row)
         self.redraw()
 
-    def on_unmount(self, event: Unmount) -> None:
-        """Close the files."""
-        if self._follower is not None:
-            self._follower.close()
-
     # Level and search
 
     def action_level(self) -> None:
-        """Show the next level: all lines, warnings and errors, or errors only."""
         self.buffer.set_level(Level((self.buffer.level + 1) % len(Level)))
         self._match = None
         self.redraw()
 
     def action_search(self) -> None:
-        """Open the search line."""
         self.add_class("-searching")
         field = self.query_one(Input)
         field.value = self._needle
@@ -285,31 +240,23 @@ class LogView(Canvas, can_focus=True):
         self.redraw()
 
     def action_next_match(self) -> None:
-        """Go to the next line with the search text."""
         self._search(forward=True)
 
     def action_next_flagged(self) -> None:
-        """Go to the next line of a rank that failed or that a finding is about."""
-        if self._live is None or self.rank is not None:
-            return
-        flagged = {str(rank) for rank in self._live.state.flagged}
         start = self.top_row - 1 if self._match is None else self.buffer.row(self._match)
-        row = self.buffer.find_of(flagged, start)
+        row = self.buffer.find_of(self._flagged, start)
         if row is not None:
             self._match = self.buffer.number(row)
             self._top = self.buffer.number(max(row - self.page // 2, 0))
             self.redraw()
 
     def action_previous_match(self) -> None:
-        """Go to the previous line with the search text."""
         self._search(forward=False)
 
     def action_clear_search(self) -> None:
-        """Clear the search text, and close the search line."""
-        searching = self.has_class("-searching")
         self._needle, self._match, self._missed = "", None, False
-        self.remove_class("-searching")
-        if searching:
+        if self.has_class("-searching"):
+            self.remove_class("-searching")
             self.screen.set_focus(self)
         self.redraw()
 
@@ -335,14 +282,12 @@ class LogView(Canvas, can_focus=True):
         self.action_keep_search()
 
     def action_keep_search(self) -> None:
-        """Close the search line, and go to the first line with the typed text."""
         self.screen.set_focus(self)
         self.remove_class("-searching")
         self._match = None
         self._search(forward=True)
 
     def on_mount(self) -> None:
-        """Watch the focus, to close the search line when it moves."""
         self.watch(self.screen, "focused", self._focus_moved, init=False)
 
     def _focus_moved(self, focused: Widget | None) -> None:
@@ -368,20 +313,16 @@ class LogView(Canvas, can_focus=True):
     # Drawing
 
     def compose(self) -> ComposeResult:
-        """Yield the search line, hidden until it is used."""
         yield LineInput(placeholder="search the log, Enter finds, Esc leaves", compact=True)
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the title line, and the text of an empty log."""
         return [self.head(width), *([] if self.buffer.rows else centred_text(width, self.page, self._empty_texts()))]
 
     def redraw(self) -> None:
-        """Repaint all lines with the next frame."""
         self._drawn_size = None
         self.refresh()
 
     def line(self, y: int) -> Strip:
-        """Return one line of the widget: title, line of the log with the scroll bar, or text of an empty log."""
         width = self.size.width
         rows = self.buffer.rows
         row = self.top_row + y - 1
@@ -391,17 +332,17 @@ class LogView(Canvas, can_focus=True):
         number = self.buffer.number(row)
         strip = self._line_strip(number, width - overflows)
         if overflows:
-            mark = "┃" if y - 1 in scroll_thumb(self.top_row, self.page, rows) else " "
-            strip = Strip([*strip, Segment(mark, self.role("thumb"))], width)
+            thumb = "┃" if y - 1 in scroll_thumb(self.top_row, self.page, rows) else " "
+            strip = Strip([*strip, Segment(thumb, self.role("thumb"))], width)
         return strip
 
     def _line_strip(self, number: int, width: int) -> Strip:
-        """Return a line of the log as ``width`` cells."""
         line = self.buffer.line(number)
         ground = "@cursor" if self.has_focus and number == self.cursor else ""
+        styles = {role: self.role(role + ground) for role in ("base", "prefix", "warning", "error", "dim")}
         return line_strip(
             line,
-            {role: self.role(role + ground) for role in LINE_ROLES} | {role: self.role(role) for role in MATCH_ROLES},
+            styles | {role: self.role(role) for role in ("match", "current")},
             width=width,
             shift=self._shift,
             prefix_cells=self._prefix_cells(),
@@ -413,7 +354,7 @@ class LogView(Canvas, can_focus=True):
 
     def _prefix_cells(self) -> int:
         """Return the cells of a line's source; 0 if there is only one source."""
-        several = self._rank is None and len(self.buffer.names) > 1
+        several = self.rank is None and len(self.buffer.names) > 1
         return max(len(prefix(name, 0)) for name in self.buffer.names) if several else 0
 
     def _clock(self, line: LogLine) -> str:
@@ -428,25 +369,21 @@ class LogView(Canvas, can_focus=True):
         return time.strftime("%H:%M:%S ", time.localtime(at)) if at is not None else " " * 9
 
     def head(self, width: int) -> Row:
-        """Return the title line: ranks, level, search, columns moved sideways, lines below the view."""
-        whose = "all ranks" if self._rank is None else f"rank {self._rank}"
-        remarks: list[Row] = []
-        if self.buffer.level:
-            remarks.append([(LEVEL_NAMES[self.buffer.level], "accent")])
+        whose = "all ranks" if self.rank is None else f"rank {self.rank}"
+        notes = [(LEVEL_NAMES[self.buffer.level], "accent")] if self.buffer.level else []
         if self._needle and not self.has_class("-searching"):
-            remarks.append([(f"/{self._needle}", "warning" if self._missed else "accent")])
-            if self._missed:
-                remarks.append([("not found", "warning")])
+            notes.append((f"/{self._needle}", "warning" if self._missed else "accent"))
+            notes += [("not found", "warning")] if self._missed else []
         if self._shift:
-            remarks.append([(f"from column {self._shift + 1}", "dim")])
-        below = self.buffer.rows - self.page - self.top_row
+            notes.append((f"from column {self._shift + 1}", "dim"))
         if not self.following:
-            remarks.append([(f"{below:,} lines below, End follows", "accent")])
-        return fit_row(title_row(width, [("log", "title"), (f"  {whose}", "dim")], remarks), width)
+            below = self.buffer.rows - self.page - self.top_row
+            notes.append((f"{below:,} lines below, End follows", "accent"))
+        return title_row(width, [("log", "title"), (f"  {whose}", "dim")], [[note] for note in notes])
 
     def _empty_texts(self) -> list[str]:
         if self.buffer.level and self.buffer.names:
             return [f"every line is below the level: {LEVEL_NAMES[self.buffer.level]}", "L changes the level"]
-        if self._rank is not None:
-            return [f"rank {self._rank} has printed nothing yet", "the log of all ranks is on the run's screen"]
+        if self.rank is not None:
+            return [f"rank {self.rank} has printed nothing yet", "the log of all ranks is on the run's screen"]
         return ["nothing was printed yet"]

@@ -1,20 +1,146 @@
-"""Chart of loss, throughput or exposed synchronisation of one or several runs, read from their records."""
+"""Chart of loss, throughput or exposed synchronisation of one or several runs, read from their records.
+
+The curves are numbered at their ends, so that the legend works without colours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
 from time import perf_counter
 from typing import ClassVar
 
 from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
-from gputrain_tui.console.widgets.curve_drawing import Scale, chart_columns
-from gputrain_tui.console.widgets.drawing import Row
-from gputrain_tui.console.widgets.overlay_chart import Overlay, OverlayLine, draw_overlay, legend
+from gputrain_tui.console.widgets.chart_view import LABEL_CELLS, position_labels
+from gputrain_tui.console.widgets.curve_drawing import (
+    BRAILLE,
+    Axis,
+    Scale,
+    braille_line,
+    chart_columns,
+    gutter,
+    plot_limits,
+)
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text,
+    fit_row,
+    fit_rows,
+    format_short,
+    merge,
+    pad,
+    title_row,
+)
+from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.comparison import CurveHistory, Measure, resampled
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.tables import duration, printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlayLine:
+    """Curve and figures of one run."""
+
+    name: str
+    values: Sequence[float]
+    """A value per column, two columns per cell; NaN: none."""
+    value: float
+    best: float | None = None
+    samples_per_s: float | None = None
+    sync_share: float | None = None
+    """Share of the step time spent waiting for the gradient synchronisation, 0 to 1."""
+
+
+TITLES: dict[Measure, tuple[str, str]] = {
+    "loss": ("loss", "mean of the ranks"),
+    "samples_per_s": ("throughput", "samples/s of all ranks"),
+    "sync_exposed_ms": ("sync wait", "ms"),
+}
+
+
+def draw_overlay(
+    lines: Sequence[OverlayLine],
+    width: int,
+    height: int,
+    *,
+    last: float,
+    first: float = 0.0,
+    over_time: bool = False,
+    measure: Measure = "loss",
+    scale: Scale = "linear",
+    notes: Sequence[str] = (),
+) -> list[Row]:
+    """Return the chart as ``height`` rows of ``width`` cells; the axis is from ``first`` to ``last`` step or second."""
+    title, measured_in = TITLES[measure]
+    unit = "time since the start" if over_time else "steps"
+    left: Row = [(title, "title"), (f"  {measured_in} over {unit}", "dim")]
+    rights: list[Row] = [[(note, "dim")] for note in (*notes, *(["log"] if scale == "log" else []))]
+    rows = [title_row(width, left, rights)]
+    plot_height, cells = height - 2, width - LABEL_CELLS - 2
+    limits = plot_limits((line.values for line in lines), scale)
+    if limits is None or plot_height < 2 or cells < 6:
+        return rows + centred_text(width, height - 1, ["no step yet"])
+    axis = Axis(*limits, plot_height, scale)
+    labels = axis.labels(plot_height)
+    drawn = [braille_line(line.values, axis, cells, plot_height) for line in lines]
+    numbers = _numbers(drawn, cells) if len(drawn) > 1 else {}
+    for y in range(plot_height):
+        label = labels.get(y, "")
+        pieces = gutter(label, "dim")
+        ground = ("┈" if label else " ", "rule")
+        for x in range(cells):
+            # A cell has one colour: where curves meet, only the first one is drawn.
+            curve = next((index for index, cells_of in enumerate(drawn) if cells_of[y][x]), None)
+            piece = ground if curve is None else (chr(BRAILLE + drawn[curve][y][x]), f"curve-{curve}")
+            pieces.append(numbers.get((x, y), piece))
+        rows.append(merge(pieces))
+    text = duration if over_time else "{:,.0f}".format
+    newest = text(last) if over_time else f"step {last:,.0f}"
+    rows.append([(position_labels(width, first, last, last, 16, text, newest), "dim")])
+    return fit_rows(rows, width, height)
+
+
+def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dict[tuple[int, int], tuple[str, str]]:
+    """Return the number of each curve, with its role, by the cell at the curve's right end."""
+    numbers: dict[tuple[int, int], tuple[str, str]] = {}
+    for index, rows in enumerate(drawn):
+        ends = [(x, y) for y, row in enumerate(rows) for x in range(cells) if row[x]]
+        if not ends:
+            continue
+        x, y = max(ends)
+        while (x, y) in numbers and x:
+            x -= 1
+        numbers[x, y] = (f"{index + 1}", f"curve-{index}")
+    return numbers
+
+
+def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
+    """Return a line per run: number, colour, name, newest loss, best validation loss; in wide panels more."""
+    wide_legend_cells = 100  # fewest cells of a legend with throughput and synchronisation
+    is_wide = width >= wide_legend_cells
+    names = max(width - 7 - 2 * 14 - (36 if is_wide else 0), 8)
+    rows = []
+    for index, line in enumerate(lines):
+        loss = loss_text(line.value if isfinite(line.value) else None)
+        row: Row = [
+            (f" {index + 1} ━━ ", f"curve-{index}"),
+            (pad(printable(line.name), names), "bright"),
+            ("  loss", "dim"),
+            (loss.rjust(8), "bright"),
+            (" valid", "dim"),
+            (loss_text(line.best).rjust(8), "bright"),
+        ]
+        if is_wide:
+            rate = EMPTY if line.samples_per_s is None else format_short(line.samples_per_s, 9).strip()
+            waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
+            row += [("  samples/s", "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]
+        rows.append(fit_row(row, width))
+    return rows
 
 
 class CurveReader:
@@ -24,7 +150,6 @@ class CurveReader:
         self.run = run
         self.history = CurveHistory(run.status.world_size)
         self.behind = True
-        """Whether a part of the record is still to be read."""
         self._reader = RunReader(run.dir)
 
     def poll(self, deadline: float) -> bool:
@@ -43,7 +168,6 @@ class CurveReader:
                 return has_events or was_behind != self.behind
 
     def close(self) -> None:
-        """Close the record."""
         self._reader.close()
 
 
@@ -56,28 +180,23 @@ class LossCurves(Canvas):
     measure: Measure = "loss"
     scale: Scale = "linear"
     smoothing = 0
-    """Steps over which the curves are smoothed; 0: not at all."""
     _readers: Sequence[CurveReader] = ()
     _reading_on = False
 
     def __init__(self, *, named: bool = True, id: str | None = None) -> None:
-        """Make an empty chart; ``named``: with a legend of the runs' names."""
         super().__init__(id=id)
         self._named = named
 
     @property
     def runs(self) -> list[Run]:
-        """The runs shown."""
         return [reader.run for reader in self._readers]
 
     def show(self, runs: Sequence[Run]) -> None:
-        """Show runs, and close the records of those shown before."""
         self.on_unmount()
         self._readers = [CurveReader(run) for run in runs]
         self.redraw()
 
     def on_unmount(self) -> None:
-        """Close the records."""
         for reader in self._readers:
             reader.close()
 
@@ -99,43 +218,32 @@ class LossCurves(Canvas):
             self.tick()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the chart and its legend."""
         columns = chart_columns(width)
         histories = [reader.history for reader in self._readers]
-        ends = [h.last_second if self.over_time else float(h.last_step) for h in histories]
-        last = max(ends, default=0.0)
-        begins = [h.first_step for h in histories if h.first_step]
-        first = float(min(begins, default=0)) if not self.over_time else 0.0
-        # Share of the axis: if the first steps of all runs lie beyond it (resumed runs), the axis begins there, not
-        # at 0.
-        late_start_share = 0.1
-        first = first if first > late_start_share * last else 0.0
+        last = max((h.last_second if self.over_time else float(h.last_step) for h in histories), default=0.0)
+        first = float(min((h.first_step for h in histories if h.first_step), default=0))
+        late_start_share = 0.1  # share of the axis beyond which it begins at the first step of resumed runs, not at 0
+        if self.over_time or first <= late_start_share * last:
+            first = 0.0
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
             points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing, measure=self.measure)
-            values = resampled(points, columns, last, first=first)
             lines.append(
                 OverlayLine(
                     name=reader.run.id,
-                    values=values,
+                    values=resampled(points, columns, last, first=first),
                     value=history.loss,
                     best=history.best_validation,
                     samples_per_s=history.samples_per_s,
                     sync_share=history.sync_share,
                 )
             )
-        remarks = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
-        if any(reader.behind for reader in self._readers):
-            remarks.append("reading")
-        overlay = Overlay(
-            lines=lines,
-            first=first,
-            last=last,
-            over_time=self.over_time,
-            measure=self.measure,
-            scale=self.scale,
-            remarks=tuple(remarks),
-        )
+        notes = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
+        notes += ["reading"] if any(reader.behind for reader in self._readers) else []
         names = legend(lines, width) if self._named else []
         gap: list[Row] = [[]] if names and height >= 20 else []
-        return draw_overlay(overlay, width, height - len(names) - len(gap)) + names + gap
+        chart = draw_overlay(
+            lines, width, height - len(names) - len(gap), first=first, last=last, over_time=self.over_time,
+            measure=self.measure, scale=self.scale, notes=notes,
+        )  # fmt: skip
+        return chart + names + gap

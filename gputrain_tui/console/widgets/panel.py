@@ -1,12 +1,13 @@
-"""Base of the panels of a run, which a tick redraws if the run changed."""
+"""Bases of panels: those of a run, which a tick redraws if the run changed, and those of scrolled text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from textual.binding import BindingType
 from textual.strip import Strip
 
-from gputrain_tui.console.widgets.canvas import Canvas, role_classes
+from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Canvas, role_classes
 from gputrain_tui.console.widgets.drawing import Row
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ class Panel(Canvas):
 
     @property
     def selected_rank(self) -> int | None:
-        """The selected rank; None: none."""
         return self._selected_rank
 
     @selected_rank.setter
@@ -56,6 +56,12 @@ class Panel(Canvas):
         if rank != self._selected_rank:
             self._selected_rank = rank
             self.redraw()
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether no step has come for long."""
+        still = self.live.standstill
+        return still is not None and still.is_long
 
     def seen_version(self) -> object:
         """Return a value that changes when the panel must be drawn again."""
@@ -71,7 +77,6 @@ class Panel(Canvas):
         return Strip(self.segments(row), width)
 
     def redraw(self) -> None:
-        """Draw again, and note the version drawn."""
         self._drawn_version = self.seen_version()
         super().redraw()
 
@@ -80,5 +85,27 @@ class ClockPanel(Panel):
     """Panel that is redrawn with every event, and every second while the run goes on."""
 
     def seen_version(self) -> object:
-        """Return a value that changes with every event and every second."""
         return self.live.version, int(self.live.elapsed_s or 0)
+
+
+class ScrolledText(Canvas, can_focus=True):
+    """Text without a cursor, scrolled by keys and the wheel."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
+
+    _top = 0
+
+    def in_view(self, rows: list[Row], height: int) -> list[Row]:
+        """Return the ``height`` rows to which the text is scrolled."""
+        self._top = min(self._top, max(len(rows) - height, 0))
+        return rows[self._top : self._top + max(height, 0)]
+
+    def action_scroll_by(self, lines: int) -> None:
+        self._top = max(self._top + lines, 0)
+        self.redraw()
+
+    def action_edge(self, side: int) -> None:
+        self.action_scroll_by(side << 20)  # more lines than any text has
+
+    def wheel(self, lines: int) -> None:
+        self.action_scroll_by(lines)

@@ -16,61 +16,20 @@ from gputrain_tui.console.widgets.drawing import Row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.rank_columns import (
     BY_KEY,
-    COLUMNS,
-    ColumnPlace,
-    Lateness,
-    RankColumn,
+    PlacedColumn,
+    RankRow,
+    goes_down,
     layout,
+    rank_filter,
     sort_ranks,
 )
 from gputrain_tui.console.widgets.rank_table import HEAD_LINES, GridView, draw_grid, visible_ranks
-from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
 from gputrain_tui.state import RankView
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-_Row = tuple[RankView, Lateness]
-
-
-class RankFilter:
-    """Filter of ranks; an empty one keeps all."""
-
-    def __init__(self, text: str = "") -> None:
-        """Parse a filter line.
-
-        Raises:
-            RequestError: a word cannot be parsed; the message names the allowed forms.
-        """
-        self._filter = RowFilter(text, _COLUMNS, _anywhere)
-        self.text = self._filter.text
-
-    def keeps(self, view: RankView, late: Lateness) -> bool:
-        """Return whether a rank is shown."""
-        return self._filter.keeps((view, late))
-
-
-def _filter_column(column: RankColumn) -> FilterColumn[_Row]:
-    def value(row: _Row) -> Value:
-        return column.value(*row)
-
-    return FilterColumn(key=column.key, is_number=column.digits is not None, value=value)
-
-
-_COLUMNS = {column.key: _filter_column(column) for column in COLUMNS}
-
-
-def _anywhere(word: str, row: _Row) -> bool:
-    """Return whether a word without a column matches: a number the rank, else part of host, device or state."""
-    view, _ = row
-    if word.isdecimal():
-        return view.rank == int(word)
-    part = word.casefold()
-    return any(part in text.casefold() for text in (view.host, view.device, view.display_state) if text is not None)
-
-
 HIGHLIGHT_S = 0.6
-"""Seconds for which a changed line is bright."""
 SORT_INTERVAL_S = 0.5
 """Least seconds between two sorts, so that lines do not jump too fast to be followed."""
 
@@ -93,10 +52,7 @@ class RankGrid(Panel, can_focus=True):
     RankGrid:ansi > .canvas--quiet, RankGrid:ansi > .canvas--absent { text-style: dim; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *MOVE_KEYS,
-        Binding("enter", "open", "Open the rank", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*MOVE_KEYS, Binding("enter", "open", "Open the rank", show=False)]
 
     @dataclass
     class Picked(Message):
@@ -116,15 +72,14 @@ class RankGrid(Panel, can_focus=True):
 
     def __init__(self, live: LiveRun, *, now: Callable[[], float] = monotonic, id: str | None = None) -> None:
         super().__init__(live, id=id)
+        self.sort_key = "rank"
+        self.descending = False
         self._now = now
         self._top = 0
-        self._sort_key = "rank"
-        self._descending = False
-        self._filter = RankFilter()
+        self._filter = rank_filter()
         self._arranged: list[RankView] = []
         self._arranged_at = -SORT_INTERVAL_S
         self._arranged_version: object = None
-        self._late: Lateness = {}
         self._warned: set[int] = set()
         self._hosts: set[str] = set()
         self._changed: dict[int, tuple[object, float]] = {}
@@ -134,42 +89,30 @@ class RankGrid(Panel, can_focus=True):
         self._standing_still = False
         self._scrolled = False
         """Whether the user has scrolled: flagged ranks are not brought into view then."""
-        self._cursor_height: int | None = None
-        """Height of the panel when the cursor was in view; None if it was not at the last drawing."""
+        self._cursor_in_view = False
+        """Whether the cursor was in view at the last drawing, and is kept there."""
 
     # Called by the screen
 
     @property
-    def sort_key(self) -> str:
-        """Key of the column that the ranks are sorted by."""
-        return self._sort_key
-
-    @property
-    def descending(self) -> bool:
-        """Whether the greatest value is on top."""
-        return self._descending
-
-    @property
     def filter_text(self) -> str:
-        """The filter in force."""
         return self._filter.text
 
     def sort_by(self, key: str, *, descending: bool | None = None) -> None:
         """Sort by a column; by the same one again in the other direction."""
         if descending is None:
-            descending = not self._descending if key == self._sort_key else BY_KEY[key].descending
-        self._sort_key, self._descending = key, descending
+            descending = not self.descending if key == self.sort_key else goes_down(key)
+        self.sort_key, self.descending = key, descending
         self._rearrange()
 
     def sort_next(self) -> None:
         """Sort by the next visible column."""
-        keys = [place.column.key for place in self._places()] or list(BY_KEY)  # a hidden table has no visible column
-        index = keys.index(self._sort_key) + 1 if self._sort_key in keys else 0
-        self.sort_by(keys[index % len(keys)], descending=BY_KEY[keys[index % len(keys)]].descending)
+        keys = [placed.column.key for placed in self._columns()] or list(BY_KEY)  # a hidden table has no visible column
+        key = keys[(keys.index(self.sort_key) + 1) % len(keys) if self.sort_key in keys else 0]
+        self.sort_by(key, descending=goes_down(key))
 
     def reverse_sort(self) -> None:
-        """Sort in the other direction."""
-        self.sort_by(self._sort_key)
+        self.sort_by(self.sort_key)
 
     def set_filter(self, text: str) -> None:
         """Show only the ranks that a filter line keeps.
@@ -177,15 +120,12 @@ class RankGrid(Panel, can_focus=True):
         Raises:
             RequestError: the line cannot be parsed; the filter in force stays.
         """
-        self._filter = RankFilter(text)
+        self._filter = rank_filter(text)
         self._rearrange()
 
     # Cursor
 
     def action_move(self, lines: int) -> None:
-        """Move the cursor by some lines."""
-        if not self._arranged:
-            return
         index = self._cursor_index()
         if index is None:
             self._pick(self._top if lines > 0 else 0)
@@ -193,11 +133,9 @@ class RankGrid(Panel, can_focus=True):
             self._pick(index + lines)
 
     def action_page(self, pages: int) -> None:
-        """Move the cursor by the visible height."""
         self.action_move(pages * max(visible_ranks(self.size.height) - 1, 1))
 
     def action_edge(self, side: int) -> None:
-        """Move the cursor to the first or last rank."""
         self._pick(0 if side < 0 else len(self._arranged) - 1)
 
     def action_open(self) -> None:
@@ -208,7 +146,6 @@ class RankGrid(Panel, can_focus=True):
             self.post_message(self.Opened(self.selected_rank))
 
     def show_rank(self, rank: int | None) -> None:
-        """Put the cursor on a rank that another panel selected, and scroll to it."""
         self.selected_rank = rank
         index = self._cursor_index()
         if index is not None:
@@ -237,7 +174,6 @@ class RankGrid(Panel, can_focus=True):
         return next((i for i, view in enumerate(self._arranged) if view.rank == rank), None)
 
     def _reveal(self, index: int) -> None:
-        """Scroll so that a row is visible."""
         visible = max(visible_ranks(self.size.height), 1)
         self._scroll(min(max(self._top, index - visible + 1), index))
 
@@ -246,23 +182,25 @@ class RankGrid(Panel, can_focus=True):
 
     # Mouse
 
-    def wheel(self, lines: int) -> None:
-        """Scroll by lines."""
-        self._scrolled = True
-        self._scroll(self._top + lines)
+    def _scroll_away(self, top: int) -> None:
+        """Scroll, also if the cursor goes out of view."""
+        self._cursor_in_view = False
+        self._scroll(top)
         self.redraw()
 
+    def wheel(self, lines: int) -> None:
+        self._scrolled = True
+        self._scroll_away(self._top + lines)
+
     def on_click(self, event: events.Click) -> None:
-        """Sort by a clicked title, select a clicked rank (a double click opens it), or jump along the scroll bar."""
         x, y = event.get_content_offset_capture(self)
         visible = visible_ranks(self.size.height)
         if y == HEAD_LINES - 1:
-            place = next((p for p in self._places() if p.begin - 1 <= x < p.end), None)
-            if place is not None:
-                self.sort_by(place.column.key)
+            placed = next((p for p in self._columns() if p.begin - 1 <= x < p.end), None)
+            if placed is not None:
+                self.sort_by(placed.column.key)
         elif y >= HEAD_LINES and x == self.size.width - 1 and len(self._arranged) > visible:
-            self._scroll(round((y - HEAD_LINES) / max(visible - 1, 1) * (len(self._arranged) - visible)))
-            self.redraw()
+            self._scroll_away(round((y - HEAD_LINES) / max(visible - 1, 1) * (len(self._arranged) - visible)))
         elif y >= HEAD_LINES and self._top + y - HEAD_LINES < len(self._arranged):
             self._pick(self._top + y - HEAD_LINES)
             if event.chain == 2:
@@ -271,34 +209,27 @@ class RankGrid(Panel, can_focus=True):
     # Drawing
 
     def seen_version(self) -> object:
-        """Return a value that changes with every event."""
         return self.live.version
 
     def tick(self) -> None:
-        """Redraw if the run changed, began or ceased to stand still, or bright lines must become dim."""
-        still = self.live.standstill
-        if (still is not None and still.is_long) != self._standing_still and self.display and self.size:
-            self.redraw()
-            return
-        if self._fade_at is not None and self._now() >= self._fade_at and self.display and self.size:
+        """Redraw also if the run began or ceased to stand still, or bright lines must become dim."""
+        fades = self._fade_at is not None and self._now() >= self._fade_at
+        if (fades or self.stands_still != self._standing_still) and self.display and self.size:
             self._fade_at = None
             self.redraw()
-            return
-        super().tick()
+        else:
+            super().tick()
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the grid."""
         now = self._now()
-        still = self.live.standstill
-        self._standing_still = still is not None and still.is_long
+        self._standing_still = self.stands_still
         if now - self._arranged_at >= SORT_INTERVAL_S and self.live.version != self._arranged_version:
             self._arrange(now)
         index = self._cursor_index()
-        if index is not None and self._cursor_height not in (None, height):
-            self._reveal(index)  # the height changed: keep the cursor in view
+        if index is not None and self._cursor_in_view:
+            self._reveal(index)  # the order or the height changed
         self._scroll(self._top)
-        in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
-        self._cursor_height = height if in_view else None
+        self._cursor_in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
         visible = self._arranged[self._top : self._top + visible_ranks(height)]
         return draw_grid(
             GridView(
@@ -311,8 +242,8 @@ class RankGrid(Panel, can_focus=True):
                 top=self._top,
                 cursor=self.selected_rank,
                 focused=self.has_focus,
-                sort_key=self._sort_key,
-                descending=self._descending,
+                sort_key=self.sort_key,
+                descending=self.descending,
                 filter_text=self._filter.text,
                 hosts=self._hosts,
                 failing=self.live.state.root_cause is not None,
@@ -324,48 +255,33 @@ class RankGrid(Panel, can_focus=True):
         )
 
     def _rearrange(self) -> None:
-        """Sort and filter at once, and redraw."""
         self._arrange(self._now())
         index = self._cursor_index()
         if index is not None:
             self._reveal(index)
-        else:
-            self._scroll(self._top)
         self.redraw()
 
     def _arrange(self, now: float) -> None:
-        """Filter and sort the ranks; a cursor in view stays in view."""
-        state = self.live.state
+        """Filter and sort the ranks."""
+        state, late = self.live.state, self.live.state.lateness()
         self._arranged_at, self._arranged_version = now, self.live.version
-        self._late = state.lateness()
         self._warned = {rank for _, rank in state.findings if rank is not None}
-        views = list(state.ranks.values())
-        self._hosts = {view.host for view in views if view.host}
-        before = self._cursor_index()
-        seen = before is not None and self._top <= before < self._top + visible_ranks(self.size.height)
-        kept = [view for view in views if self._filter.keeps(view, self._late)] if self._filter.text else views
-        self._arranged = sort_ranks(kept, self._late, self._sort_key, descending=self._descending)
-        after = self._cursor_index()
-        if seen and after is not None and after != before:
-            self._reveal(after)
+        self._hosts = {view.host for view in state.ranks.values() if view.host}
+        kept = [view for rank, view in state.ranks.items() if self._filter.keeps(RankRow(view, late.get(rank)))]
+        self._arranged = sort_ranks(kept, late, self.sort_key, descending=self.descending)
 
     def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
         """Return the visible ranks with bright lines: those that had a step event within ``HIGHLIGHT_S``."""
         changed: dict[int, tuple[object, float]] = {}
         for view in visible:
-            known = self._changed.get(view.rank)
-            if known is None:
-                changed[view.rank] = (view.last, 0.0)
-            elif known[0] is not view.last:
-                changed[view.rank] = (view.last, now + HIGHLIGHT_S)
-            else:
-                changed[view.rank] = known
+            last, until = self._changed.get(view.rank, (view.last, 0.0))
+            changed[view.rank] = (view.last, until if last is view.last else now + HIGHLIGHT_S)
         self._changed = changed
-        fresh = {rank for rank, (_, until) in changed.items() if until > now}
-        self._fade_at = min((until for _, until in changed.values() if until > now), default=None)
-        return fresh
+        ends = {rank: until for rank, (_, until) in changed.items() if until > now}
+        self._fade_at = min(ends.values(), default=None)
+        return set(ends)
 
-    def _places(self) -> list[ColumnPlace]:
+    def _columns(self) -> list[PlacedColumn]:
         width, height = self.size
         scrolls = len(self._arranged) > visible_ranks(height)
         return layout(width - (2 if scrolls else 1), len(self.live.state.ranks), self._hosts)

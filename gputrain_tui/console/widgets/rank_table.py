@@ -12,19 +12,18 @@ from gputrain_tui.console.widgets.drawing import (
     Row,
     centred_text,
     fit_row,
+    fit_rows,
     merge,
     scroll_thumb,
     title_row,
 )
-from gputrain_tui.console.widgets.rank_columns import BY_KEY, ColumnPlace, Lateness, layout
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, PlacedColumn, RankRow, layout
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
 GOING = ("spawned", "joining", "ready", "training", "validating", "saving")
-"""States of a rank that has not ended."""
 HEAD_LINES = 2
-"""Lines above the first rank."""
 
 
 @dataclass(kw_only=True)
@@ -32,18 +31,12 @@ class GridView:
     """Content of the table."""
 
     rows: Sequence[RankView]
-    """All ranks that the filter keeps, sorted."""
     ranks: int
-    """Number of all ranks."""
     late: Lateness = field(default_factory=dict)
     warned: Collection[int] = ()
-    """Ranks with a standing finding."""
     fresh: Collection[int] = ()
-    """Ranks whose lines are bright since they changed recently."""
     top: int = 0
-    """Index of the first visible row."""
     cursor: int | None = None
-    """The rank under the cursor."""
     focused: bool = False
     sort_key: str = "rank"
     descending: bool = False
@@ -68,21 +61,21 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     """Return the grid as ``height`` rows of ``width`` cells."""
     visible = visible_ranks(height)
     scrolls = len(grid.rows) > visible
-    places = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
-    rows = [fit_row(_head(grid, width, visible), width), fit_row(_titles(grid, places), width)][:height]
+    columns = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
+    rows = fit_rows([_head(grid, width, visible), _titles(grid, columns)], width, min(height, HEAD_LINES))
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
         text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank has reported yet"
         return rows + centred_text(width, visible, [text])
     thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):
-        row = fit_row(_line(grid, view, places), width - 1 if scrolls else width)
+        row = fit_row(_line(grid, view, columns), width - scrolls)
         if view.rank == grid.cursor:
             row = with_background(row, "cursor" if grid.focused else "cursor-unfocused")
         if scrolls:
             row.append(("┃", "dim") if y in thumb else ("│", "rule"))
         rows.append(row)
-    return rows + [fit_row([], width) for _ in range(height - len(rows))]
+    return rows + fit_rows([], width, height - len(rows))
 
 
 def _head(grid: GridView, width: int, visible: int) -> Row:
@@ -103,71 +96,63 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
     return title_row(width, left, rights)
 
 
-def _titles(grid: GridView, places: Sequence[ColumnPlace]) -> Row:
+def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
     row: Row = []
     at = 0
-    mark = "▾" if grid.descending else "▴"
-    for place in places:
-        column = place.column
+    arrow = "▾" if grid.descending else "▴"
+    for placed in columns:
+        column = placed.column
         chosen = column.key == grid.sort_key
-        if column.digits is None:
-            text = f"{column.title}{mark if chosen else ''}"[: place.width].ljust(place.width)
-            begin = place.begin
+        if column.is_number:  # the arrow may stand in the gap before the column
+            text = f"{arrow if chosen else ''}{column.title}".rjust(placed.width)
         else:
-            text = column.title.rjust(place.width)
-            begin = place.begin
-            if chosen:
-                text = f"{mark}{column.title}".rjust(max(place.width, len(column.title) + 1))
-                begin = place.end - len(text)
-        row += [(" " * (begin - at), "base"), (text, "accent" if chosen else "column")]
-        at = place.end
+            text = f"{column.title}{arrow if chosen else ''}"[: placed.width].ljust(placed.width)
+        row += [(" " * (placed.end - len(text) - at), "base"), (text, "accent" if chosen else "column")]
+        at = placed.end
     return row
 
 
-def _line(grid: GridView, view: RankView, places: Sequence[ColumnPlace]) -> Row:
+def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Row:
     """Return one rank's line, bright if it changed recently."""
-    late = grid.late
+    row = RankRow(view, grid.late.get(view.rank))
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
+    sign = ("▸ " if view.rank == grid.cursor else "  ", "accent")
     if failed:
-        pieces: Row = [("✗ ", "error")]
+        sign = ("✗ ", "error")
     elif view.outcome is not None and grid.failing:
-        pieces = [("╌ ", "victim")]
+        sign = ("╌ ", "victim")
     elif warned:
-        pieces = [("▲ ", "warning")]
-    else:
-        pieces = [("▸ " if view.rank == grid.cursor else "  ", "accent")]
+        sign = ("▲ ", "warning")
+    pieces: Row = [sign]
     value_role = "error-text" if failed else "bright" if view.rank in grid.fresh else "value"
     at = 2
-    for place in places:
-        column = place.column
-        text = column.text(view, late, place.width)
-        if place.begin > at:
-            pieces.append((" " * (place.begin - at), pieces[-1][1]))
-        at = place.end
-        role = value_role
+    for placed in columns:
+        column, width = placed.column, placed.width
+        text = column.text(row, width)
+        role = value_role if column.is_number else column.role_of(row)
         if grid.standing_still and column.key == "rate":
-            text = EMPTY.rjust(place.width)
-        if grid.standing_still and column.key == "state" and view.state == "training" and view.phase is None:
-            text = "no step".ljust(place.width)
-        if grid.ended and column.key == "state" and view.display_state in GOING:
-            text = grid.ended.ljust(place.width)
-        if text.strip() == EMPTY:
-            role = "absent"
-        elif column.key in ("host", "device", "state"):
-            role = _state_role(view, failing=grid.failing) if column.key == "state" else "quiet"
+            text = EMPTY.rjust(width)
+        if column.key == "state":
+            role = _state_role(view, failing=grid.failing)
+            if grid.standing_still and view.state == "training" and view.phase is None:
+                text = "no step".ljust(width)
+            if grid.ended and view.display_state in GOING:
+                text = grid.ended.ljust(width)
         elif column.key == "late" and warned:
             role = "warning"
+        if text.strip() == EMPTY:
+            role = "absent"
+        pieces.append((" " * (placed.begin - at), pieces[-1][1]))
         pieces.append((text, role))
+        at = placed.end
     return merge(pieces)
 
 
 def _state_role(view: RankView, *, failing: bool) -> str:
-    standing = view.display_state
+    state = view.display_state
     if view.phase is not None:
         return "quiet" if view.phase in ("sync", "group") else "warning"
-    if standing == "failed":
-        return "error"
-    if standing in RANK_OUTCOMES:
+    if state in RANK_OUTCOMES:
         return "victim" if failing else "quiet"
-    return "quiet" if standing in ("training", "finished") else "bright"
+    return "error" if state == "failed" else "quiet" if state in ("training", "finished") else "bright"

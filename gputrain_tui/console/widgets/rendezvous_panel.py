@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_row, merge, pad, title_row
+from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_rows, merge, pad, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import duration, printable, ranks_text
@@ -21,10 +21,6 @@ SIGNS = {
 """Sign, role and word of each state of a rank before the first step."""
 
 
-LOADING = {"absent", "spawned"}
-"""States of a rank that still loads torch."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RendezvousProgress:
     """State of every rank before the first step."""
@@ -32,9 +28,7 @@ class RendezvousProgress:
     hosts: Sequence[tuple[str, Sequence[tuple[int, str]]]]
     """Hosts with their ranks, each with a key of ``SIGNS``."""
     joined: int
-    """Number of ranks that have joined."""
     missing: Sequence[int]
-    """Ranks that have not joined."""
     waited_s: float | None = None
     """Seconds since the start of the run."""
 
@@ -44,16 +38,8 @@ def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
     joined = set(state.joined)
     hosts: dict[str, list[tuple[int, str]]] = {}
     for rank, view in sorted(state.ranks.items()):
-        if view.outcome is not None:
-            sign = "ended"
-        elif rank in joined:
-            sign = "here"
-        elif view.state is None:
-            sign = "absent"
-        elif view.state in SIGNS:
-            sign = view.state
-        else:
-            sign = "here"
+        sign = "here" if rank in joined else "absent" if view.state is None else view.state
+        sign = "ended" if view.outcome is not None else sign if sign in SIGNS else "here"
         hosts.setdefault(view.host or "this machine", []).append((rank, sign))
     return RendezvousProgress(
         hosts=list(hosts.items()),
@@ -65,56 +51,48 @@ def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
 
 def draw_rendezvous(progress: RendezvousProgress, width: int, height: int) -> list[Row]:
     """Return the panel as ``height`` rows of ``width`` cells, hosts with missing ranks first."""
+    present = {sign for _, ranks in progress.hosts for _, sign in ranks}
     total = sum(len(ranks) for _, ranks in progress.hosts)
     left: Row = [("joining", "title"), (f" {progress.joined:,}", "bright"), (f" of {total:,}", "dim")]
-    remarks: list[Row] = []
-    if progress.waited_s is not None:
-        remarks.append([("waiting ", "dim"), (duration(progress.waited_s), "bright")])
-    rows: list[Row] = [title_row(width, left, remarks), []]
+    waited = progress.waited_s
+    rights: list[Row] = [] if waited is None else [[("waiting ", "dim"), (duration(waited), "bright")]]
+    rows: list[Row] = [title_row(width, left, rights), []]
     if progress.missing:
         rows.append([("  waiting for ", "dim"), (ranks_text(progress.missing, limit=12), "title")])
     elif total:
         rows.append([("  all ranks have joined; the first step comes next", "bright")])
-    if total and {sign for _, ranks in progress.hosts for _, sign in ranks} <= LOADING:
+    if total and present <= {"absent", "spawned"}:
         rows.append([("  a rank imports torch before it joins: seconds, longer on a busy machine", "dim")])
     rows.append([])
-    legend: Row = []
-    present = {sign for _, ranks in progress.hosts for _, sign in ranks}
-    for key, (sign, role, word) in SIGNS.items():
-        if key in present:
-            legend += [(f"  {sign}", role), (f" {word}", "dim")]
     name_cells = min(max((cell_count(host) for host, _ in progress.hosts), default=0), 24)
     hosts = sorted(progress.hosts, key=lambda item: all(sign == "here" for _, sign in item[1]))
-    room = height - len(rows) - 2
+    lines = height - len(rows) - 2
     for index, (host, ranks) in enumerate(hosts):
-        if index >= room - 1 and len(hosts) > room:
+        if index >= lines - 1 and len(hosts) > lines:
             rows.append([(f"  … and {len(hosts) - index:,} more hosts", "dim")])
             break
         rows.append(_host(host, ranks, name_cells, width))
-    rows += [[], legend]
-    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
+    legend: Row = []
+    for key, (sign, role, word) in SIGNS.items():
+        legend += [(f"  {sign}", role), (f" {word}", "dim")] if key in present else []
+    return fit_rows([*rows, [], legend], width, height)
 
 
 def _host(host: str, ranks: Sequence[tuple[int, str]], name_cells: int, width: int) -> Row:
     count = sum(sign == "here" for _, sign in ranks)
-    span = f"{ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"{ranks[0][0]}"
-    name = printable(host)
-    word = "ranks" if len(ranks) > 1 else "rank"
+    span = f"ranks {ranks[0][0]}–{ranks[-1][0]}" if len(ranks) > 1 else f"rank {ranks[0][0]}"
+    role = "bright" if count < len(ranks) else "dim"
     row: Row = [
-        ("  ", "base"),
-        (pad(name, name_cells), "bright" if count < len(ranks) else "dim"),
-        (f"  {word} {span}".ljust(18), "dim"),
-        (f"{count:>4}/{len(ranks)}  ", "bright" if count < len(ranks) else "dim"),
+        (f"  {pad(printable(host), name_cells)}", role),
+        (f"  {span}".ljust(18), "dim"),
+        (f"{count:>4}/{len(ranks)}  ", role),
     ]
     used = sum(len(text) for text, _ in row)
-    signs = merge((SIGNS[sign][0], SIGNS[sign][1]) for _, sign in ranks[: max(width - used - 2, 0)])
-    return [*row, *signs]
+    return [*row, *merge((SIGNS[sign][0], SIGNS[sign][1]) for _, sign in ranks[: max(width - used - 2, 0)])]
 
 
 class RendezvousView(ClockPanel):
     """Panel of joined and missing ranks."""
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the panel."""
-        live = self.live
-        return draw_rendezvous(rendezvous_progress(live.state, live.now()), width, height)
+        return draw_rendezvous(rendezvous_progress(self.live.state, self.live.now()), width, height)

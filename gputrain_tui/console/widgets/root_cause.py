@@ -11,14 +11,13 @@ from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.closing_report import LOG_LINES
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
-from gputrain_tui.state import RunState
+from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.finding_text import failure_words
 from gputrain_tui.state.rank_state import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable, ranks_text
 from trainer.contract.record import Failure
 
 MOST_GROUPS = 3
-"""Most lines for the other ranks, one per state."""
 STATE_TEXTS = {
     "spawned": "were starting",
     "joining": "waited for the others to join",
@@ -38,7 +37,6 @@ class RootCause:
 
     failure: Failure
     log: Sequence[str] = ()
-    """Last lines of the failed rank's log."""
     log_path: str = ""
     other_ranks: Sequence[str] = ()
     """States of the other ranks when it failed, as text, a line per state."""
@@ -48,81 +46,68 @@ def other_ranks(state: RunState, root_cause: int | None) -> list[str]:
     """Return the states of the other ranks when one failed, a line per state, the most frequent first."""
     groups: dict[str, list[int]] = {}
     for rank, view in sorted(state.ranks.items()):
-        if rank == root_cause:
-            continue
-        failure = view.failure
-        if view.outcome == LOST_PEER:
-            doing = "waited for it in a collective"
-        elif view.outcome == STOPPED:
-            before = view.state if view.state != "failed" else "training" if view.last is not None else "spawned"
-            doing = f"{STATE_TEXTS[before]}, then were stopped"
-        elif failure is not None:
-            doing = f"failed as well: {printable(failure.message)}"
-        else:
-            doing = STATE_TEXTS[view.state]
-        if view.last is not None:
-            doing += f", step {view.last.step:,} done"
-        groups.setdefault(doing, []).append(rank)
+        if rank != root_cause:
+            groups.setdefault(_activity(view), []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    lines = [f"{ranks_text(ranks, limit=4)} {_inflected(doing, ranks)}" for doing, ranks in ordered[:MOST_GROUPS]]
+    lines = []
+    for activity, ranks in ordered[:MOST_GROUPS]:
+        text = activity.replace("were ", "was ") if len(ranks) == 1 else activity
+        lines.append(f"{ranks_text(ranks, limit=4)} {text}")
     if rest := sum(len(ranks) for _, ranks in ordered[MOST_GROUPS:]):
         lines.append(f"and {rest:,} more ranks")
     return lines
 
 
-def _inflected(doing: str, ranks: Sequence[int]) -> str:
-    return doing.replace("were ", "was ") if len(ranks) == 1 else doing
+def _activity(view: RankView) -> str:
+    """Return the activity of a rank when another one failed, as text for several ranks."""
+    if view.outcome == LOST_PEER:
+        activity = "waited for it in a collective"
+    elif view.outcome == STOPPED:
+        before = view.state if view.state != "failed" else "training" if view.last is not None else "spawned"
+        activity = f"{STATE_TEXTS[before]}, then were stopped"
+    elif view.failure is not None:
+        activity = f"failed as well: {printable(view.failure.message)}"
+    else:
+        activity = STATE_TEXTS[view.state]
+    return activity if view.last is None else f"{activity}, step {view.last.step:,} done"
+
+
+def _headline(failure: Failure) -> str:
+    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
+    where = f" on {printable(failure.host)}" if failure.host else ""
+    when = f" at step {failure.step:,}" if failure.step is not None else ""
+    return f"{who}{where} failed{when}"
 
 
 def failure_text(root_cause: RootCause) -> str:
     """Return the card as text to paste, with the whole traceback or else the whole log tail."""
     failure = root_cause.failure
-    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
-    where = f" on {printable(failure.host)}" if failure.host else ""
-    when = f" at step {failure.step:,}" if failure.step is not None else ""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
-    head = f"{at}  {who}{where} failed{when}: {failure_words(failure)}"
     details = (failure.traceback or "").strip().splitlines() or root_cause.log
-    lines = [head, failure.message, *details, *(f"meanwhile: {line}" for line in root_cause.other_ranks)]
-    return "\n".join(map(printable, lines))
+    lines = [f"{at}  {_headline(failure)}: {failure_words(failure)}", failure.message, *details]
+    return "\n".join(map(printable, [*lines, *(f"meanwhile: {line}" for line in root_cause.other_ranks)]))
 
 
-def root_cause_height(root_cause: RootCause, width: int, most: int) -> int:
-    """Return the number of lines that the card needs, at most ``most``."""
-    return min(len(_rows(root_cause, width, most)), most)
-
-
-def draw_root_cause(root_cause: RootCause, width: int, height: int) -> list[Row]:
-    """Return the card as ``height`` rows of ``width`` cells."""
-    rows = _rows(root_cause, width, height)
-    return [fit_row(row, width) for row in [*rows, *([[]] * height)][:height]]
-
-
-def _rows(root_cause: RootCause, width: int, most: int) -> list[Row]:
+def draw_root_cause(root_cause: RootCause, width: int, most: int) -> list[Row]:
     """Return at most ``most`` rows of the card: log tail, other ranks and message are shortened, in this order."""
     failure = root_cause.failure
-    who = f"rank {failure.rank}" if failure.rank is not None else "the run"
-    where = f" on {printable(failure.host)}" if failure.host else ""
-    when = f" at step {failure.step:,}" if failure.step is not None else ""
-    head: Row = [(f"✗ {who}{where} failed{when}", "error"), (f"  {failure_words(failure)}", "warning")]
+    head: Row = [(f"✗ {_headline(failure)}", "error"), (f"  {failure_words(failure)}", "warning")]
     at = time.strftime("%H:%M:%S", time.localtime(failure.time))
     rows: list[Row] = [title_row(width, head, [[(at, "dim")]])]
     message = textwrap.wrap(printable(failure.message), max(width - 4, 20))[: 2 if most < 9 else 4]
     rows += [[("  ", "base"), (line, "title")] for line in message]
-    others: list[Row] = []
-    if root_cause.other_ranks:
-        others = [[("  meanwhile  " if not i else "             ", "dim"), (line, "bright")]
-                for i, line in enumerate(root_cause.other_ranks)]  # fmt: skip
-        others = others[: max(1, most // 4)]
-    room = most - len(rows) - len(others)
-    log = list(root_cause.log)
-    if log and room >= 2:
-        path = root_cause.log_path
-        rows.append([("  end of its log", "dim"), (f", {path}" if len(path) + 24 < width else "", "dim")])
-        rows += [[("  │ ", "error"), (printable(line), "dim")] for line in log[-(room - 1) :]]
-    elif log and room == 1:
-        rows.append([("  │ ", "error"), (printable(log[-1]), "dim")])
-    return rows + others
+    others: list[Row] = [
+        [(f"  {'' if number else 'meanwhile':<9}  ", "dim"), (line, "bright")]
+        for number, line in enumerate(root_cause.other_ranks)
+    ][: max(1, most // 4)]
+    free = most - len(rows) - len(others)
+    log = [printable(line) for line in root_cause.log]
+    if log and free >= 2:
+        path = f", {root_cause.log_path}" if len(root_cause.log_path) + 24 < width else ""
+        rows.append([("  end of its log", "dim"), (path, "dim")])
+        log = log[-(free - 1) :]
+    rows += [[("  │ ", "error"), (line, "dim")] for line in log[-free:] if free > 0]
+    return [fit_row(row, width) for row in rows + others][:most]
 
 
 class RootCauseCard(Panel):
@@ -155,11 +140,9 @@ class RootCauseCard(Panel):
         )
 
     def seen_version(self) -> object:
-        """Return a value that changes with every event and with the status of the run."""
         return self.live.version, self.live.status
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the card."""
         root_cause = self.root_cause()
         return [] if root_cause is None else draw_root_cause(root_cause, width, height)
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, row_cells
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_rows, row_cells
 from gputrain_tui.console.widgets.panel import ClockPanel
-from gputrain_tui.console.widgets.run_condition import run_condition
+from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import RunFigures
+from gputrain_tui.state.finding_text import by_urgency, failure_summary, finding_summary, run_mark
 from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 from trainer.contract.record import Validation
@@ -19,7 +21,32 @@ from trainer.contract.record import Validation
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
 
-MARKS: dict[str, tuple[str, str]] = {
+SEVERITY_SIGNS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("·", "dim")}
+LEAST_STEPS = 20
+
+
+def run_condition(state: RunState, status: str = "running", standstill: Standstill | None = None) -> list[Row]:
+    """Return the worst standing finding and the number of others, or a failed run's failure; the longest form first."""
+    if status not in ("running", *ENDED):
+        return []
+    if status == "failed":
+        return [] if state.root_cause is None else [[(failure_summary(state.root_cause), "error")]]
+    findings = sorted(roll_up(state.findings.values(), state.ranks), key=by_urgency)
+    if not findings:
+        is_still = standstill is not None and standstill.is_long
+        return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS and not is_still else []
+    worst = findings[0]
+    sign, role = SEVERITY_SIGNS.get(worst.severity, SEVERITY_SIGNS["warning"])
+    text = printable(finding_summary(worst))
+    if status in ENDED and (standing := printable(run_mark(findings))):
+        forms = dict.fromkeys((standing, standing.partition(" and ")[0], standing.partition(":")[0]))
+        return [[(f"{sign} {form}", "warning")] for form in forms]
+    more = f"  +{len(findings) - 1:,} more" if len(findings) > 1 else ""
+    forms = dict.fromkeys((text + more, text, text.partition(":")[0]))
+    return [[(f"{sign} {form}", role)] for form in forms]
+
+
+STATUS_SIGNS: dict[str, tuple[str, str]] = {
     "queued": ("◷", "bright"),
     "starting": ("◌", "bright"),
     "running": ("●", "accent"),
@@ -29,16 +56,11 @@ MARKS: dict[str, tuple[str, str]] = {
     "failed": ("✗", "error"),
     "lost": ("?", "warning"),
 }
-"""Mark and role of each status."""
-MARKED = ("▲", "warning")
-"""Mark and role of a finished run with findings that stand."""
-BAR_CELLS = (8, 48)
-"""Least and greatest width of the progress bar."""
 
 
-def mark_of(status: str, *, marked: bool) -> tuple[str, str]:
-    """Return mark and role of a status; ``marked``: whether findings stand."""
-    return MARKED if marked and status == "finished" else MARKS.get(status, ("?", "warning"))
+def sign_of(status: str, *, flagged: bool) -> tuple[str, str]:
+    """Return sign and role of a status; ``flagged``: whether findings stand."""
+    return ("▲", "warning") if flagged and status == "finished" else STATUS_SIGNS.get(status, ("?", "warning"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +69,6 @@ class RunHeading:
 
     status: str
     name: str
-    """Name of the recipe."""
     id: str
     world_size: int
     hosts: int
@@ -62,133 +83,119 @@ class RunHeading:
     elapsed_s: float | None = None
     eta_s: float | None = None
     standstill: Standstill | None = None
-    """Standstill of the run; None while steps come."""
     reading: float | None = None
     """Share of the record read so far, 0 to 1; None once all of it was read."""
     condition: Sequence[Row] = ()
     """Condition of the run, the longest form first."""
     note: str = ""
-    """Note on a run that did not finish, such as how it can be resumed."""
 
 
 def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
     """Return the header as ``height`` rows of ``width`` cells."""
-    return [fit_row(_names(head, width), width), fit_row(_figures(head, width), width)][:height]
+    return fit_rows([_names(head, width), _figures(head, width)], width, height)
 
 
 def _names(head: RunHeading, width: int) -> Row:
     is_wrong = any(role != "dim" for form in head.condition for _, role in form)
-    mark, role = mark_of(head.status, marked=is_wrong)
+    sign, role = sign_of(head.status, flagged=is_wrong)
     still = head.standstill
-    if still is not None and still.is_long and not still.activity:
+    is_long = still is not None and still.is_long
+    if still is not None and is_long and not still.activity:
         role = "warning"
-    left: Row = [(f" {mark} ", role), (head.status, role if role != "bright" else "title")]
+    left: Row = [(f" {sign} ", role), (head.status, role if role != "bright" else "title")]
     elapsed: Row = []
     if head.elapsed_s is not None:
         elapsed = [("elapsed ", "dim"), (duration(head.elapsed_s).rjust(7), "bright")]
     rest: Row = []
     if head.reading is not None:
         rest = [("   reading the record ", "dim"), (f"{head.reading:4.0%}", "accent")]
-    elif head.eta_s is not None and head.status == "running" and not (still is not None and still.is_long):
+    elif head.eta_s is not None and head.status == "running" and not is_long:
         rest = [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
-    right: Row = [*elapsed, *rest, (" ", "base")]
     name: Row = [(printable(head.name), "title")]
-    room = width - row_cells(left) - row_cells(right) - row_cells(name) - 5
-    if (
-        (rest or is_wrong) and head.condition and row_cells(head.condition[0]) + 3 > room
-    ):  # a finding is more important than the elapsed time
-        room += row_cells(right) - row_cells(rest) - 1
-        right = [*rest, (" ", "base")]
-    how = next((form for form in head.condition if row_cells(form) + 3 <= room), [])
+    free = width - row_cells(left) - row_cells([*elapsed, *rest]) - row_cells(name) - 6
+    if (rest or is_wrong) and head.condition and row_cells(head.condition[0]) + 3 > free:
+        free += row_cells(elapsed)  # a finding is more important than the elapsed time
+        elapsed = []
     ranks = f"{head.world_size:,} rank{'s' * (head.world_size != 1)}"
     if head.hosts > 1:
         ranks += f" on {head.hosts:,} hosts"
-    more: list[Row] = [
+    further: list[Row] = [
         [(ranks, "bright")],
-        list(how),
+        next((form for form in head.condition if row_cells(form) + 3 <= free), []),
         [(head.id, "dim")],
         [(head.note, "warning" if head.status == "lost" else "dim")],
     ]
     shown = set()
-    for index in (1, 3, 0, 2):  # the most important pieces get the room first
-        if (taken := row_cells(more[index]) + 3) <= min(room, width) and taken > 3:
+    for index in (1, 3, 0, 2):  # from the most important piece
+        if 3 < (needed := row_cells(further[index]) + 3) <= min(free, width):
             shown.add(index)
-            room -= taken
-    for pieces in [name, *(more[index] for index in sorted(shown))]:
+            free -= needed
+    for pieces in [name, *(further[index] for index in sorted(shown))]:
         left += [("   ", "base"), *pieces]
+    right: Row = [*elapsed, *rest, (" ", "base")]
     gap = width - row_cells(left) - row_cells(right)
     return [*left, (" " * max(gap, 1), "base"), *right]
 
 
 def _figures(head: RunHeading, width: int) -> Row:
     """Return the progress bar and the figures; if they do not fit, the least important ones are dropped."""
-    s = head.summary
-    if not s.step and head.tested is not None:
-        shown = evaluation(of_weights(head.tested.weights_step or 0), head.tested.loss, head.tested.metrics)
-        return [(f" {head.tested.split} ", "dim"), (printable(shown), "title")]
+    s, tested = head.summary, head.tested
+    if not s.step and tested is not None:
+        shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
+        return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
     if not s.step:
         over = head.status in (*ENDED, "lost")
         return [(" no step was made" if over else " no step yet: ranks are joining", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
+    mean_from_cells = 140  # fewest cells of a header with the words ``mean of N ranks`` after the loss
+    mean = f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= mean_from_cells else ""
     fields: list[tuple[int, Row]] = [
         (0, [("step ", "dim"), (step, "bright"), (f"/{total}" if total else "", "dim")]),
         (7, [("epoch ", "dim"), (epochs, "bright")]),
-        (2, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title"), (_mean_of(head, width), "dim")]),
+        (2, [("loss ", "dim"), (loss_text(s.loss).rjust(6), "title"), (mean, "dim")]),
     ]
+    if tested is not None:
+        which = f" {of_weights(tested.weights_step or 0)}"
+        fields.append((5, [(f"{tested.split} ", "dim"), (loss_text(tested.loss), "bright"), (which, "dim")]))
+    if head.valid_loss is not None:
+        fields.append((5, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
     still = head.standstill
     if still is not None:
         fields.append((1, [(still.text, "bright" if still.activity else "warning")]))
     if head.status != "lost" and not (still is not None and still.is_long):  # else the rates are out of date
-        fields += [
-            (3, [(_rate(s.samples_per_s).rjust(7), "bright"), (" samples/s", "dim")]),
-            *([(9, [(_rate(s.tokens_per_s).rjust(7), "bright"), (" tokens/s", "dim")])] if s.tokens_per_s else []),
-            *([(8, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")])] if s.mfu is not None else []),
-            (6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]),
-            (4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]),
-        ]
-    if head.valid_loss is not None:
-        fields.insert(3, (5, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
-    if head.tested is not None:
-        which = of_weights(head.tested.weights_step or 0)
-        loss = loss_text(head.tested.loss)
-        fields.insert(3, (5, [(f"{head.tested.split} ", "dim"), (loss, "bright"), (f" {which}", "dim")]))
-    if head.world_size == 1:
-        fields = [field for field in fields if field[0] != 4]
+        fields.append((3, [(_rate(s.samples_per_s), "bright"), (" samples/s", "dim")]))
+        if s.tokens_per_s:
+            fields.append((9, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
+        if s.mfu is not None:
+            fields.append((8, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
+        fields.append((6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]))
+        if head.world_size > 1:
+            fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
     progress = min(s.step / head.total, 1.0) if head.total else None
-    chosen = list(fields)
-    while len(chosen) > 1 and _needed_cells(chosen, progress) > width - 1:
-        least = max(order for order, _ in chosen)
-        chosen = [field for field in chosen if field[0] != least]
+    least_bar_cells, most_bar_cells = 8, 48
+    bar_cells = 0 if progress is None else least_bar_cells + 8
+    while len(fields) > 1 and _needed_cells(fields) + bar_cells > width - 1:
+        least = max(order for order, _ in fields)
+        fields = [field for field in fields if field[0] != least]
     row: Row = [(" ", "base")]
     if progress is not None:
-        room = width - _needed_cells(chosen, None) - 9
-        bar_cells = max(min(room, BAR_CELLS[1]), BAR_CELLS[0])
+        bar_cells = max(min(width - _needed_cells(fields) - 9, most_bar_cells), least_bar_cells)
         done = round(progress * bar_cells)
-        row += [
-            ("━" * done, "accent"),
-            ("─" * (bar_cells - done), "rule"),
-            (f" {progress:4.0%}", "bright"),
-            ("   ", "base"),
-        ]
-    for index, (_, pieces) in enumerate(chosen):
+        row += [("━" * done, "accent"), ("─" * (bar_cells - done), "rule")]
+        row += [(f" {progress:4.0%}", "bright"), ("   ", "base")]
+    for index, (_, pieces) in enumerate(fields):
         row += [*([("   ", "base")] if index else []), *pieces]
     return row
 
 
-def _mean_of(head: RunHeading, width: int) -> str:
-    """Return the words ``mean of N ranks`` for the loss; empty for one rank or in a narrow header."""
-    mean_from_cells = 140  # fewest cells of a header with the words ``mean of N ranks`` after the loss
-    return f" mean of {head.world_size:,} ranks" if head.world_size > 1 and width >= mean_from_cells else ""
-
-
-def _needed_cells(fields: list[tuple[int, Row]], progress: float | None) -> int:
-    return 1 + sum(row_cells(row) + 3 for _, row in fields) - 3 + (BAR_CELLS[0] + 8 if progress is not None else 0)
+def _needed_cells(fields: list[tuple[int, Row]]) -> int:
+    return sum(row_cells(row) + 3 for _, row in fields) - 2
 
 
 def _rate(value: float | None) -> str:
-    return EMPTY if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return (EMPTY if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}").rjust(7)
 
 
 def _percent(share: float | None) -> str:
@@ -203,32 +210,29 @@ class RunHeader(ClockPanel):
     """
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the header."""
         return draw_header(heading(self.live), width, height)
 
 
 def heading(live: LiveRun) -> RunHeading:
     """Return the content of a run's header."""
     state = live.state
-    status = live.status
-    still = live.standstill
-    hosts = {view.host for view in state.ranks.values()} - {None}
+    validation = state.last_validation()
     return RunHeading(
-        status=status,
+        status=live.status,
         name=state.recipe or live.run.status.recipe,
         id=live.id,
         world_size=state.world_size,
-        hosts=len(hosts),
+        hosts=len({view.host for view in state.ranks.values()} - {None}),
         summary=state.figures,
         total=state.updates_total,
         max_epochs=state.max_epochs,
-        valid_loss=evaluated.loss if (evaluated := state.last_validation()) is not None else None,
+        valid_loss=validation.loss if validation is not None else None,
         tested=state.last_test(),
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
-        standstill=still,
+        standstill=live.standstill,
         reading=live.reading,
-        condition=run_condition(state, status, still),
+        condition=run_condition(state, live.status, live.standstill),
         note=_note(live),
     )
 

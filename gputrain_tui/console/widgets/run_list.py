@@ -3,171 +3,145 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import nan
 
 from gputrain_tui import tables
-from gputrain_tui.console.widgets.canvas import Canvas, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, format_short, pad, title_row
-from gputrain_tui.console.widgets.run_header import mark_of
+from gputrain_tui.console.widgets.canvas import Canvas, Heading, Listing
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, format_short, pad, title_row
+from gputrain_tui.console.widgets.run_header import sign_of
+from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
-from gputrain_tui.history.run_columns import NEWEST_FIRST, loss_cell, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, run_filter, sorted_runs
 from gputrain_tui.history.summary import UNREADABLE
-from gputrain_tui.row_filter import RowFilter
+from gputrain_tui.row_filter import RowFilter, Value
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
 SORT_KEYS = ("started", "state", "step", "loss", "valid", "lr", "tokens", "took", "recipe", "tags")
-"""Columns that the sort key goes through."""
 
 
-@dataclass(frozen=True)
-class RunColumn:
-    """One column of the list."""
-
-    title: str
-    width: int
-    right: bool = True
+def _loss(value: float, width: int) -> str:
+    return tables.number(value, 4)
 
 
-RANKS, STEP, LOSS, TOOK = RunColumn("ranks", 5), RunColumn("step", 8), RunColumn("loss", 7), RunColumn("took", 9)
-VALID, LR, TOKENS = RunColumn("valid", 7), RunColumn("lr", 8), RunColumn("tokens", 8)
-STARTED, RECIPE = RunColumn("started", 16, right=False), RunColumn("recipe", 20, right=False)
-TAGS = RunColumn("tags", 16, right=False)
-ORDER = (RECIPE, RANKS, STEP, LOSS, VALID, LR, TOKENS, TOOK, STARTED, TAGS)
-"""Columns from left to right."""
-FIRST = (LOSS, STEP, TOOK, RANKS)
-"""Columns of every list in which they fit, the most important first."""
-ADDED = (VALID, STARTED, TAGS, LR, TOKENS, RECIPE)
-"""Columns added to the first ones while they fit, the most important first."""
-WITH_VALUES = {VALID: "valid", LR: "lr", TOKENS: "tokens", TAGS: "tags"}
-"""Columns that are left out if no run has a value, with the value's key in the summary."""
+def _count(value: int, width: int) -> str:
+    return f"{value:,}"
 
 
-def columns_for(width: int, entries: Sequence[Mapping[str, Any]]) -> list[RunColumn]:
+def _date(seconds: float, width: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _value(key: str) -> Callable[[Entry], Value]:
+    return RUN_COLUMNS[key].value
+
+
+COLUMNS: tuple[Column[Entry], ...] = (
+    text_column("recipe", 20, 9, _value("recipe"), role="dim"),
+    number_column("ranks", 5, 3, _value("ranks"), form=_count, role="dim"),
+    number_column("step", 8, 1, _value("step"), form=_count),
+    number_column("loss", 7, 0, lambda entry: nan if entry["loss_is_nan"] else entry["loss"], form=_loss),
+    number_column("valid", 7, 4, _value("valid"), form=_loss),
+    number_column("lr", 8, 7, _value("lr"), form=lambda value, width: f"{value:.3g}", role="dim"),
+    number_column("tokens", 8, 8, _value("tokens"), form=lambda value, width: format_short(value).strip(), role="dim"),
+    number_column("took", 9, 2, _value("took"), form=lambda value, width: duration(value)),
+    text_column("started", 16, 5, _value("started"), form=_date, role="dim"),
+    text_column("tags", 16, 6, _value("tags")),
+)
+"""From left to right."""
+SPARSE = ("valid", "lr", "tokens", "tags")
+"""Columns that are left out if no run has a value."""
+BEFORE_CELLS = 18
+"""Cells of a line besides the run's id and the columns."""
+
+
+def columns_for(width: int, entries: Sequence[Entry]) -> list[Column[Entry]]:
     """Return the columns to the right of the run's id."""
-    columns: set[RunColumn] = set()
-    # Fewest cells of a run's id beside the columns of ``FIRST``: the date and the beginning of the name.
-    short_name_cells = 21
-    room = width - 18 - short_name_cells
-    for column in FIRST:
-        if column.width + 2 <= room:
-            columns.add(column)
-            room -= column.width + 2
-    least_name_cells = 30  # fewest cells of a run's id beside the columns of ``ADDED``
-    room -= least_name_cells - short_name_cells
-    for column in ADDED:
-        name = WITH_VALUES.get(column)
-        if name is not None and not any(entry[name] for entry in entries):
-            continue
-        if column.width + 2 > room:
-            break
-        columns.add(column)
-        room -= column.width + 2
-    return [column for column in ORDER if column in columns]
+    usable = [column for column in COLUMNS if column.key not in SPARSE or any(map(column.value, entries))]
+    first = [column for column in usable if column.order < 4]
+    # An id has at least 21 cells beside the first columns, its date and the beginning of its name; else 30.
+    choices = fitting(first, width - BEFORE_CELLS - 21), fitting(usable, width - BEFORE_CELLS - 30)
+    return max(choices, key=len)
 
 
-def cells_of(entry: Mapping[str, Any]) -> dict[RunColumn, str]:
-    """Return the text of a run's cell in each column."""
-    if entry["state"] == UNREADABLE:
-        return dict.fromkeys(ORDER, EMPTY)
-    step, valid, lr, tokens = (entry[name] for name in ("step", "valid", "lr", "tokens"))
-    return {
-        RANKS: f"{entry['world_size']:,}",
-        STEP: EMPTY if step is None else f"{step:,}",
-        LOSS: loss_cell(entry) or EMPTY,
-        VALID: EMPTY if valid is None else tables.number(valid, 4),
-        LR: EMPTY if lr is None else f"{lr:.3g}",
-        TOKENS: EMPTY if tokens is None else format_short(tokens).strip(),
-        TAGS: printable(" ".join(entry["tags"])) or EMPTY,
-        TOOK: duration(entry["duration_s"]) or EMPTY,
-        STARTED: time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"])),
-        RECIPE: printable(entry["recipe"]),
-    }
+def cell_text(entry: Entry, key: str) -> str:
+    """Return the whole text of a run in a column."""
+    column = next(column for column in COLUMNS if column.key == key)
+    value = None if entry["state"] == UNREADABLE else column.value(entry)
+    return EMPTY if value is None else column.form(value, column.width)
 
 
-def draw_run(
-    entry: Mapping[str, Any], width: int, columns: Sequence[RunColumn], *, number: int | None, opened: bool
-) -> Row:
+def draw_run(entry: Entry, width: int, columns: Sequence[Column[Entry]], *, number: int | None, opened: bool) -> Row:
     """Return a run's line; ``number``: its index among the marked runs, None if it is not marked."""
     if entry["state"] == UNREADABLE:
         text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
-    mark, role = mark_of(entry["state"], marked=bool(entry["finding"]))
-    cells = cells_of(entry)
-    room = width - 18 - sum(column.width + 2 for column in columns)
+    sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
     row: Row = [
         (" ", "base") if number is None else (str(number + 1), f"curve-{number}"),
         ("▸" if opened else " ", "accent"),
-        (f" {mark} ", role),
+        (f" {sign} ", role),
         (f"{entry['state']:<10} ", role if role in ("error", "warning", "accent") else "dim"),
-        (pad(printable(entry["id"]), room), "bright"),
+        (pad(printable(entry["id"]), _id_cells(width, columns)), "bright"),
     ]
     for column in columns:
-        text = crop(cells[column], column.width)
-        shown = "dim" if column in (STARTED, RECIPE, RANKS, LR, TOKENS) or text == EMPTY else "bright"
-        row += [("  ", "base"), (text.rjust(column.width) if column.right else text.ljust(column.width), shown)]
+        text = column.text(entry)
+        row += [("  ", "base"), (text, "dim" if text.strip() == EMPTY else column.role_of(entry))]
     return fit_row(row, width)
 
 
-class RunList(Listing):
-    """List of the runs."""
+def _id_cells(width: int, columns: Sequence[Column[Entry]]) -> int:
+    return width - BEFORE_CELLS - sum(column.width + 2 for column in columns)
 
-    entries: Sequence[Mapping[str, Any]] | None = None
-    """Runs that the filter keeps, in the chosen order; None before the first listing."""
+
+class RunList(Listing[Entry]):
+    """List of the runs that the filter keeps, in the chosen order."""
+
     marked: tuple[str, ...] = ()
     """Ids of the marked runs, in the order of marking."""
     opened: str | None = None
-    """Id of the run that the console follows."""
-
-    listed: Sequence[Mapping[str, Any]] = ()
-    """All runs that are read, newest first."""
+    listed: Sequence[Entry] | None = None
+    """All runs that are read, newest first; None before the first listing."""
     unread = 0
-    """Older runs that are not read yet."""
     sort_key: str = NEWEST_FIRST
-    """Column that the runs are sorted by."""
     reverse = False
-    """Whether the order is reversed."""
-    filter: RowFilter[Mapping[str, Any]] = run_filter("")
+    filter: RowFilter[Entry] = run_filter("")
 
     def __init__(self, *, id: str) -> None:
-        """Make an empty list."""
         super().__init__(id=id)
-        self._columns: dict[int, list[RunColumn]] = {}
+        self._columns: dict[int, list[Column[Entry]]] = {}
         self._going = 0
 
-    def show(self, entries: Sequence[Mapping[str, Any]], *, unread: int = 0) -> None:
+    def key(self, line: Entry) -> object:
+        return line["id"]
+
+    def show(self, entries: Sequence[Entry], *, unread: int = 0) -> None:
         """List runs, with the number of older ones that are not read yet; the cursor stays on its run."""
         self.listed = entries
         self.unread = unread
         self.update_entries()
 
     def update_entries(self) -> None:
-        """Filter and sort the runs, and redraw."""
-        before = self.entry
-        kept = [entry for entry in self.listed if self.filter.keeps(entry)]
+        """Filter and sort the runs, and redraw; a cursor on the first run stays there."""
+        listed = self.listed or ()
+        kept = [entry for entry in listed if self.filter.keeps(entry)]
         if self.sort_key != NEWEST_FIRST or self.reverse:
             kept = sorted_runs(kept, self.sort_key, reverse=self.reverse)
-        self.entries = kept
         self._columns.clear()
         self._going = sum(entry["state"] in ("queued", "starting", "running", "stopping") for entry in kept)
-        ids = [entry["id"] for entry in kept]
-        known = {entry["id"] for entry in self.listed}
+        known = {entry["id"] for entry in listed}
         self.marked = tuple(run for run in self.marked if run in known)
-        if before is not None and before["id"] in ids and self.cursor:
-            self.cursor = ids.index(before["id"])
-        self.redraw()
+        if not self.cursor:
+            self.lines = ()
+        self.show_lines(kept)
 
     @property
-    def entry(self) -> Mapping[str, Any] | None:
-        """The run under the cursor."""
-        if not self.entries:
-            return None
-        return self.entries[min(self.cursor, len(self.entries) - 1)]
+    def entry(self) -> Entry | None:
+        return self.current
 
     def mark(self) -> bool:
         """Mark or unmark the run under the cursor; return False if ``MAX_RUNS`` are marked already."""
-        entry = self.entry
+        entry = self.current
         if entry is None:
             return True
         if entry["id"] in self.marked:
@@ -179,13 +153,8 @@ class RunList(Listing):
         self.redraw()
         return True
 
-    def count(self) -> int:
-        """Return the number of runs."""
-        return len(self.entries or ())
-
     def head(self, width: int) -> list[Row]:
-        """Return the title and the names of the columns."""
-        entries = self.entries or ()
+        entries = self.lines
         left: Row = [("runs", "title")]
         if entries:
             left.append((f"  {len(entries):,}", "dim"))
@@ -193,90 +162,68 @@ class RunList(Listing):
             left.append((f"  {self._going} running", "accent"))
         if self.unread:
             left.append((f"  reading {self.unread:,} older", "dim"))
-        remarks: list[Row] = []
-        if len(self.marked) >= MIN_RUNS:
-            remarks.append([(f"{len(self.marked)} marked", "accent"), (", c compares them", "dim")])
-        elif self.marked:
-            remarks.append([("1 marked", "accent"), (", mark another to compare", "dim")])
-        elif len(entries) >= MIN_RUNS:
-            remarks.append([("space marks runs to compare", "dim")])
-        if self.sort_key != NEWEST_FIRST or self.reverse:
-            remarks.insert(0, [(f"by {self.sort_key}{', reversed' if self.reverse else ''}", "dim")])
+        rights: list[Row] = []
         if self.filter.text:
-            remarks.insert(0, [(f"{len(entries):,} of {len(self.listed):,}  ", "dim"), (self.filter.text, "accent")])
-        title = title_row(width, left, remarks)
+            count = f"{len(entries):,} of {len(self.listed or ()):,}  "
+            rights.append([(count, "dim"), (self.filter.text, "accent")])
+        if self.sort_key != NEWEST_FIRST or self.reverse:
+            rights.append([(f"by {self.sort_key}{', reversed' if self.reverse else ''}", "dim")])
+        if len(self.marked) >= MIN_RUNS:
+            rights.append([(f"{len(self.marked)} marked", "accent"), (", c compares them", "dim")])
+        elif self.marked:
+            rights.append([("1 marked", "accent"), (", mark another to compare", "dim")])
+        elif len(entries) >= MIN_RUNS:
+            rights.append([("space marks runs to compare", "dim")])
+        title = title_row(width, left, rights)
         if not entries:
             return [title]
         columns = self._columns_for(width)
-        room = width - 18 - sum(column.width + 2 for column in columns)
-        names = f"     {'state':<11}{'run'.ljust(room)}" + "".join(
-            "  " + (column.title.rjust(column.width) if column.right else column.title.ljust(column.width))
-            for column in columns
-        )
-        return [title, fit_row([(names, "dim")], width)]
+        titles = "".join(f"  {column.aligned_title}" for column in columns)
+        return [title, [(f"     {'state':<11}{'run':<{max(_id_cells(width, columns), 0)}}{titles}", "dim")]]
 
-    def row(self, index: int, width: int) -> Row:
-        """Return the line of a run."""
-        assert self.entries is not None
-        entry = self.entries[index]
-        number = self.marked.index(entry["id"]) if entry["id"] in self.marked else None
-        return draw_run(entry, width, self._columns_for(width), number=number, opened=entry["id"] == self.opened)
+    def row(self, line: Entry, width: int) -> Row:
+        number = self.marked.index(line["id"]) if line["id"] in self.marked else None
+        return draw_run(line, width, self._columns_for(width), number=number, opened=line["id"] == self.opened)
 
-    def _columns_for(self, width: int) -> list[RunColumn]:
+    def _columns_for(self, width: int) -> list[Column[Entry]]:
         """Return the columns of a width; which have values is looked up once for each list, not for each line."""
         if width not in self._columns:
-            self._columns[width] = columns_for(width, self.entries or ())
+            self._columns[width] = columns_for(width, [line for line in self.lines if not isinstance(line, Heading)])
         return self._columns[width]
 
     def empty(self, width: int, height: int) -> list[Row]:
-        """Return the text of an empty list."""
-        if self.entries is None:
-            return centred_text(width, height, ["looking for runs"])
-        if self.listed:
-            return centred_text(
-                width,
-                height,
-                [
-                    f"None of {len(self.listed):,} runs matches {self.filter.text}",
-                    "",
-                    "/ changes the filter, esc removes it.",
-                ],
-            )
-        lines = ["No run yet.", "", "d runs the demo: half a minute on this machine's CPU.", "2 opens a recipe."]
+        if self.listed is None:
+            lines = ["looking for runs"]
+        elif self.listed:
+            none = f"None of {len(self.listed):,} runs matches {self.filter.text}"
+            lines = [none, "", "/ changes the filter, esc removes it."]
+        else:
+            lines = ["No run yet.", "", "d runs the demo: half a minute on this machine's CPU.", "2 opens a recipe."]
         return centred_text(width, height, lines)
 
 
 class RunCard(Canvas):
     """Panel with details of the run under the cursor."""
 
-    entry: Mapping[str, Any] | None = None
+    entry: Entry | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the details, as many lines as fit."""
         entry = self.entry
         if entry is None:
             return []
-        cells = cells_of(entry)
-        mark, role = mark_of(entry["state"], marked=bool(entry["finding"]))
-        message = entry["message"] or ""
-        rows: list[Row] = [
-            title_row(width, [(printable(entry["id"]), "title"), (f"  {mark} {entry['state']}", role)]),
-            [
-                ("started  ", "dim"),
-                (cells[STARTED], "bright"),
-                ("   recipe  ", "dim"),
-                (cells[RECIPE], "bright"),
-            ],
-            [("folder   ", "dim"), (printable(entry["run_dir"]), "dim")],
-        ]
-        if (tested := entry.get("tested")) is not None:
-            shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
-            rows.insert(1, [(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
+        sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
+        rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
+        if entry["message"]:
+            rows.append([(printable(entry["message"]), "error" if entry["state"] == "failed" else "bright")])
+        if entry["finding"]:
+            rows.append([(f"{entry['state']}, with {printable(entry['finding'])}", "warning")])
         if entry["note"] or entry["tags"]:
             tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
-            rows.insert(1, [("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
-        if entry["finding"]:
-            rows.insert(1, [(f"{entry['state']}, with {printable(entry['finding'])}", "warning")])
-        if message:
-            rows.insert(1, [(printable(message), "error" if entry["state"] == "failed" else "bright")])
+            rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
+        if (tested := entry.get("tested")) is not None:
+            shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
+            rows.append([(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
+        started, recipe = cell_text(entry, "started"), cell_text(entry, "recipe")
+        rows.append([("started  ", "dim"), (started, "bright"), ("   recipe  ", "dim"), (recipe, "bright")])
+        rows.append([("folder   ", "dim"), (printable(entry["run_dir"]), "dim")])
         return [fit_row(row, width) for row in rows[:height]]

@@ -8,9 +8,9 @@ from typing import ClassVar
 from textual.binding import BindingType
 
 from gputrain_tui.console.actions import bindings
-from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
-from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, title_row
-from gputrain_tui.console.widgets.panel import Panel
+from gputrain_tui.console.widgets.canvas import Copyable
+from gputrain_tui.console.widgets.drawing import Row, centred_text, title_row
+from gputrain_tui.console.widgets.panel import ScrolledText
 from gputrain_tui.tables import printable
 from trainer.contract.record import CodeFrame, ThreadStack
 
@@ -38,59 +38,33 @@ def stack_lines(threads: Sequence[ThreadStack], width: int) -> list[tuple[str, s
     return shown
 
 
-def draw_stack(threads: Sequence[ThreadStack], remark: str, width: int, height: int, top: int = 0) -> list[Row]:
-    """Return stacks, scrolled to line ``top``, as ``height`` rows of ``width`` cells."""
-    rows = [fit_row(title_row(width, [("stack", "title")], [[(remark, "dim")]] if remark and threads else []), width)]
-    if not threads:
-        return rows + centred_text(width, height - 1, [remark or "K asks the process for its Python stack"])
-    for text, style in stack_lines(threads, width - 1)[top : top + height - 1]:
-        rows.append(fit_row([(" ", "base"), (text, style)], width))
-    return rows + [fit_row([], width) for _ in range(height - len(rows))]
-
-
-class StackView(Panel, can_focus=True):
+class StackView(ScrolledText):
     """Panel of the newest stack of the rank."""
 
     PLACE = "text"
-    """Name of the panel in the action table."""
-    BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS, *bindings("text")]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("text")]
 
     _threads: Sequence[ThreadStack] = ()
-    _remark = ""
-    _top = 0
+    _note = ""
 
-    def show(self, threads: Sequence[ThreadStack], remark: str = "") -> None:
-        """Show stacks with a remark in the title; without one, the remark alone."""
-        if (tuple(threads), remark) != (self._threads, self._remark):
-            self._threads, self._remark, self._top = tuple(threads), remark, 0
+    def show(self, threads: Sequence[ThreadStack], note: str = "") -> None:
+        """Show stacks with a note in the title; without one, the note alone."""
+        if (tuple(threads), note) != (self._threads, self._note):
+            self._threads, self._note = tuple(threads), note
             self.redraw()
 
-    def action_scroll_by(self, lines: int) -> None:
-        """Scroll the stack."""
-        count = len(stack_lines(self._threads, self.size.width - 1))
-        self._top = min(max(self._top + lines, 0), max(count - self.size.height + 1, 0))
-        self.redraw()
-
-    def action_edge(self, side: int) -> None:
-        """Go to the first or the last line."""
-        self.action_scroll_by(side * len(stack_lines(self._threads, self.size.width - 1)))
-
-    def wheel(self, lines: int) -> None:
-        """Scroll the stack."""
-        self.action_scroll_by(lines)
+    def tick(self) -> None:
+        """Do nothing: only ``show`` changes the panel."""
 
     def copyable(self) -> Copyable | None:
-        """Return the whole stack."""
-        return (
-            Copyable("\n".join(text for text, _ in stack_lines(self._threads, 1000)), "the stack")
-            if self._threads
-            else None
-        )
-
-    def seen_version(self) -> object:
-        """Return None: only ``show`` changes the panel."""
-        return None
+        lines = [text for text, _ in stack_lines(self._threads, width=1000)]
+        return Copyable("\n".join(lines), "the stack") if lines else None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the stack."""
-        return draw_stack(self._threads, self._remark, width, height, self._top)
+        note = self._note
+        if not self._threads:
+            text = note or "K asks the process for its Python stack"
+            return [title_row(width, [("stack", "title")]), *centred_text(width, height - 1, [text])]
+        title = title_row(width, [("stack", "title")], [[(note, "dim")]] if note else [])
+        rows: list[Row] = [[(" ", "base"), line] for line in stack_lines(self._threads, width - 1)]
+        return [title, *self.in_view(rows, height - 1)]

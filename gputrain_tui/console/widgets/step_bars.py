@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 
-from gputrain_tui.console.widgets.curve_drawing import LABEL_CELLS
+from gputrain_tui.console.widgets.chart_view import LABEL_CELLS
 from gputrain_tui.console.widgets.drawing import (
     EIGHTHS,
     Row,
     centred_text,
-    fit_row,
+    fit_rows,
     format_number,
     format_value,
     group_size,
     merge,
+    row_cells,
     title_row,
 )
 from gputrain_tui.console.widgets.panel import Panel
@@ -26,7 +28,6 @@ from gputrain_tui.state.totals import PHASES
 MOST_FLAGGED = 3
 """Most ranks with a finding that get a bar of their own beside bars of groups."""
 SHAPES = "▒█▓░▞·"
-"""Symbols of the phases, for terminals without colours."""
 LEGENDS = (
     ("data", "forward", "backward", "sync", "optimizer", "other"),
     ("data", "fwd", "bwd", "sync", "opt", "other"),
@@ -44,11 +45,9 @@ class Bar:
     """Milliseconds of each phase, in the order of ``PHASES``."""
     selected: bool = False
     flagged: bool = False
-    """Whether the rank has a standing finding."""
 
     @property
     def total_ms(self) -> float:
-        """Duration of the step, ms."""
         return sum(self.phases)
 
 
@@ -66,18 +65,18 @@ def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Co
 
     The selected and up to ``MOST_FLAGGED`` flagged ranks have bars of their own above those of the groups.
     """
-    found = [(view, phases) for view in views if (phases := phases_of(view)) is not None]
+    measured = [(view, phases) for view in views if (phases := phases_of(view)) is not None]
 
     def bar(view: RankView, phases: tuple[float, ...]) -> Bar:
         return Bar(label=f"{view.rank}", phases=phases, selected=view.rank == selected, flagged=view.rank in flagged)
 
-    if len(found) <= most:
-        return [bar(*each) for each in found]
-    alone = [rank for rank in (selected, *flagged) if rank is not None]
-    alone = list(dict.fromkeys(alone))[: min(1 + MOST_FLAGGED, max(most // 2, 1))]
-    chosen = sorted((bar(*each) for each in found if each[0].rank in alone), key=lambda bar: not bar.selected)
-    size = group_size(len(found), most - len(chosen))
-    groups = [found[begin : begin + size] for begin in range(0, len(found), size)]
+    if len(measured) <= most:
+        return [bar(*each) for each in measured]
+    alone = list(dict.fromkeys(rank for rank in (selected, *flagged) if rank is not None))
+    alone = alone[: min(1 + MOST_FLAGGED, max(most // 2, 1))]
+    chosen = sorted((bar(*each) for each in measured if each[0].rank in alone), key=lambda bar: not bar.selected)
+    size = group_size(len(measured), most - len(chosen))
+    groups = [measured[begin : begin + size] for begin in range(0, len(measured), size)]
     spans = [(group[0][0].rank, group[-1][0].rank) for group in groups]
     labels = [f"{first}–{last}" if last > first else f"{first}" for first, last in spans]
     if max(map(len, labels)) > LABEL_CELLS:
@@ -107,43 +106,35 @@ def draw_bars(
     """Return the bars as ``height`` rows of ``width`` cells; ``step_ms``: mean duration of a step of the run."""
     left: Row = [("step", "title")]
     if not lines:
-        head = title_row(width, left)
-        return [fit_row(head, width), *centred_text(width, height - 1, ["the phases of a step were not measured yet"])]
+        empty = centred_text(width, height - 1, ["the phases of a step were not measured yet"])
+        return fit_rows([title_row(width, left), *empty], width, height)
     left += [(" ", "base"), (format_value(step_ms), "bright"), (" ms", "dim")]
-    if span and sum(len(text) for text, _ in (*left, *_legend(LEGENDS[0], symbols))) + len(span) + 6 <= width:
+    legends = [_legend(names, symbols) for names in LEGENDS]
+    if span and row_cells(left) + row_cells(legends[0]) + len(span) + 6 <= width:
         left.append((f"  {span}", "dim"))
-    legend: Row = []
-    for names in LEGENDS:
-        legend = _legend(names, symbols)
-        if sum(len(text) for text, _ in [*left, *legend]) + 4 <= width:
-            break
-    rows = [fit_row(title_row(width, left, [legend]), width)]
+    legend = next((legend for legend in legends if row_cells(left) + row_cells(legend) + 4 <= width), legends[-1])
+    rows = [title_row(width, left, [legend])]
     cells = width - LABEL_CELLS - 2 - 8
     widest = max(line.total_ms for line in lines) or 1.0
     for line in lines[: height - 1]:
-        mark, role = ("▲", "warning") if line.flagged else ("", "accent" if line.selected else "axis")
-        row: Row = [((mark + line.label).rjust(LABEL_CELLS), role), ("  ", "base")]
-        if cells > 0:
-            row += _bar(line.phases, cells, widest, symbols)
-        row.append((format_number(line.total_ms, 1, 8), "bright" if line.selected else "dim"))
-        rows.append(fit_row(row, width))
-    return rows + [fit_row([], width) for _ in range(height - len(rows))]
+        sign, role = ("▲", "warning") if line.flagged else ("", "accent" if line.selected else "axis")
+        bar = _bar(line.phases, cells, widest, symbols) if cells > 0 else []
+        total = (format_number(line.total_ms, 1, 8), "bright" if line.selected else "dim")
+        rows.append([((sign + line.label).rjust(LABEL_CELLS), role), ("  ", "base"), *bar, total])
+    return fit_rows(rows, width, height)
 
 
 def _legend(names: Sequence[str], symbols: bool) -> Row:
     row: Row = []
     for index, name in enumerate(names):
-        mark = SHAPES[index] if symbols else "■"
-        row += [(f"{' ' if index else ''}{mark}", f"phase:{PHASES[index]}"), (f" {name}", "dim")]
+        sign = SHAPES[index] if symbols else "■"
+        row += [(f"{' ' if index else ''}{sign}", f"phase:{PHASES[index]}"), (f" {name}", "dim")]
     return row
 
 
 def _bar(phases: Sequence[float], cells: int, widest: float, symbols: bool) -> Row:
     """Return a stacked bar in eighths of a cell; a cell shared by two phases has the colours of both."""
-    ends, done = [], 0.0
-    for phase in phases:
-        done += phase
-        ends.append(min(round(done / widest * cells * 8), cells * 8))
+    ends = [min(round(done / widest * cells * 8), cells * 8) for done in accumulate(phases)]
     pieces: Row = []
     index = 0
     for x in range(cells):
@@ -170,15 +161,13 @@ class StepBars(Panel):
     """Panel of the phases of the last steps, per rank."""
 
     def seen_version(self) -> object:
-        """Return a value that changes with every event."""
         return self.live.version
 
     def draw(self, width: int, height: int) -> list[Row]:
-        """Return the bars."""
         state = self.live.state
-        flagged = [found.rank for found in sorted(state.findings.values(), key=by_urgency) if found.rank is not None]
+        findings = sorted(state.findings.values(), key=by_urgency)
+        flagged = [finding.rank for finding in findings if finding.rank is not None]
         views = [state.ranks[rank] for rank in sorted(state.ranks)]
         lines = bars(views, height - 1, self.selected_rank, flagged)
-        return draw_bars(
-            lines, width, height, step_ms=state.figures.step_ms, span=state.span, symbols=self.ramp.symbols
-        )
+        step_ms, symbols = state.figures.step_ms, self.ramp.symbols
+        return draw_bars(lines, width, height, step_ms=step_ms, span=state.span, symbols=symbols)

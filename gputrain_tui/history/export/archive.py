@@ -31,7 +31,6 @@ from trainer.contract.record.json_lines import DECODE_ERRORS
 from trainer.contract.record.regular_file import open_regular, read_whole, size_of
 
 READ_BYTES = 1 << 20
-"""Bytes read of a file at a time."""
 COMPRESSION = 6
 """Level of gzip: higher ones take several times as long for a few percent."""
 MAX_BYTES = 256 << 30
@@ -90,7 +89,6 @@ class Archive:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the files."""
         return sum(self._sizes.values())
 
     def write(
@@ -101,13 +99,9 @@ class Archive:
         project: Path,
         advance: Callable[[int], None] = lambda _: None,
     ) -> Archived:
-        """Write the archive.
+        """Write the archive; ``advance`` is called with the number of bytes after each read.
 
-        Args:
-            file: the archive.
-            environment: variables whose values the run may have printed.
-            project: folder below which paths are shown.
-            advance: called with the number of bytes after each read.
+        ``environment`` has variables whose values the run may have printed; paths below ``project`` are shown.
 
         Raises:
             OSError: it cannot be written, or a file of the run cannot be read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -48,19 +48,13 @@ class EventFilter:
     """Filters the lines of a record, each to the same length, because the downsampled record counts bytes."""
 
     def __init__(self, allow: AllowList, *, texts: bool) -> None:
-        """Make a filter.
-
-        Args:
-            allow: knows the values that are hidden wherever they occur.
-            texts: whether texts are shown, with these values masked.
-        """
+        """Hide the values that ``allow`` hides wherever they occur; show texts, with these masked, if ``texts``."""
         self._allow = allow
         self._texts = texts
         self.left_out = 0
         """Lines that are no events, and were replaced by blanks."""
 
     def event(self, event: Any) -> Any:
-        """Return an event without its hidden texts."""
         if not self._texts:
             for name in _TEXTS.get(type(event), ()):
                 text = getattr(event, name)
@@ -84,26 +78,26 @@ class EventFilter:
 
     def lines(self, parts: Iterable[bytes], name: str) -> Iterator[bytes]:
         """Yield the lines of a file of the record: of events, or of the downsampled record by its name."""
-        show = self._show_event
+        decoder: msgspec.json.Decoder[Any] = _event
         if name.startswith("digest/"):
-            show = self._show_note if name.endswith(".notes.ndjson") else self._show_block
+            decoder = _note if name.endswith(".notes.ndjson") else _block
         rest, skipping = b"", False
         for part in parts:
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                yield (self._blank(line) if skipping else self._fitted(line, show)) + b"\n"
+                yield (self._blank(line) if skipping else self._fitted(line, decoder)) + b"\n"
                 skipping = False
             if len(rest) > MAX_LINE_BYTES:
                 yield self._blank(rest)
                 rest, skipping = b"", True
         if rest:
-            yield self._blank(rest) if skipping else self._fitted(rest, show)
+            yield self._blank(rest) if skipping else self._fitted(rest, decoder)
 
-    def _fitted(self, line: bytes, show: Callable[[bytes], bytes]) -> bytes:
+    def _fitted(self, line: bytes, decoder: msgspec.json.Decoder[Any]) -> bytes:
         if not line.strip():
             return line
         try:
-            shown = show(line)
+            shown = self._shown(line, decoder)
         except DECODE_ERRORS:
             return self._blank(line)
         return shown.ljust(len(line)) if len(shown) <= len(line) else self._blank(line)
@@ -112,19 +106,9 @@ class EventFilter:
         self.left_out += 1
         return b" " * len(line)
 
-    def _show_event(self, line: bytes) -> bytes:
-        event = _event.decode(line)
-        before = encode_event(event)
-        after = encode_event(self.event(event))
+    def _shown(self, line: bytes, decoder: msgspec.json.Decoder[Any]) -> bytes:
+        entry = decoder.decode(line)
+        before = encode_event(entry)
+        self.event(entry.event if isinstance(entry, DownsampledNote) else entry)
+        after = encode_event(entry)
         return line if after == before else after.rstrip(b"\n")
-
-    def _show_note(self, line: bytes) -> bytes:
-        note = _note.decode(line)
-        before = msgspec.json.encode(note)
-        self.event(note.event)
-        after = msgspec.json.encode(note)
-        return line if after == before else after
-
-    def _show_block(self, line: bytes) -> bytes:
-        _block.decode(line)  # of numbers only
-        return line

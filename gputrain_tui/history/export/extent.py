@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
+from gputrain_tui.history.export.steps import GOING, MAX_GAPS, RankExtent
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run
 
-GOING = ("queued", "starting", "running", "stopping")
-"""States of a run that may be writing its last lines."""
 MAX_LINES = 8
 """Maximum number of lines about ranks; a thousand of them would scroll everything else away."""
-MAX_GAPS = 3
-"""Gaps that are listed for a rank; all missing steps are counted."""
-
-
-@dataclass(kw_only=True)
-class RankExtent:
-    """Steps that a rank's record covers, and the gaps in it."""
-
-    rank: int
-    steps: int = 0
-    first: int | None = None
-    """First step, of the first attempt."""
-    last: int | None = None
-    """Last step, of the last attempt."""
-    attempts: int = 1
-    missing: int = 0
-    """Steps that are not in the record although later ones are."""
-    gaps: list[tuple[int, int]] = field(default_factory=list)
-    """The first few gaps, each with its first and last missing step."""
-    unreadable_lines: int = 0
-    """Lines that are no events of this version, such as those that a crash has torn."""
-    lost_events: int = 0
-    """Events that could not be written, as on a full disk."""
-    only_means: int = 0
-    """Steps that the record has only in means over several steps."""
-    is_cut: bool = False
-    """Whether reading ended early, at a long part of the file without any event."""
-
-    def add_gap(self, first: int, last: int) -> None:
-        """Add missing steps."""
-        self.missing += last - first + 1
-        if len(self.gaps) < MAX_GAPS:
-            self.gaps.append((first, last))
 
 
 def summary(extents: Sequence[RankExtent]) -> str:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from gputrain_tui.history.export.extent import GOING, RankExtent
 from gputrain_tui.history.follow import AppendedFile, by_rank
 from gputrain_tui.history.run_folders import Run
 from trainer.contract.record import AnyEvent, Lost, RankState, Step, TrainingPlan, decode_events, single_steps
 from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.resource_limits import open_files
 
+GOING = ("queued", "starting", "running", "stopping")
+"""States of a run that may be writing its last lines."""
+MAX_GAPS = 3
+"""Gaps that are listed for a rank; all missing steps are counted."""
 READ_BYTES = (16 << 10, 1 << 20)
 """Minimum, for many ranks side by side, and maximum number of bytes read of one file at a time."""
 SIDE_BY_SIDE_BYTES = 16 << 20
@@ -37,22 +41,84 @@ class SingleStep(NamedTuple):
     averaged_over: int
     """Steps over which the fields besides ``SINGLE_VALUES`` are means; 1: they are this step's own."""
     is_last: bool
-    """Whether it is the last of those steps."""
     step: Step
     """With ``steps`` 1 and without lists of single values."""
+
+
+@dataclass(kw_only=True)
+class RankExtent:
+    """Reading of one rank's events in their order: the steps that they cover, by attempts, and the gaps in them."""
+
+    rank: int
+    steps: int = 0
+    first: int | None = None
+    """First step, of the first attempt."""
+    last: int | None = None
+    """Last step, of the last attempt."""
+    attempts: int = 1
+    missing: int = 0
+    """Steps that are not in the record although later ones are."""
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    """The first few gaps, each with its first and last missing step."""
+    unreadable_lines: int = 0
+    """Lines that are no events of this version, such as those that a crash has torn."""
+    lost_events: int = 0
+    """Events that could not be written, as on a full disk."""
+    only_means: int = 0
+    """Steps that the record has only in means over several steps."""
+    is_cut: bool = False
+    """Whether reading ended early, at a long part of the file without any event."""
+    _has_joined: bool = False
+    """Whether this attempt has reported that it joins the process group."""
+    _next: int | None = None
+    """Number of the next step, where that is known."""
+
+    def note(self, event: AnyEvent) -> None:
+        """Note an event other than a step: the begin of an attempt, its first step, or lost events."""
+        if type(event) is RankState and event.state == "joining":
+            if self._has_joined or self.steps:
+                self._begin_attempt()
+            self._has_joined = True
+        elif type(event) is TrainingPlan:
+            self._next = event.first_update + 1
+        elif type(event) is Lost:
+            self.lost_events += event.events
+
+    def step(self, event: Step) -> Iterator[SingleStep]:
+        count = event.steps
+        if count > min(event.step, MAX_STEPS_PER_EVENT) or event.rank != self.rank:
+            self.unreadable_lines += 1
+            return
+        first = event.step - count + 1
+        if self._next is not None and first < self._next and self.steps:  # a script need not join
+            self._begin_attempt()
+        if self._next is not None and first > self._next:
+            self.missing += first - self._next
+            if len(self.gaps) < MAX_GAPS:
+                self.gaps.append((self._next, first - 1))
+        self._next = event.step + 1
+        self.steps += count
+        self.first = first if self.first is None else self.first
+        self.last = event.step
+        if count == 1:
+            yield SingleStep(self.attempts, 1, True, event)
+            return
+        if event.step_ms_each is None or len(event.step_ms_each) != count:
+            self.only_means += count
+        for index, single in enumerate(single_steps(event, means=True)):
+            yield SingleStep(self.attempts, count, index == count - 1, single)
+
+    def _begin_attempt(self) -> None:
+        self.attempts += 1
+        self._has_joined = False
+        self._next = None
 
 
 class RecordedSteps:
     """The recorded steps of some ranks of a run, up to the sizes that their files have at construction."""
 
     def __init__(self, run: Run, ranks: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Note how long each file is.
-
-        Args:
-            run: the run.
-            ranks: the wanted ranks, ascending.
-            advance: called with the number of bytes after each read.
-        """
+        """Note how long each file is; ``advance`` is called with the number of bytes after each read."""
         self.run = run
         self.ranks = ranks
         self.extents = {rank: RankExtent(rank=rank) for rank in ranks}
@@ -63,7 +129,6 @@ class RecordedSteps:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the files of the wanted ranks."""
         return sum(self._sizes[str(rank)] for rank in self.ranks)
 
     @property
@@ -72,16 +137,12 @@ class RecordedSteps:
         paths = [path for path in map(self.run.dir.rank_events, self.ranks) if size_of(path)]
         heads = [decode_events(read_part(path, 0, READ_BYTES[0])) for path in paths]
         firsts = [events[0] for events in heads if events]
-        times = [
-            event.time - (event.step_ms or 0.0) * event.steps / 1e3 if type(event) is Step else event.time
-            for event in firsts
-        ]
+        times = [e.time - (e.step_ms or 0.0) * e.steps / 1e3 if type(e) is Step else e.time for e in firsts]
         return min([*times, self.run.status.started] if self.run.status.started else times, default=0.0)
 
     def of(self, rank: int, *, share: int = 1) -> Iterator[SingleStep]:
         """Yield the steps of a rank in the order of its record; ``share``: how many ranks are read side by side."""
         extent = self.extents[rank] = RankExtent(rank=rank)
-        reading = RankReading(extent)
         limit = max(READ_BYTES[0], min(READ_BYTES[1], SIDE_BY_SIDE_BYTES // share))
         without_event = 0
         for lines in self._lines(str(rank), limit, keep_open=share < (open_files() or share + 1) // 2):
@@ -89,9 +150,9 @@ class RecordedSteps:
             extent.unreadable_lines += sum(map(bool, lines.split(b"\n"))) - len(events)
             for event in events:
                 if type(event) is Step:
-                    yield from reading.step(event)
+                    yield from extent.step(event)
                 else:
-                    reading.note(event)
+                    extent.note(event)
             without_event = 0 if events else without_event + len(lines)
             if without_event > MAX_BYTES_WITHOUT_EVENT:
                 extent.is_cut = True
@@ -140,56 +201,6 @@ class RecordedSteps:
 
 FREQUENT_EVENTS = (b'{"type":"step"', b'{"type":"node_sample"')
 """Beginnings of the lines that make up most of a record."""
-
-
-class RankReading:
-    """Reading of one rank's events in their order: splits them into attempts, and counts missing steps."""
-
-    def __init__(self, extent: RankExtent) -> None:
-        self._extent = extent
-        self._joined = False
-        """Whether this attempt has reported that it joins the process group."""
-        self._next: int | None = None
-        """Number of the next step, where that is known."""
-
-    def note(self, event: AnyEvent) -> None:
-        """Note an event other than a step: the begin of an attempt, its first step, or lost events."""
-        if type(event) is RankState and event.state == "joining":
-            if self._joined or self._extent.steps:
-                self._begin_attempt()
-            self._joined = True
-        elif type(event) is TrainingPlan:
-            self._next = event.first_update + 1
-        elif type(event) is Lost:
-            self._extent.lost_events += event.events
-
-    def step(self, event: Step) -> Iterator[SingleStep]:
-        """Yield the steps that an event covers."""
-        extent, count = self._extent, event.steps
-        if count > min(event.step, MAX_STEPS_PER_EVENT) or event.rank != extent.rank:
-            extent.unreadable_lines += 1
-            return
-        first = event.step - count + 1
-        if self._next is not None and first < self._next and extent.steps:  # a script need not join
-            self._begin_attempt()
-        if self._next is not None and first > self._next:
-            extent.add_gap(self._next, first - 1)
-        self._next = event.step + 1
-        extent.steps += count
-        extent.first = first if extent.first is None else extent.first
-        extent.last = event.step
-        if count == 1:
-            yield SingleStep(extent.attempts, 1, True, event)
-            return
-        if event.step_ms_each is None or len(event.step_ms_each) != count:
-            extent.only_means += count
-        for index, single in enumerate(single_steps(event, means=True)):
-            yield SingleStep(extent.attempts, count, index == count - 1, single)
-
-    def _begin_attempt(self) -> None:
-        self._extent.attempts += 1
-        self._joined = False
-        self._next = None
 
 
 def _attempt_and_step(single: SingleStep) -> tuple[int, int]:

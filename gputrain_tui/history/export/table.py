@@ -23,7 +23,6 @@ COLUMNS = (
     "rank", "attempt", "step", "averaged_over", "time", "epoch", *_SCALARS,
     *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms",
 )  # fmt: skip
-"""Columns of the CSV file."""
 _NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
 
 

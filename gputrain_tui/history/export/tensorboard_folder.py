@@ -6,10 +6,10 @@ the run of the mean over the ranks, of validations and hyper-parameters, beside 
 
 from __future__ import annotations
 
+import io
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,34 +20,29 @@ from trainer.contract.errors import MachineNotReadyError
 from trainer.contract.record import SINGLE_VALUES, RunDir, Step, Validation
 from trainer.contract.record.regular_file import read_whole
 
+COMMIT_BYTES = 1 << 20
+"""Size of the pending values of a file from which they are written."""
 PREFIX = "events.out.tfevents."
 """Beginning of the file names by which TensorBoard finds its files."""
 TOTALS = ("samples", "tokens")
-"""Fields that add up over the ranks."""
 SCALARS = tuple(
     name for name in Step.__struct_fields__
     if name not in (*SINGLE_VALUES.values(), "time", "rank", "step", "steps", "core_wait_ms", "bucket_ms", "non_finite")
 )  # fmt: skip
 
 
-def tag_of(field: str) -> str:
-    """Return the tag of a field of a step; TensorBoard groups tags by the part before the slash."""
-    group = "sync" if field.startswith("sync_") else "time" if field.endswith("_ms") else "train"
-    return f"{group}/{field}"
-
-
-TAGS = {name: tag_of(name) for name in SCALARS}
+TAGS = {
+    name: f"{'sync' if name.startswith('sync_') else 'time' if name.endswith('_ms') else 'train'}/{name}"
+    for name in SCALARS
+}
+"""By field of a step; TensorBoard groups tags by the part before the slash."""
 
 
 class EventFile:
     """One event file, encoded by TensorBoard's own modules."""
 
-    def __init__(self, file: BinaryIO, *, time: float | None) -> None:
-        """Begin a file.
-
-        Args:
-            file: file to append to.
-            time: Unix seconds of its first record; None to continue a file that has one.
+    def __init__(self, file: BinaryIO, *, time: float) -> None:
+        """Begin a file with a record of a time, Unix seconds.
 
         Raises:
             MachineNotReadyError: the package is not installed.
@@ -59,22 +54,25 @@ class EventFile:
             raise MachineNotReadyError("tensorboard is not installed: pip install 'tensorboard>=2.14'") from None
         self._event, self._session, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
         self._records = RecordWriter(file)
-        if time is not None:
-            self._write(self._event(wall_time=time, file_version="brain.Event:2"))
+        self._attempt = 1
+        self._write(self._event(wall_time=time, file_version="brain.Event:2"))
 
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
 
     def scalars(self, values: Mapping[str, float], *, step: int, time: float) -> None:
-        """Write values by tag."""
         if values:
-            found = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._write(self._event(wall_time=time, step=step, summary=self._summary(value=found)))
+            entries = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._write(self._event(wall_time=time, step=step, summary=self._summary(value=entries)))
 
-    def restarted(self, *, step: int, time: float) -> None:
-        """Write a restart: TensorBoard drops the values of this step and later ones that were written before it."""
-        log = self._session(status=self._session.START)
-        self._write(self._event(wall_time=time, step=step, session_log=log))
+    def single_step(self, values: Mapping[str, float], single: SingleStep) -> None:
+        """Write a step; after a restart TensorBoard drops the values of this one and later ones written before."""
+        step, time = single.step.step, single.step.time
+        if single.attempt > self._attempt:
+            self._attempt = single.attempt
+            log = self._session(status=self._session.START)
+            self._write(self._event(wall_time=time, step=step, session_log=log))
+        self.scalars(values, step=step, time=time)
 
     def hyper_parameters(self, values: Mapping[str, bool | float | str], *, began: float, ended: float | None) -> None:
         """Write the values that TensorBoard lists and compares beside the results."""
@@ -104,48 +102,89 @@ class EventFile:
             self._write(self._event(wall_time=began, summary=self._summary(value=[value])))
 
 
+class TensorBoardSink:
+    """Writes the event files of a run; after ``finish`` they are on the disk."""
+
+    def __init__(
+        self, run: RunDir, world_size: int, folder: Path, *, began: float, ended: float | None = None, ranks: int = 0
+    ) -> None:
+        """Begin the files of a folder anew; the run's start, in Unix seconds, is part of their names.
+
+        ``ranks`` is the number of ranks that are written; by default all.
+
+        Raises:
+            MachineNotReadyError: the package is not installed.
+        """
+        self._folder = folder
+        self._began = began
+        self._files: dict[str, tuple[Path, io.BytesIO, EventFile]] = {}
+        """By folder within the folder: file, pending bytes, and their encoder."""
+        self._parts = (".", "lowest", "highest") if (ranks or world_size) > 1 else (".",)
+        self._file(".").hyper_parameters(hyper_parameters(run, world_size), began=began, ended=ended)
+
+    def rank(self, rank: int, single: SingleStep) -> None:
+        self._write(f"rank_{rank}", rank_scalars(single), single)
+
+    def over_ranks(self, row: list[SingleStep]) -> None:
+        for part, values in zip(self._parts, over_ranks(row), strict=False):
+            self._write(part, values, row[-1])
+
+    def validation(self, event: Validation) -> None:
+        self._file(".").scalars(validation_scalars(event), step=event.step, time=event.time)
+
+    def commit(self) -> None:
+        for part in self._files:
+            self._append(part)
+
+    def finish(self) -> None:
+        self.commit()
+        for path, _, _ in self._files.values():
+            with path.open("ab") as file:
+                os.fsync(file.fileno())
+
+    def _write(self, part: str, values: dict[str, float], single: SingleStep) -> None:
+        self._file(part).single_step(values, single)
+        if self._files[part][1].tell() > COMMIT_BYTES:
+            self._append(part)
+
+    def _append(self, part: str) -> None:
+        path, pending, _ = self._files[part]
+        if pending.tell():
+            with path.open("ab") as file:
+                file.write(pending.getbuffer())
+            pending.seek(0)
+            pending.truncate()
+
+    def _file(self, part: str) -> EventFile:
+        if part not in self._files:
+            path = self._folder / part / f"{PREFIX}{int(self._began):010d}.gputrain"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
+            pending = io.BytesIO()
+            self._files[part] = path, pending, EventFile(pending, time=self._began)
+        return self._files[part][2]
+
+
 def write_tensorboard(record: RecordedSteps, folder: Path) -> None:
     """Write the event files of the wanted ranks, of all of them together and of the validations.
 
     Raises:
         MachineNotReadyError: the package is not installed.
     """
-    began = record.began
-    with _event_file(folder, began) as mean:
-        parameters = hyper_parameters(record.run.dir, record.run.status.world_size)
-        mean.hyper_parameters(parameters, began=began, ended=record.run.status.ended)
-        for rank in record.ranks:
-            with _event_file(folder / f"rank_{rank}", began) as file:
-                _write_rank(record, rank, file)
-        with ExitStack() as stack:
-            several = len(record.ranks) > 1
-            lowest, highest = (
-                stack.enter_context(_event_file(folder / name, began)) if several else None
-                for name in ("lowest", "highest")
-            )
-            _write_over_ranks(record, mean, lowest, highest)
-        for event in record.notes(["0"]):  # last: a restart that follows in this file would make TensorBoard drop them
-            if isinstance(event, Validation):
-                mean.scalars(validation_scalars(event), step=event.step, time=event.time)
-
-
-@contextmanager
-def _event_file(folder: Path, began: float) -> Iterator[EventFile]:
-    folder.mkdir(exist_ok=True)
-    with (folder / f"{PREFIX}{int(began):010d}.gputrain").open("wb") as file:
-        yield EventFile(file, time=began)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_rank(record: RecordedSteps, rank: int, file: EventFile) -> None:
-    attempt = 1
-    for single in record.of(rank):
-        step = single.step
-        if single.attempt > attempt:
-            attempt = single.attempt
-            file.restarted(step=step.step, time=step.time)
-        file.scalars(rank_scalars(single), step=step.step, time=step.time)
+    run, ranks = record.run, record.ranks
+    sink = TensorBoardSink(
+        run.dir, run.status.world_size, folder, began=record.began, ended=run.status.ended, ranks=len(ranks)
+    )
+    for rank in ranks:
+        for single in record.of(rank):
+            sink.rank(rank, single)
+        sink.commit()
+    for row in record.over_ranks():
+        sink.over_ranks(row)
+    for event in record.notes(["0"]):  # last: a restart that follows in this file would make TensorBoard drop them
+        if isinstance(event, Validation):
+            sink.validation(event)
+    sink.finish()
 
 
 def rank_scalars(single: SingleStep) -> dict[str, float]:
@@ -164,23 +203,6 @@ def validation_scalars(event: Validation) -> dict[str, float]:
     }
 
 
-def _write_over_ranks(
-    record: RecordedSteps, mean: EventFile, lowest: EventFile | None, highest: EventFile | None
-) -> None:
-    attempt = 1
-    for row in record.over_ranks():
-        step, time = row[0].step.step, row[-1].step.time
-        if row[0].attempt > attempt:
-            attempt = row[0].attempt
-            for file in filter(None, (mean, lowest, highest)):
-                file.restarted(step=step, time=time)
-        means, lows, highs = over_ranks(row)
-        mean.scalars(means, step=step, time=time)
-        if lowest is not None and highest is not None:
-            lowest.scalars(lows, step=step, time=time)
-            highest.scalars(highs, step=step, time=time)
-
-
 def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Return mean (or total), minimum and maximum over the ranks by tag; a mean over steps only at the last of them."""
     means: dict[str, float] = {}
@@ -197,14 +219,14 @@ def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float
 
 def hyper_parameters(run: RunDir, world_size: int) -> dict[str, bool | float | str]:
     """Return the world size and, if the recipe can be read, its options by name."""
-    found: dict[str, bool | float | str] = {"world_size": world_size}
+    parameters: dict[str, bool | float | str] = {"world_size": world_size}
     try:
         recipe = tomllib.loads(read_whole(run.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
-        return found
+        return parameters
     shown = AllowList({}, Path.cwd()).recipe(recipe)
     for table in ("train", "task"):
         options = shown.get(table)
         for name, value in options.items() if isinstance(options, dict) else ():
-            found[f"{table}.{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+            parameters[f"{table}.{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return parameters

@@ -31,22 +31,19 @@ PHASES = {
 }  # fmt: skip
 """Fields of a step that are drawn within it, in the order of a step, and their names."""
 STEP_ARGUMENTS = ("epoch", "loss", "lr", "samples", "tokens", "grad_norm", "gc_ms", "core_wait_ms", "sync_bytes")
-"""Fields that are shown with a step."""
 STEPS_THREAD, SYNC_THREAD, FIRST_BUCKET_THREAD = 1, 2, 3
 """Numbers of a rank's tracks; each bucket has one."""
 INSTANTS = (Finding, Failure, Validation, Checkpoint, Lost)
-"""Events that are drawn as instants."""
 
+Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
 def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
     """Write the timeline of the wanted ranks, and the events of the run and its nodes."""
-    run = record.run
-    began = record.began
+    run, began, ranks = record.run, record.began, set(record.ranks)
     metadata = {"run": run.id, "recipe": run.status.recipe, "began_unix_seconds": began}
     file.write(b'{"displayTimeUnit":"ms","otherData":' + _encode(metadata) + b',"traceEvents":[\n')
-    ranks = set(record.ranks)
     separator = b""
     for event in _events(record, began, run_process=run.status.world_size, ranks=ranks):
         file.write(separator + _encode(event))
@@ -54,7 +51,7 @@ def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
     file.write(b"\n]}\n")
 
 
-def _events(record: RecordedSteps, began: float, *, run_process: int, ranks: set[int]) -> Iterator[dict[str, Any]]:
+def _events(record: RecordedSteps, began: float, *, run_process: int, ranks: set[int]) -> Iterator[Json]:
     yield from _process(run_process, f"run {record.run.id}", -1)
     shown = event_filter(record.run, environment=os.environ, project=Path.cwd())
     names = [name for name in record.names() if not name.isdecimal() or int(name) in ranks or name == "0"]
@@ -71,12 +68,12 @@ def _events(record: RecordedSteps, began: float, *, run_process: int, ranks: set
         yield from timeline.names()
 
 
-def _process(number: int, name: str, order: int) -> Iterator[dict[str, Any]]:
+def _process(number: int, name: str, order: int) -> Iterator[Json]:
     yield {"name": "process_name", "ph": "M", "ts": 0, "pid": number, "tid": 0, "args": {"name": name}}
     yield {"name": "process_sort_index", "ph": "M", "ts": 0, "pid": number, "tid": 0, "args": {"sort_index": order}}
 
 
-def _instant(event: AnyEvent, began: float, *, process: int) -> dict[str, Any]:
+def _instant(event: AnyEvent, began: float, *, process: int) -> Json:
     fields = {key: value for key, value in msgspec.to_builtins(event).items() if key not in ("time", "type", "rank")}
     return {
         "name": _name(event),
@@ -117,16 +114,14 @@ class _RankTimeline:
         self._ends: dict[int, int] = {}
         """End of the last slice of each thread, in microseconds."""
 
-    def names(self) -> Iterator[dict[str, Any]]:
-        """Yield the names of the threads that have slices."""
+    def names(self) -> Iterator[Json]:
         for thread in sorted(self._ends):
             own = {STEPS_THREAD: "steps", SYNC_THREAD: "gradient synchronisation"}
             name = own.get(thread, f"bucket {thread - FIRST_BUCKET_THREAD}")
             for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": thread})):
                 yield {"name": kind, "ph": "M", "ts": 0, "pid": self._rank, "tid": thread, "args": value}
 
-    def step(self, single: SingleStep) -> Iterator[dict[str, Any]]:
-        """Yield the slices of a step."""
+    def step(self, single: SingleStep) -> Iterator[Json]:
         step = single.step
         phases_ms = {name: value for name in PHASES if (value := getattr(step, name)) is not None and value > 0}
         length_ms = step.step_ms if step.step_ms is not None else sum(phases_ms.values())
@@ -140,25 +135,25 @@ class _RankTimeline:
         yield self._slice(STEPS_THREAD, f"step {step.step}", "step", start, end, arguments)
         at, sync_end = float(start), float(end)
         for name, width in self._widths(phases_ms, end - start).items():
-            measured: dict[str, Any] = {name: phases_ms[name]}
+            measured: Json = {name: phases_ms[name]}
             if single.averaged_over > 1 and name not in SINGLE_VALUES:
                 measured["averaged_over"] = single.averaged_over
             until = min(at + width, end)
-            yield self._slice(STEPS_THREAD, PHASES[name], "phase", at, until, measured, within=True)
+            yield self._slice(STEPS_THREAD, PHASES[name], "phase", at, until, measured)
             at = until
             if name == "sync_exposed_ms":
                 sync_end = until
         yield from self._synchronisation(step, sync_end)
 
     @staticmethod
-    def _widths(phases_ms: dict[str, float], room: float) -> dict[str, float]:
+    def _widths(phases_ms: dict[str, float], available: float) -> dict[str, float]:
         """Return the width of each phase in microseconds; means are narrowed where a step is shorter than their sum."""
-        own = min(phases_ms.get("sync_exposed_ms", 0.0) * 1e3, room)
+        own = min(phases_ms.get("sync_exposed_ms", 0.0) * 1e3, available)
         others = sum(value for name, value in phases_ms.items() if name != "sync_exposed_ms") * 1e3
-        narrowed = min(1.0, (room - own) / others) if others else 1.0
+        narrowed = min(1.0, (available - own) / others) if others else 1.0
         return {name: own if name == "sync_exposed_ms" else value * 1e3 * narrowed for name, value in phases_ms.items()}
 
-    def _synchronisation(self, step: Step, end: float) -> Iterator[dict[str, Any]]:
+    def _synchronisation(self, step: Step, end: float) -> Iterator[Json]:
         buckets = [value * 1e3 for value in step.bucket_ms or ()]
         length = max([*buckets, (step.sync_ms or 0.0) * 1e3])
         if length <= 0:
@@ -172,28 +167,17 @@ class _RankTimeline:
         last = end - buckets[-1] if buckets else start  # start of the last bucket
         for index, width in enumerate(buckets):
             thread = FIRST_BUCKET_THREAD + index
-            place = index / (len(buckets) - 1) if len(buckets) > 1 else 1.0
-            begin = max(start + (last - start) * place, self._ends.get(thread, 0))
+            share = index / (len(buckets) - 1) if len(buckets) > 1 else 1.0
+            begin = max(start + (last - start) * share, self._ends.get(thread, 0))
             until = min(begin + width, end)
             if until > begin:
-                yield self._slice(
-                    thread, f"bucket {index}", "bucket", begin, until, {"bucket_ms": round(width / 1e3, 4)}
-                )
+                measured = {"bucket_ms": round(width / 1e3, 4)}
+                yield self._slice(thread, f"bucket {index}", "bucket", begin, until, measured)
 
-    def _slice(
-        self,
-        thread: int,
-        name: str,
-        category: str,
-        start: float,
-        end: float,
-        arguments: dict[str, Any],
-        *,
-        within: bool = False,
-    ) -> dict[str, Any]:
-        """Return a slice; one ``within`` the last one of its thread does not move the thread's end."""
+    def _slice(self, thread: int, name: str, category: str, start: float, end: float, arguments: Json) -> Json:
+        """Return a slice; a phase, which is within the last step, does not move its thread's end."""
         begin, until = round(start), round(end)
-        if not within:
+        if category != "phase":
             self._ends[thread] = until
         return {
             "name": name, "cat": category, "ph": "X", "ts": begin, "dur": until - begin, "pid": self._rank,

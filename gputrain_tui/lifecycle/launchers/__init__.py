@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from gputrain_tui.history.slurm_file import read_job
+from gputrain_tui.history.plan_file import read_job
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.host_names import LocalFacts
-    from gputrain_tui.lifecycle.attempt import AttemptResult, NodeProcess
+    from gputrain_tui.lifecycle.attempt import AttemptResult
+    from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan, PlannedNode
     from gputrain_tui.preflight.collect_hosts import HostAnswer
     from gputrain_tui.preflight.result import CheckResult

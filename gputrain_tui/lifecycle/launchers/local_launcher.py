@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui.hosts.host_agent import node_command
-from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.leftovers import open_process
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from trainer.contract.errors import ExitCode
 from trainer.contract.home_folder import expand_home
 from trainer.contract.outcome import node_outcome

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from gputrain_tui.history.slurm_file import read_job
+from gputrain_tui.history.plan_file import read_job
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed

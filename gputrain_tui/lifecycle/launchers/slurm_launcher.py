@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gputrain_tui.history.slurm_file import SlurmJob, read_job
+from gputrain_tui.history.plan_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending

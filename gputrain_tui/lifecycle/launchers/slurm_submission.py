@@ -17,9 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.plan_file import SlurmJob, read_job, read_plan
 from gputrain_tui.history.run_folders import Run, open_run
-from gputrain_tui.history.slurm_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end

@@ -26,12 +26,11 @@ from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.lifecycle.attempt import NodeProcess
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
-from gputrain_tui.lifecycle.supervisor_process import start_supervisor
 from gputrain_tui.plan.planner import distributed_timeout
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import ExitCode
@@ -101,6 +100,8 @@ class SshLauncher(Launcher):
 
     def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
         """Start the supervisor, which inherits the idle channels to the hosts of the plan."""
+        from gputrain_tui.lifecycle.supervisor_process import start_supervisor
+
         channels = Ssh().take_idle(node.host for node in plan.nodes)
         return start_supervisor(run.dir, leased=leased, channels=channels)
 
@@ -245,12 +246,7 @@ class SshProcess(NodeProcess):
             time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
 
     def _talk(self, channel: HostChannel, request: Mapping[str, Any]) -> int:
-        """Serve one connection; return the node's exit code.
-
-        Raises:
-            HostRefusedError: the node cannot be started there.
-            HostError: the connection broke or ended first.
-        """
+        """Serve one connection; return the node's exit code."""
         call, is_started, sent_level = channel.send("node", **request), False, StopLevel.NONE
         sent_request = self._stack_request
         beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
@@ -292,11 +288,7 @@ class SshProcess(NodeProcess):
                 os.eventfd_read(self._wake_event)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
-        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes.
-
-        Raises:
-            HostError: the file is not one of the node, or the part would leave a gap.
-        """
+        """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes, gaps are refused."""
         if not is_of_node(name, self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow

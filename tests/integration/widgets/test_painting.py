@@ -28,7 +28,7 @@ class WidgetsApp(App[None]):
         super().__init__()
         self.time = 100.0
         self.grid = RankGrid(run, now=lambda: self.time, id="grid")
-        self.charts = [BandChart(run, "loss", "loss"), StepBars(run), LatenessMap(run)]
+        self.charts = [BandChart(run, "loss"), StepBars(run), LatenessMap(run)]
         self.seen: list[Message] = []
 
     def compose(self) -> ComposeResult:

@@ -27,7 +27,7 @@ def loss_curve(run: RunInMemory, width: int, *, rank: int | None = None, scale: 
         value=run.series.latest["loss"].median,
         ranks=run.series.world_size,
         rank=rank,
-        rank_line=[] if rank is None else run.series.rank_line("loss", rank, columns),
+        rank_line=[] if rank is None else run.series.window("loss", columns, rank=rank).median,
         rank_value=None if rank is None else run.state.ranks[rank].loss,
         scale=scale,
     )

@@ -58,14 +58,14 @@ def test_over_time_slow_steps_take_more_room() -> None:
     assert window.median[9] == pytest.approx(49, abs=2)
     assert window.median[-1] == pytest.approx(99.5, abs=1)
     assert not any(map(math.isnan, window.median))
-    assert line_on_axis(found.rank_line("loss", 0, 160), x, 40) == pytest.approx(window.median, abs=1)
+    assert line_on_axis(found.window("loss", 160, rank=0).median, x, 40) == pytest.approx(window.median, abs=1)
 
 
 def test_labels_are_round_positions_and_the_newest() -> None:
     found = series()
-    assert row_text(x_axis(found, "step").labels(60, 6)).split()[-2:] == ["step", "100"]
-    assert row_text(x_axis(found, "time").labels(60, 6)).rstrip().endswith("20 s")
-    assert row_text(x_axis(found, "samples").labels(60, 6)).split()[-2:] == ["1600", "samples"]
+    assert row_text(x_axis(found, "step").labels(60)).split()[-2:] == ["step", "100"]
+    assert row_text(x_axis(found, "time").labels(60)).rstrip().endswith("20 s")
+    assert row_text(x_axis(found, "samples").labels(60)).split()[-2:] == ["1600", "samples"]
 
 
 def test_the_cursor_begins_at_the_newest_step_and_stays_within_the_shown_ones() -> None:

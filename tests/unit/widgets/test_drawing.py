@@ -14,7 +14,7 @@ from gputrain_tui.console.widgets.drawing import (
     pad,
     title_row,
 )
-from gputrain_tui.console.widgets.rank_grid import RankFilter
+from gputrain_tui.console.widgets.rank_columns import rank_filter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.console.widgets.rendezvous_panel import RendezvousProgress, draw_rendezvous
 from gputrain_tui.state import RankView
@@ -45,7 +45,7 @@ def test_names_of_any_script_and_length_keep_every_line_whole(name: str, width: 
         view.host, view.device, view.state = name, name, "training"
         views.append(view)
     text = " ".join(name.split())
-    grid = GridView(rows=views, ranks=3, hosts={name, "b"}, filter_text=RankFilter(text).text, cursor=1)
+    grid = GridView(rows=views, ranks=3, hosts={name, "b"}, filter_text=rank_filter(text).text, cursor=1)
     frames = [
         draw_grid(grid, width, 8),
         draw_grid(GridView(rows=[], ranks=3, hosts={name}, filter_text=text), width, 8),

@@ -7,8 +7,7 @@ import pytest
 from row_texts import row_text
 from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.rank_columns import COLUMNS, layout, sort_ranks
-from gputrain_tui.console.widgets.rank_grid import RankFilter
+from gputrain_tui.console.widgets.rank_columns import COLUMNS, RankRow, layout, rank_filter, sort_ranks
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.state import RankView
 from trainer.contract.errors import RequestError
@@ -19,6 +18,10 @@ RUN.apply(Failure(time=900.0, kind="exception", message="boom", rank=9, host="no
 VIEWS = list(RUN.state.ranks.values())
 LATE = RUN.state.lateness()
 HOSTS = {"node000", "node001"}
+
+
+def row_of(view: RankView) -> RankRow:
+    return RankRow(view, LATE.get(view.rank))
 
 
 def grid(views: list[RankView] | None = None, **changes: object) -> GridView:
@@ -50,7 +53,7 @@ def test_the_cursor_the_warning_and_the_failure_are_marked_at_every_width(width:
 
 
 def test_a_sorted_and_filtered_grid_names_its_order_and_filter() -> None:
-    kept = [view for view in VIEWS if RankFilter("late>5").keeps(view, LATE)]
+    kept = [view for view in VIEWS if rank_filter("late>5").keeps(row_of(view))]
     rows = sort_ranks(kept, LATE, "late", descending=True)
     frame = [
         row_text(row) for row in draw_grid(grid(rows, sort_key="late", descending=True, filter_text="late>5"), 98, 8)
@@ -92,12 +95,12 @@ def test_sorting_keeps_equal_ranks_in_order_and_absent_values_last(key: str, des
     ordered = sort_ranks(views, LATE, key, descending=descending)
     assert sorted(view.rank for view in ordered) == sorted(view.rank for view in views)
     column = next(column for column in COLUMNS if column.key == key)
-    values = [column.value(view, LATE) for view in ordered]
+    values = [column.value(row_of(view)) for view in ordered]
     present = [value for value in values if value is not None]
     assert present == sorted(present, reverse=descending)  # type: ignore[type-var]
     assert values[: len(present)] == present
     for one, two in pairwise(ordered):
-        if column.value(one, LATE) == column.value(two, LATE):
+        if column.value(row_of(one)) == column.value(row_of(two)):
             assert one.rank < two.rank
 
 
@@ -121,8 +124,8 @@ def test_sorting_keeps_equal_ranks_in_order_and_absent_values_last(key: str, des
     ],
 )
 def test_a_rank_must_match_every_word_of_a_filter(text: str, kept: set[int]) -> None:
-    found = RankFilter(text)
-    assert {view.rank for view in VIEWS if found.keeps(view, LATE)} == kept
+    found = rank_filter(text)
+    assert {view.rank for view in VIEWS if found.keeps(row_of(view))} == kept
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_a_rank_must_match_every_word_of_a_filter(text: str, kept: set[int]) -> 
 )
 def test_an_invalid_filter_is_refused_with_the_allowed_terms(text: str, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint):
-        RankFilter(text)
+        rank_filter(text)
 
 
 def test_no_grid_leaves_its_cells() -> None:

@@ -4,8 +4,7 @@ import pytest
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.drawing import row_cells
-from gputrain_tui.console.widgets.run_condition import LEAST_STEPS, run_condition
-from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
+from gputrain_tui.console.widgets.run_header import LEAST_STEPS, RunHeading, draw_header, run_condition
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import RunFigures

@@ -12,7 +12,6 @@ from trainer.contract.record.checkpoints import (
 from trainer.contract.record.events import (
     MAX_RANKS as MAX_RANKS,
     SINGLE_VALUES as SINGLE_VALUES,
-    STATES as STATES,
     AnyEvent as AnyEvent,
     Checkpoint as Checkpoint,
     Checksum as Checksum,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 
 BEST = "best.pt"
+"""Name of the best checkpoint so far: a second name of its step's file."""
 LOCK = ".lock"
 """Name of the file that a training locks. It is never deleted: two processes could then lock two inodes of one name."""
 NAMES = ("step_*.pt", "epoch_*.pt", BEST, "best.of-*.pt")
@@ -23,22 +25,14 @@ A name with ``.of-``: another run has used the name for a file of its own."""
 
 
 def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Path]:
-    """Return the checkpoints in the record, oldest first; some may have been deleted.
-
-    Args:
-        run_dir: the run.
-        only_best: only those that were the best when they were written.
-    """
-    found: list[Path] = []
-    try:
-        with os.fdopen(open_regular(run_dir.rank_events(0)), "rb") as file:
-            for line in file:
-                if b'"checkpoint"' in line:
-                    events = [event for event in decode_events(line) if type(event) is Checkpoint]
-                    found += [Path(event.path).absolute() for event in events if event.best or not only_best]
-    except OSError:
-        return found
-    return found
+    """Return the checkpoints in the record, oldest first; some may have been deleted."""
+    paths: list[Path] = []
+    with contextlib.suppress(OSError), os.fdopen(open_regular(run_dir.rank_events(0)), "rb") as file:
+        for line in file:
+            if b'"checkpoint"' in line:
+                events = [event for event in decode_events(line) if type(event) is Checkpoint]
+                paths += [Path(event.path).absolute() for event in events if event.best or not only_best]
+    return paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,6 @@ class RunFolder:
     own: tuple[Path, ...]
     """Those of the run, newest first."""
     foreign: tuple[Path, ...]
-    """Those of other runs, or of no known one."""
 
     @property
     def best(self) -> Path | None:
@@ -67,14 +60,10 @@ def run_folders(run_dir: RunDir, run_ids: Collection[str]) -> list[RunFolder]:
 
     A file that names no run (of an earlier version, or damaged) counts as the run's in its own folder, and elsewhere if
     the record lists it.
-
-    Args:
-        run_dir: the run.
-        run_ids: its id, and others that its files may name.
     """
     recorded = {path: index for index, path in enumerate(recorded_checkpoints(run_dir))}
     best_in = {path.parent for path in recorded_checkpoints(run_dir, only_best=True)}
-    found: list[RunFolder] = []
+    folders: list[RunFolder] = []
     for folder in dict.fromkeys([run_dir.checkpoints, *(path.parent for path in reversed(recorded))]):
         newness: dict[Path, tuple[int, int, str]] = {}
         foreign: list[Path] = []
@@ -95,17 +84,12 @@ def run_folders(run_dir: RunDir, run_ids: Collection[str]) -> list[RunFolder]:
             foreign.append(unnamed_best)
         if newness:
             own = sorted(newness, key=newness.__getitem__, reverse=True)
-            found.append(RunFolder(path=folder, own=tuple(own), foreign=tuple(foreign)))
-    return found
+            folders.append(RunFolder(path=folder, own=tuple(own), foreign=tuple(foreign)))
+    return folders
 
 
 def checkpoint_to_resume(run_dir: RunDir, run_ids: Collection[str]) -> Path | None:
-    """Return the value of ``--resume`` that continues the run: a folder, a file, or None without a checkpoint.
-
-    Args:
-        run_dir: the run.
-        run_ids: its id, and others that its files may name.
-    """
+    """Return the value of ``--resume`` that continues the run: a folder, a file, or None without a checkpoint."""
     return next((folder.to_resume for folder in run_folders(run_dir, run_ids)), None)
 
 
@@ -117,17 +101,13 @@ def checkpoints_in(folder: Path) -> set[str]:
 def foreign_run(folder: Path, run: str) -> tuple[str, list[str]]:
     """Return the run of the newest checkpoint in a folder that is not of this run, and the names of all such files.
 
-    Args:
-        folder: the folder; may be missing.
-        run: id of this run; empty for one that has not begun.
-
     Returns:
         The other run, empty if the file names none, and the names, newest first; no names without such a file.
     """
-    found = [
+    others = [
         (trailer.sequence, name, trailer.run)
         for name in checkpoints_in(folder)
         if (trailer := trailer_of(folder / name)) is not None and (trailer.run != run or not run)
     ]
-    found.sort(reverse=True)
-    return (found[0][2] if found else ""), [name for _, name, _ in found]
+    others.sort(reverse=True)
+    return (others[0][2] if others else ""), [name for _, name, _ in others]

@@ -34,7 +34,6 @@ class DownsampledBlock(Step, kw_only=True, tag="steps"):
     begin: Count
     """First byte of the events that it replaces."""
     end: Count
-    """First byte after these events."""
     loss_low: FiniteFloat | None = None
     loss_high: FiniteFloat | None = None
     step_ms_low: FiniteFloat | None = None
@@ -133,7 +132,6 @@ class Downsampler:
     """Downsampler of one event file: turns its events, in the order of their lines, into blocks and notes."""
 
     def __init__(self, folder: Path, name: str, at: int) -> None:
-        """Start after the first ``at`` bytes of the event file ``name``."""
         self._folder = folder
         self._name = name
         self._end = at
@@ -171,7 +169,6 @@ class Downsampler:
         return closed
 
     def finish(self) -> None:
-        """Close all blocks; call it after the last event."""
         carried: DownsampledBlock | None = None
         for level in LEVELS:
             block = self._open[level]
@@ -182,12 +179,12 @@ class Downsampler:
     def take(self) -> dict[Path, bytes]:
         """Return the bytes to append to each file since the last call."""
         lines, self._lines = self._lines, {}
-        found = {}
+        appended = {}
         for path, parts in lines.items():
             torn = path not in self._begun and path.exists()  # an earlier process may have left a part of a line
             self._begun.add(path)
-            found[path] = b"\n" * torn + b"".join(parts)
-        return found
+            appended[path] = b"\n" * torn + b"".join(parts)
+        return appended
 
     @staticmethod
     def append(parts: dict[Path, bytes]) -> None:

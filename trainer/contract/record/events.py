@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-STATES = ("spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed")
-"""The states of a rank, in the order in which a healthy run passes through them."""
-
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
+"""State of a rank; a healthy run passes through them in this order."""
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
 
 MAX_RANKS = 1 << 16

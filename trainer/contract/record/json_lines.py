@@ -37,7 +37,6 @@ def encode_event(event: Event) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace characters that UTF-8 cannot encode by question marks."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
@@ -64,11 +63,11 @@ def decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
     try:
         return decoder.decode_lines(lines)
     except DECODE_ERRORS:
-        found: list[T] = []
+        decoded: list[T] = []
         for line in lines.splitlines():
             with suppress(*DECODE_ERRORS):
-                found.append(decoder.decode(line))
-        return found
+                decoded.append(decoder.decode(line))
+        return decoded
 
 
 def is_within_world(event: AnyEvent, world_size: int) -> bool:

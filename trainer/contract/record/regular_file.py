@@ -57,11 +57,7 @@ def _require_regular(status: os.stat_result, path: Path | str) -> None:
 
 
 def open_to_append(path: Path | str) -> int:
-    """Open or create a file for appending; return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Open or create a file for appending; return its descriptor."""
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
@@ -75,11 +71,7 @@ def size_of(path: Path | str) -> int:
 
 
 def read_whole(path: Path | str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Read a whole file.
-
-    Raises:
-        OSError: it cannot be read, is no regular file or longer than ``max_bytes``.
-    """
+    """Read a whole file."""
     data = read_part(path, 0, max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", os.fspath(path))
@@ -87,11 +79,7 @@ def read_whole(path: Path | str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
-    """Read at most ``max_bytes`` of a file from byte ``begin`` on.
-
-    Raises:
-        OSError: it cannot be read or is no regular file.
-    """
+    """Read at most ``max_bytes`` of a file from byte ``begin`` on."""
     descriptor = open_regular(path)
     try:
         os.lseek(descriptor, max(begin, 0), os.SEEK_SET)
@@ -105,23 +93,43 @@ def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
 
 
 def read_tail(path: Path | str, max_bytes: int) -> bytes:
-    """Read at most the last ``max_bytes`` of a file.
-
-    Raises:
-        OSError: it cannot be read or is no regular file.
-    """
+    """Read at most the last ``max_bytes`` of a file."""
     return read_part(path, size_of(path) - max_bytes, max_bytes)
 
 
-def read_json(path: Path | str, decoder: msgspec.json.Decoder[T], max_bytes: int = MAX_FILE_BYTES) -> T:
-    """Decode a small JSON file.
-
-    Raises:
-        RecordError: it cannot be read or decoded.
-    """
+def read_json(path: Path | str, decoder: msgspec.json.Decoder[T]) -> T:
+    """Decode a small JSON file."""
     try:
-        return decoder.decode(read_whole(path, max_bytes))
+        return decoder.decode(read_whole(path))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     except DECODE_ERRORS as error:
         raise RecordError(f"{path} is damaged: {str(error).partition(chr(10))[0]}") from None
+
+
+class OwnedDescriptor:
+    """File descriptor that detects whether a script has closed it and reused its number.
+
+    Writing to a reused number would write into one of the script's files.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._file = _identity(fd)
+
+    @property
+    def is_unchanged(self) -> bool:
+        try:
+            return _identity(self.fd) == self._file
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the descriptor, unless its number was closed or reused."""
+        if self.is_unchanged:
+            os.close(self.fd)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino

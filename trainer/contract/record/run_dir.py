@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.contract.record.regular_file import read_part
 
@@ -40,7 +43,6 @@ class RunDir:
     notes = _Entry("notes.json")
     """A person's note and tags."""
     slurm = _Entry("slurm.json")
-    """Slurm job of the run."""
     lock = _Entry("supervisor.lock")
     """Lock file of the supervisor, which touches it once a second."""
     stop = _Entry("stop")
@@ -53,12 +55,11 @@ class RunDir:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
-    def report_state(self, sink: str) -> Path:
-        """Return the state file of a live sink: its progress in the record. Its lock has one more suffix."""
-        return self.path / f"report-{sink}.json"
+    def report_lock(self, sink: str) -> Path:
+        """Return the lock of a live sink; it contains the sink's target."""
+        return self.path / f"report-{sink}.lock"
 
     def rank_events(self, rank: int) -> Path:
-        """Return the event file of a rank."""
         return self.events / f"{rank}.ndjson"
 
     def node_events(self, node: int) -> Path:
@@ -66,7 +67,6 @@ class RunDir:
         return self.events / f"node-{node}.ndjson"
 
     def rank_log(self, rank: int) -> Path:
-        """Return the log of a rank, both streams."""
         return self.logs / f"{rank}.log"
 
     def rank_collectives(self, rank: int) -> Path:
@@ -74,7 +74,6 @@ class RunDir:
         return self.logs / f"collectives_{rank}"
 
     def node_log(self, node: int) -> Path:
-        """Return the log of a node agent."""
         return self.logs / f"node-{node}.log"
 
     def node_result(self, node: int) -> Path:
@@ -91,22 +90,32 @@ def read_stack_request(run_dir: RunDir) -> str:
         return ""
 
 
+@contextmanager
+def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+    """Yield a file that replaces ``path`` once it is on disk; on any failure it is deleted and ``path`` unchanged.
+
+    A reader sees the old or the new content, never a part, even after a power failure.
+    """
+    # Two containers that share a folder may have equal pids; what is at that name already is not ours.
+    temporary = temporary or path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a small file so that a reader sees the old or the new content, never a part, even after a power failure.
+    """Replace a small file; a reader sees the old or the new content.
 
     Raises:
         OSError: it could not be written; the old content is unchanged.
     """
-    # Two containers that share a folder may have equal pids; what is at that name already is not ours.
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(data)

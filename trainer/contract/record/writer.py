@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.contract.owned_descriptor import OwnedDescriptor
 from trainer.contract.record.downsampled import Downsampler
 from trainer.contract.record.events import Event, Lost
 from trainer.contract.record.json_lines import encode_event
+from trainer.contract.record.regular_file import OwnedDescriptor
 
 
 class EventWriter:
@@ -28,20 +28,10 @@ class EventWriter:
     lines_per_write = 1000
     """Lines per system call; without a bound each call would copy the whole queue."""
 
-    def __init__(
-        self,
-        path: Path | None,
-        *,
-        rank: int | None = None,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, path: Path | None, *, rank: int | None = None, shared: bool = False) -> None:
         """Open the file, end a torn last line, and start the thread.
 
-        Args:
-            path: the event file; None records nothing.
-            rank: rank in ``lost`` events.
-            shared: whether other processes append to the file too; it is not downsampled, since byte offsets would be
-                wrong.
+        To a ``shared`` file other processes append too; it is not downsampled, since byte offsets would be wrong.
 
         Raises:
             OSError: the file cannot be opened.
@@ -52,7 +42,7 @@ class EventWriter:
         self._lost = 0
         self._reason = ""
         """Why the last event was dropped."""
-        self._write_error = ""
+        self.write_error = ""
         """Error of the last write; empty when it succeeded."""
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -66,7 +56,7 @@ class EventWriter:
         """None for files outside of a run directory, for shared ones, and after a failed write of its files."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = OwnedDescriptor(_open_to_append(path))
+            self._file = _open_to_append(path)
             size = path.stat().st_size
             if _is_torn(path):
                 self._pending.append(b"\n")
@@ -78,7 +68,6 @@ class EventWriter:
 
     @property
     def enabled(self) -> bool:
-        """Whether events are recorded."""
         return self._thread is not None
 
     @property
@@ -86,11 +75,6 @@ class EventWriter:
         """Number of events dropped and not yet recorded as lost; after ``close`` also those still in the queue."""
         with self._lock:
             return self._lost + (0 if self.enabled else len(self._pending))
-
-    @property
-    def write_error(self) -> str:
-        """Error of the last write; empty when it succeeded."""
-        return self._write_error
 
     def write(self, event: Event) -> None:
         """Queue one event; never blocks on the disk."""
@@ -100,9 +84,9 @@ class EventWriter:
         with self._lock:
             if len(self._pending) >= self.capacity:
                 self._lost += 1
-                self._reason = self._write_error or "the disk is too slow"
+                self._reason = self.write_error or "the disk is too slow"
             else:
-                self._mark_gap()
+                self._record_gap()
                 self._queue(event, line)
 
     def _queue(self, event: Event, line: bytes) -> None:
@@ -148,7 +132,7 @@ class EventWriter:
         self._thread.join(timeout_s)
         self._thread = None
 
-    def _mark_gap(self) -> None:
+    def _record_gap(self) -> None:
         """Queue a ``lost`` event where events were dropped; the caller holds the lock."""
         if self._lost:
             lost = Lost(time=time.time(), rank=self._rank, events=self._lost, message=self._reason)
@@ -163,7 +147,7 @@ class EventWriter:
             self._drain(path)
             if urgent:
                 self._urgent = False
-            self._write_digest(closing)
+            self._write_downsampled(closing)
             if closing:
                 break
             self._wake.wait(until_next(time.time(), self.interval_s))
@@ -171,11 +155,10 @@ class EventWriter:
         self._file.close()
 
     def _drain(self, path: Path) -> None:
-        """Write until the queue is empty or a write fails."""
         while True:
             with self._lock:
                 if not self._pending:
-                    self._mark_gap()
+                    self._record_gap()
                 lines = self._pending[: self.lines_per_write]
             if not lines:
                 return
@@ -191,7 +174,7 @@ class EventWriter:
             if done < len(lines):
                 return
 
-    def _write_digest(self, closing: bool) -> None:
+    def _write_downsampled(self, closing: bool) -> None:
         """Write the downsampled record of lines that are on disk; stop it for good after an error."""
         with self._lock:
             if self._downsampler is None or self._pending:
@@ -206,22 +189,21 @@ class EventWriter:
             self._downsampler = None
 
     def _append(self, path: Path, data: bytes) -> int:
-        """Append bytes to the event file; return the number of bytes written."""
         written = 0
         try:
             if not self._file.is_unchanged:
-                self._file = OwnedDescriptor(_open_to_append(path))
+                self._file = _open_to_append(path)
             while written < len(data):
                 written += os.write(self._file.fd, data[written:])
         except OSError as error:
-            self._write_error = error.strerror or "the disk refused the write"
+            self.write_error = error.strerror or "the disk refused the write"
         else:
-            self._write_error = ""
+            self.write_error = ""
         return written
 
 
-def _open_to_append(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def _open_to_append(path: Path) -> OwnedDescriptor:
+    return OwnedDescriptor(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
 
 
 def until_next(now: float, interval_s: float) -> float:

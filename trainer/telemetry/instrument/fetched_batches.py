@@ -19,7 +19,7 @@ class FetchedBatches:
 
     def __init__(self) -> None:
         self.size: tuple[int, int | None] = (0, None)
-        """Samples and tokens of the batches of the step so far."""
+        """Samples and tokens of the step so far."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -34,7 +34,6 @@ class FetchedBatches:
         return evaluated
 
     def add(self, iterator: Any, batch: Any | None) -> None:
-        """Add a batch; None if its size does not count."""
         self._fetched.add(ref(iterator))
         if batch is not None:
             self.size = plus(self.size, size_of(batch))

@@ -17,18 +17,13 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from trainer.telemetry.instrument.recording import Recording
-from trainer.telemetry.uncompiled import leave_uncompiled
+from trainer.telemetry.torch_compile import leave_uncompiled
 
 Wrap = Callable[[Recording, Callable[..., Any]], Callable[..., Any]]
 
 
 def patch(path: Path, rank: int) -> Recording:
-    """Wrap torch's functions to measure every training of this process, and return the recording.
-
-    Args:
-        path: The event file.
-        rank: Rank in the events.
-    """
+    """Wrap torch's functions to measure every training of this process, and return the recording."""
     recording = Recording(path, rank)
     for module, name, wrap in PATCHES:
         _patch(recording, module, name, wrap)

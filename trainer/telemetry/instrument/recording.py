@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
-from trainer.telemetry.instrument.compilation import CompilationReport
 from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker
+from trainer.telemetry.torch_compile import CompilationReport
 
 R = TypeVar("R")
 
@@ -67,11 +67,9 @@ class Recording:
 
     def __init__(self, path: Path, rank: int) -> None:
         self.on = True
-        """Whether the script is still measured."""
         self.thread: int | None = None
-        """The thread that trains; None before it has begun."""
+        """The one that trains; None before it has begun."""
         self.optimizer_steps = 0
-        """Calls of an optimizer's step."""
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
@@ -84,7 +82,6 @@ class Recording:
         self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
         """Models on a GPU with a comm hook of their own."""
         self._registering = False
-        """Whether a measuring hook is being registered."""
         self._cycle = OptimizerCycle()
         self._stepping: Optimizer | None = None
         """The optimizer in whose step the script is."""
@@ -92,9 +89,7 @@ class Recording:
         self._ends_after_backward: Optimizer | None = None
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
-        """Backward passes of the step so far."""
         self._losses: list[Tensor | float] = []
-        """Losses of these passes, detached."""
         self._losses_before = 0
         """Number of losses before the last backward pass."""
         self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
@@ -104,19 +99,10 @@ class Recording:
 
     @property
     def steps(self) -> int:
-        """Steps measured."""
         return 0 if self._tracker is None else self._tracker.step
 
     def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
-        """Write the last steps and stop measuring; record it if no step was measured.
-
-        Args:
-            handed_over: Whether ``trainer.watch`` measures from here on, so that unmeasured steps are no news.
-            failed: Whether the script has failed, likewise.
-
-        Returns:
-            Why the end of the record is not on disk; empty if it is.
-        """
+        """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
         with self._closing:
             if self.on and not handed_over and not failed and not self.steps:
                 self._report_unmeasured()
@@ -152,19 +138,16 @@ class Recording:
             self._writer = EventWriter(self._path, rank=self._rank)
 
     def await_compiler(self) -> None:
-        """Report a compilation until the first step begins."""
         if self.on and self._tracker is None:
             self._open_record()
             self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
 
     def _unmeasured(self) -> str:
-        """Return the reason why no step was measured."""
         if not self.optimizer_steps:
             return "no optimizer's step was seen"
         return "no call of backward() was seen (torch.autograd.grad is not measured)"
 
     def fail(self, error: Exception) -> None:
-        """Stop measuring after a fault in the measurement, and print a line about it once."""
         if self.on:
             self.on = False
             _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
@@ -178,7 +161,6 @@ class Recording:
 
     @_guarded
     def begin_forward(self, model: DistributedDataParallel, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        """Record the start of a model's forward pass."""
         if not _trains(model):
             if self._tracker is not None:
                 self._tracker.mark_evaluation()
@@ -198,7 +180,6 @@ class Recording:
 
     @_guarded
     def end_forward(self, model: DistributedDataParallel) -> None:
-        """Record the end of a model's forward pass."""
         # Without a mark: the loss is computed next, which is the same phase.
         if self._tracker is not None and self._tracker.open_phase == "forward" and _trains(model):
             self._tracker.forward_done = True
@@ -206,7 +187,7 @@ class Recording:
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
-        """Record the start of a backward pass; return whether it is measured: one within another is not."""
+        """Return whether the backward pass is measured: one within another is not."""
         if self._in_backward:
             return False
         output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
@@ -231,7 +212,7 @@ class Recording:
 
     @_guarded
     def end_backward(self, *, passed: bool = True) -> None:
-        """Record the end of a backward pass; without ``passed`` it raised an exception."""
+        """Without ``passed`` it raised an exception."""
         self._in_backward = False
         if self._tracker is None:
             return
@@ -246,7 +227,6 @@ class Recording:
 
     @_guarded
     def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
-        """Record that a GradScaler has scaled a loss."""
         if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
             factor = scale.detach().clone() if isinstance(scale, Tensor) else None
             self._scaled = ref(scaled), loss.detach(), factor
@@ -255,7 +235,7 @@ class Recording:
 
     @_guarded
     def begin_optimizer(self, optimizer: Optimizer) -> None:
-        """Record the start of an optimizer's step, within which there may be forward and backward passes."""
+        """Within an optimizer's step there may be forward and backward passes."""
         self.optimizer_steps += 1
         if self._stepping is not None and self._stepping is not optimizer:
             return  # the step of an optimizer within that of another
@@ -269,7 +249,6 @@ class Recording:
 
     @_guarded
     def end_optimizer(self, optimizer: Optimizer) -> None:
-        """Record the end of an optimizer's step."""
         if self._stepping is not optimizer:
             return
         self._stepping = None
@@ -290,7 +269,6 @@ class Recording:
 
     @_guarded
     def skip_optimizer(self, optimizer: Optimizer) -> None:
-        """Record that a GradScaler has left out an optimizer's step."""
         if self._tracker is not None and self._cycle.ends_with(optimizer):
             self._discard(self._tracker)
 
@@ -298,7 +276,7 @@ class Recording:
 
     @_guarded
     def begin_data(self, iterator: Any) -> bool:
-        """Record the request of a batch from a DataLoader's iterator; return whether the wait is measured."""
+        """Return whether the wait for a batch of a DataLoader's iterator is measured."""
         tracker = self._tracker
         if tracker is None:
             return False
@@ -312,7 +290,6 @@ class Recording:
 
     @_guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
-        """Record the arrival of a batch."""
         if self._tracker is None:
             return
         self._tracker.mark("data", then="other" if self._models else "forward")
@@ -320,7 +297,6 @@ class Recording:
 
     @_guarded
     def end_epoch(self, iterator: Any) -> None:
-        """Record the end of a DataLoader's iterator."""
         if self._tracker is None:
             return
         if self._batches.end(iterator):
@@ -354,7 +330,6 @@ class Recording:
             register(model, state, hook)
 
     def _follow(self, model: DistributedDataParallel, tracker: StepTracker) -> None:
-        """Measure the gradient synchronisation of a model too."""
         relay = self._relays.get(model)
         hooks: list[Any] = model._comm_hooks
         # In these modes DDP does not reduce by a comm hook, or averages over the ranks that still have data.
@@ -372,7 +347,6 @@ class Recording:
     # ------------------------------------------------------------------------------------------ steps
 
     def _begin(self, device: torch.device) -> StepTracker:
-        """Return the tracker; at the first call open the record."""
         # Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill
         # memory.
         max_laps = 100_000
@@ -419,5 +393,4 @@ def _trains(model: DistributedDataParallel) -> bool:
 
 
 def _print_line(line: str) -> None:
-    """Print a line into the rank's log."""
     print(f"gputrain: {line}", file=sys.stderr)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.agent.log_tail import error_line, last_error
+from trainer.agent.rank_failure import error_line, last_error
 
 CARRIED = """\
 Caught OSError in DataLoader worker process 0.

@@ -1,10 +1,13 @@
-"""The last error in the log of a process that ended without a report."""
+"""Failure of a rank: from the exception that ended it, or from the last error in its log."""
 
 from __future__ import annotations
 
 import re
+import time
+import traceback
 from pathlib import Path
 
+from trainer.contract.record import Failure
 from trainer.contract.record.regular_file import read_part, size_of
 
 _RERAISED = re.compile(r"Caught \S+ in (.+?)\.?$")
@@ -12,6 +15,38 @@ _RERAISED = re.compile(r"Caught \S+ in (.+?)\.?$")
 _GROUP = re.compile(r"^(?:\[rank\d+\]:)?\[[EF]\S+ \S+ (?:\S+ )?(ProcessGroup\w+\.cpp:\d+\] .+)")
 """Error line of a process group in torch's own log; such an error ends the process without an exception."""
 _CPP = re.compile(r"^\s*what\(\):\s+(.+)|^(Fatal Python error: .+)")
+
+
+def failure_of(
+    error: BaseException,
+    *,
+    kind: str,
+    rank: int,
+    host: str,
+    step: int | None = None,
+    message: str = "",
+    defect: bool = True,
+) -> Failure:
+    """Return the exception of a rank as a failure.
+
+    Args:
+        error: the exception.
+        kind: one of ``Failure.kind``.
+        rank: the rank that raised it.
+        host: its machine.
+        step: optimizer steps done.
+        message: one line; by default the exception's class and the first line of its message.
+        defect: whether to keep the traceback; not for an error that a person can act on.
+    """
+    return Failure(
+        time=time.time(),
+        kind=kind,
+        message=message or error_line(error),
+        rank=rank,
+        host=host,
+        step=step,
+        traceback="".join(traceback.format_exception(error)) if defect else None,
+    )
 
 
 def error_line(error: BaseException) -> str:
@@ -41,20 +76,20 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
         lines = read_part(log, begin, tail_bytes).decode("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    found = _last_error(lines) or next((match[1] for line in reversed(lines) if (match := _GROUP.match(line))), "")
-    if not found and any_line:
-        found = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    message_length = 300  # maximum length of a message, in characters
-    return found[:message_length]
+    error = _last_error(lines) or next((match[1] for line in reversed(lines) if (match := _GROUP.match(line))), "")
+    if not error and any_line:
+        error = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    max_message_chars = 300
+    return error[:max_message_chars]
 
 
 def _last_error(lines: list[str]) -> str:
-    found, inside = "", False
+    error, inside = "", False
     for line in lines:
         if line.removeprefix("Original ").startswith("Traceback (most recent call last)"):
             inside = True
         elif inside and line.strip() and not line[0].isspace():
-            found, inside = line.strip(), False
+            error, inside = line.strip(), False
         elif match := _CPP.match(line):
-            found = (match[1] or match[2]).strip()
-    return found
+            error = (match[1] or match[2]).strip()
+    return error
