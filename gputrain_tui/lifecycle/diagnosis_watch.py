@@ -159,7 +159,7 @@ class RunDiagnosis(LiveDiagnosis):
         """Return the failure of a rank that hangs for good, if ``cluster.on_stall`` ends the attempt then."""
         if not any(kind == "stalled" for kind, _ in self.state.findings):
             return None
-        answers = [answer for answer in self.state.stacks.values() if answer.request == self._stack_request]
+        answers = [answer for answer in self.state.stacks.values() if answer.request >= self._stack_request]
         if len(answers) < len(self.state.ranks) and time.monotonic() < self._stacks_due:
             return None
         from gputrain_tui.lifecycle import restart  # imported only after a stall

@@ -21,6 +21,8 @@ POLL_S = 0.05
 def request_stacks(run_dir: RunDir) -> str:
     """Ask all ranks for their stacks; return the request, which their answers repeat.
 
+    It is a time, so that an answer to a later request, as of the supervisor at a stall, counts as well.
+
     Raises:
         OSError: the run directory cannot be written.
     """
@@ -52,7 +54,7 @@ def collect_stacks(run: Run, ranks: Collection[int], *, timeout_s: float = TIMEO
             time.sleep(POLL_S)
             over = is_over(run.dir)
             for event in reader.poll():
-                if isinstance(event, RankStacks) and event.request == request:
+                if isinstance(event, RankStacks) and event.request >= request:
                     answers[event.rank] = event
             if over:
                 break

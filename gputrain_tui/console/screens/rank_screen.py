@@ -191,7 +191,7 @@ class RankScreen(ChartScreen):
         if not self._request:
             return
         answer = self.live.state.stacks.get(self.rank)
-        if answer is not None and answer.request == self._request:
+        if answer is not None and answer.request >= self._request:
             self._request = ""
             self._show_stack(answer, "")
         elif time.monotonic() - self._requested_at > TIMEOUT_S:
