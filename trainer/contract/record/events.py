@@ -204,19 +204,9 @@ class Doing(Event, kw_only=True, tag="doing"):
     step: StepNumber
     """The step in progress, from 1."""
     part: Literal[
-        "data",
-        "h2d",
-        "batch",
-        "loss",
-        "forward",
-        "backward",
-        "sync",
-        "gradients",
-        "optimizer",
-        "other",
-        "group",
+        "data", "h2d", "batch", "loss", "forward", "backward", "sync", "gradients", "optimizer", "other", "group",
         "compile",
-    ]
+    ]  # fmt: skip
     """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
     outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
     from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
@@ -446,22 +436,6 @@ def _or_nan(value: float | None) -> float:
 
 
 AnyEvent = (
-    RunStarted
-    | Queued
-    | RankState
-    | Joining
-    | TrainingPlan
-    | ModelFlops
-    | Step
-    | Doing
-    | Validation
-    | Checkpoint
-    | Checksum
-    | Sample
-    | NodeSample
-    | Finding
-    | Failure
-    | RankStacks
-    | Lost
-    | RunEnded
-)
+    RunStarted | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
+    | Checkpoint | Checksum | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
+)  # fmt: skip
