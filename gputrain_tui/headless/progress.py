@@ -20,7 +20,14 @@ from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, printable, ranks_text, size
-from trainer.contract.outcome import EVALUATED_CHECKPOINT, LOST_PEER_KINDS, NO_UPDATE_LEFT, SEED_ON_RESUME
+from trainer.contract.outcome import (
+    AWAITS_HOSTS,
+    EVALUATED_CHECKPOINT,
+    LOST_PEER_KINDS,
+    NO_UPDATE_LEFT,
+    REQUEUED,
+    SEED_ON_RESUME,
+)
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
 
 if TYPE_CHECKING:
@@ -193,7 +200,7 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT):
+        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS):
             return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
             message = event.message or event.kind.replace("_", " ")

@@ -36,18 +36,33 @@ def on_stall(options: ClusterOptions) -> Literal["report", "stop", "restart"]:
     return options.on_stall or ("restart" if options.max_restarts else "stop")
 
 
-def is_repeated(failure: Failure, before: Failure | None) -> bool:
-    """Whether an exception also ended the previous attempt, with the same message after the same step."""
-    same = before is not None and (failure.step, failure.message) == (before.step, before.message)
-    return same and failure.kind == "exception"
+class Restarts:
+    """Decides after each failed attempt whether another one follows."""
+
+    def __init__(self, options: ClusterOptions, *, done: int) -> None:
+        """Begin; ``done`` restarts were made before, as by the jobs of a requeued run."""
+        self._options = options
+        self._left = options.max_restarts - done
+        self._failed_before: Failure | None = None
+
+    def is_over(self, failure: Failure) -> bool:
+        """Whether the failure is the end by ``cluster.on_stall`` and ``cluster.max_restarts``."""
+        return self._left <= 0 or (failure.kind == "stalled" and on_stall(self._options) != "restart")
+
+    def repeated(self, failure: Failure) -> Failure | None:
+        """Count a restart; return an exception that also ended the attempt before after the same step, with a note."""
+        before, self._failed_before = self._failed_before, failure
+        self._left -= 1
+        same = before is not None and (failure.step, failure.message) == (before.step, before.message)
+        if not same or failure.kind != "exception":
+            return None
+        at = f" after step {failure.step}" if failure.step else ""
+        return not_restarted(failure, f"it happened twice{at}")
 
 
-def with_repetition(failure: Failure) -> Failure:
-    """Return a repeated failure with a note in its message that the run is not started again."""
-    at = f" after step {failure.step}" if failure.step else ""
-    return msgspec.structs.replace(
-        failure, message=f"{failure.message}; it happened twice{at}, so the run is not restarted"
-    )
+def not_restarted(failure: Failure, why: str) -> Failure:
+    """Return a failure with a note in its message that no attempt follows."""
+    return msgspec.structs.replace(failure, message=f"{failure.message}; {why}, so the run is not restarted")
 
 
 def next_plan(plan: Plan, run_dir: RunDir) -> Plan:

@@ -19,7 +19,7 @@ from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import marking
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import exit_code_of
+from trainer.contract.outcome import REQUEUED, exit_code_of
 from trainer.contract.record import Event, Finding, RunDir, RunEnded, RunStarted, encode_event
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.boot import BootMoment
@@ -85,7 +85,7 @@ class RunStatusWriter:
         status = self._status
         status.status, status.supervisor, status.message = "queued", None, message
         status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
-        self.record(Finding(time=self._now(), kind="requeued", severity="info", message=message))
+        self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", message=message))
         self._write_status()
 
     def record(self, event: Event) -> None:

@@ -19,8 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
@@ -40,7 +38,7 @@ from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
-from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s, exit_code_of
+from trainer.contract.outcome import AWAITS_HOSTS, SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
@@ -51,7 +49,7 @@ from trainer.host.temporary_folder import system_folder
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.report import RunReport
-    from gputrain_tui.state import RunState
+    from gputrain_tui.lifecycle.restart import Restarts
 
 STOP_GRACE_S = 5.0
 """Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
@@ -109,8 +107,7 @@ class Supervisor:
             plan = self._plan = self._launcher.place(self._plan, self.dir)
         except RequestError as error:
             return failed("request", str(error))
-        restarts: int | None = None
-        failed_before: Failure | None = None
+        restarts: Restarts | None = None
         while True:
             attempt = self._launch(plan)
             if restarts is None:  # after the launch, so that it does not delay the first step
@@ -125,24 +122,26 @@ class Supervisor:
             from gputrain_tui.lifecycle import restart  # imported only after a failure
 
             options = restart.cluster_options(self.dir)
-            if restarts is None:
-                restarts = options.max_restarts - self._status_writer.status.restarts
-            if ended.failure.kind == "stalled" and restart.on_stall(options) != "restart":
+            restarts = restarts or restart.Restarts(options, done=self._status_writer.status.restarts)
+            if restarts.is_over(ended.failure) or self._stop_request.reason is not None or self._sweep():
                 return ended
-            if restarts <= 0 or self._stop_request.reason is not None or self._sweep():
-                return ended
-            if restart.is_repeated(ended.failure, failed_before):
-                return replace(ended, failure=restart.with_repetition(ended.failure))
-            failed_before = ended.failure
-            restarts -= 1
+            if (repeated := restarts.repeated(ended.failure)) is not None:
+                return replace(ended, failure=repeated)
             if not ended.recorded:
                 self._status_writer.record(ended.failure)
-            waited_for = self._launcher.await_hosts(plan, wait_s=options.restart_wait, stop_request=self._stop_request)
-            if waited_for:
-                message = f"{ended.failure.message}; not restarted: {waited_for}"
-                return replace(ended, failure=msgspec.structs.replace(ended.failure, message=message), recorded=True)
+            if problem := self._await_hosts(plan, ended.failure, options.restart_wait):
+                if self._stop_request.reason is not None:
+                    return AttemptResult(status="stopped", reason=self._stop_request.reason)
+                return replace(ended, failure=restart.not_restarted(ended.failure, problem), recorded=True)
             self._status_writer.restarting()
             plan = restart.next_plan(plan, self.dir)
+
+    def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:
+        """Wait until all hosts of the next attempt answer; return why one does not, empty if all do."""
+        if failure.kind == "node_lost":
+            text = f"waiting up to {wait_s:g} s until all hosts answer, to start again"
+            self._status_writer.record(Finding(time=time.time(), kind=AWAITS_HOSTS, severity="info", message=text))
+        return self._launcher.await_hosts(plan, wait_s=wait_s, stop_request=self._stop_request)
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
@@ -225,17 +224,16 @@ class Supervisor:
         return ready
 
     def _diagnose(self, attempt: Attempt) -> None:
-        """Diagnose the run and record its findings; end an attempt in which a rank hangs, by ``cluster.on_stall``."""
+        """Diagnose the run and record its findings; end an attempt that has lost a host, or in which a rank hangs."""
         if self._silent:
             self._diagnosis.follow()
-            if (lost := self._diagnosis.lost_host(list(attempt.running.values()), self._plan)) is not None:
-                attempt.failure = lost
-                self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
-            return
-        for finding in self._diagnosis.check():
-            self._status_writer.record(finding)
-        self._status_writer.validated(self._diagnosis.state)
-        if (failure := self._diagnosis.ended_by_hang(self._plan)) is not None:
+            failure = self._diagnosis.lost_host(list(attempt.running.values()), self._plan)
+        else:
+            for finding in self._diagnosis.check():
+                self._status_writer.record(finding)
+            self._status_writer.validated(self._diagnosis.state)
+            failure = self._diagnosis.ended_by_hang(self._plan)
+        if failure is not None:
             attempt.failure = failure
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
 
@@ -308,13 +306,11 @@ class Supervisor:
         state = self._diagnosis.state_at_end()
         if state is not None and self._status_writer.missing_record:
             state.add_gap(time.time(), self._status_writer.missing_record)
-        if self._launcher.continues(ended, self.dir) and not left and _has_progressed(state):
+        if self._launcher.continues(ended, self.dir) and not left and state is not None and state.has_progressed:
             self._status_writer.requeued(ended)
-            try:
-                self._launcher.requeue(ended, self.dir)
+            if not (problem := self._launcher.requeue(ended, self.dir)):
                 return ExitCode.STOPPED
-            except RequestError as error:
-                ended = replace(ended, reason=f"{ended.reason}, and Slurm does not start it again: {error}")
+            ended = replace(ended, reason=f"{ended.reason}, and does not go on: {problem}")
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
@@ -326,11 +322,6 @@ class Supervisor:
 
         self._report = read_report(self.dir, adopted=self._adopting)
         self._warn([] if self._report is None else self._report.begin())
-
-
-def _has_progressed(state: RunState | None) -> bool:
-    """Whether the ranks have made a step since they were started last: a job that makes none would go on for ever."""
-    return state is not None and state.step > (state.plan.first_update if state.plan is not None else 0)
 
 
 def main() -> int:
@@ -350,8 +341,7 @@ def main() -> int:
 
             keep_inherited(arguments[-1].removeprefix(CHANNELS))
         if adopting or not node_launcher.is_requeued:
-            code = run_end.recorded_exit_code(run_dir, plan)
-            if code is not None:
+            if (code := run_end.recorded_exit_code(run_dir, plan)) is not None:
                 return code
         return Supervisor(run_dir, plan, node_launcher, leased=leased, adopting=adopting).run()
 

@@ -127,6 +127,11 @@ class RunState:
         return min((view.step for view in self.ranks.values() if view.last is not None), default=0)
 
     @property
+    def has_progressed(self) -> bool:
+        """Whether the ranks have made a step since they were started last."""
+        return self.step > (self.plan.first_update if self.plan is not None else 0)
+
+    @property
     def figures(self) -> RunFigures:
         if self._figures_version != self.version:
             self._figures, self._figures_version = run_figures(self.ranks.values()), self.version

@@ -117,13 +117,12 @@ class Launcher(ABC):
         """Whether a scheduler, or ``requeue``, starts a run again that was stopped, as after its time limit."""
         return False
 
-    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> None:
-        """Put a run that ``continues`` back into the queue; called last, as the scheduler then ends this process.
+    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> str:
+        """Put a run that ``continues`` back into the queue; return why the scheduler refuses, empty if it does not.
 
-        Raises:
-            RequestError: the scheduler refuses.
+        It is called last, as the scheduler then ends this process.
         """
-        return
+        return ""
 
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
         """Return the result of a run with the cause that only the launcher knows."""

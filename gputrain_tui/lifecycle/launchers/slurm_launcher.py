@@ -214,17 +214,17 @@ class SlurmLauncher(LocalLauncher):
 
         return ended.status == "stopped" and slurm_cause.is_for_slurm(ended.reason or "") and _requeues_itself(run_dir)
 
-    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> None:
-        """Put the job back into the queue, unless Slurm does.
-
-        Raises:
-            RequestError: Slurm refuses.
-        """
+    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> str:
+        """Put the job back into the queue, unless Slurm does; return why Slurm refuses, empty if it does not."""
         from gputrain_tui.lifecycle.launchers import slurm_cause
 
         job = read_job(run_dir)
         if job is not None and not slurm_cause.is_put_back(ended.reason or ""):
-            slurm_commands.requeue(job.number)
+            try:
+                slurm_commands.requeue(job.number)
+            except RequestError as error:
+                return str(error)
+        return ""
 
 
 def _requeues_itself(run_dir: RunDir) -> bool:
