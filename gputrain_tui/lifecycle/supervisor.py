@@ -2,8 +2,7 @@
 
 ``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``. It never imports torch, so that it starts
 fast. Only its main thread starts node agents, as they may end with the thread that started them
-(``PR_SET_PDEATHSIG``). With ``--lease`` the run ends when standard input is closed. With ``--adopt`` it takes over from
-a supervisor that was killed.
+(``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends when standard input is closed. ``--adopt``: it takes over.
 """
 
 from __future__ import annotations
@@ -340,9 +339,9 @@ def main() -> int:
             from gputrain_tui.hosts.ssh import keep_inherited  # imported only for a run over ssh
 
             keep_inherited(arguments[-1].removeprefix(CHANNELS))
-        if adopting or not node_launcher.is_requeued:
-            if (code := run_end.recorded_exit_code(run_dir, plan)) is not None:
-                return code
+        may_be_over = adopting or not node_launcher.is_requeued
+        if may_be_over and (code := run_end.recorded_exit_code(run_dir, plan)) is not None:
+            return code
         return Supervisor(run_dir, plan, node_launcher, leased=leased, adopting=adopting).run()
 
 
