@@ -2,7 +2,7 @@
 
 ``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``. It never imports torch, so that it starts
 fast. Only its main thread starts node agents, as they may end with the thread that started them
-(``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends when standard input is closed. ``--adopt``: it takes over.
+(``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends with standard input. ``--adopt``: it takes over a run.
 """
 
 from __future__ import annotations
