@@ -444,8 +444,8 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
         cluster.run("scancel", "--batch", "--signal=USR1", str(user.job()))
         wait_until(lambda: user.status()["status"] == "queued", "it is in the queue", [process])
         assert user.status()["message"].startswith("its time limit in Slurm is near at step ")
-        wait_until(lambda: released(cluster, user.job()), "it has left the queue", [process])
-    assert process.wait(LIMIT_S) == 0
+        wait_until(lambda: released(cluster, user.job()) or process.poll() is not None, "it has left the queue")
+    assert process.wait(LIMIT_S) == 0, (user.status(), (user.folder / "output").read_text()[-3000:])
     assert (user.status()["status"], user.status().get("restarts", 0)) == ("finished", 0)
     assert starts(user.record()) == limits + 1
     for rank in range(3):

@@ -115,15 +115,22 @@ def refresh(run: Run) -> Run:
     with suppress(RequestError):
         now = slurm_commands.job(job.number)
         if now is None or now.is_over:
-            _record_end(run.dir, now)
+            _record_end(run.dir, job.number)
     return open_run(run.dir.path) or run
 
 
-def _record_end(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
-    """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``."""
+def _record_end(run_dir: RunDir, number: int) -> None:
+    """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``.
+
+    Raises:
+        RequestError: Slurm does not answer.
+    """
     deadline = time.monotonic() + RECORD_TIMEOUT_S
     while not run_end.is_recorded(run_dir) and time.monotonic() < deadline:
         time.sleep(POLL_S)
+    job = slurm_commands.job(number)
+    if job is not None and not job.is_over:
+        return  # a job that is put back into the queue passes through the states of one that has ended
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         if not run_end.take_lock(lock, patience_s=RECORD_TIMEOUT_S) or run_end.is_recorded(run_dir):
             return
@@ -253,7 +260,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 if time.monotonic() >= query_at:
                     now = slurm_commands.job(job.number)
                     if now is None or now.is_over:
-                        _record_end(run_dir, now)
+                        _record_end(run_dir, job.number)
                     elif shown != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
                         record_queued(run_dir, now)
