@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 def hold_interpreter() -> None:
     library = ctypes.PyDLL(None)  # calls of it hold the interpreter's lock
+    silent, _ = os.pipe()
     Path(os.environ["GPUTRAIN_RUN"], f"held{dist.get_rank()}").touch()
-    while True:
-        library.sleep(600)
+    # A read goes on after a signal; a sleep returns, and the lock changes hands.
+    library.read(silent, ctypes.create_string_buffer(1), 1)
 
 
 def own_handler(*_: object) -> None:

@@ -56,6 +56,12 @@ class Stacks:
         return process.returncode, json.loads(out)
 
 
+def place(code: str) -> str:
+    """Return the file and line of the script where ``code`` stands."""
+    lines = SCRIPT.read_text().splitlines()
+    return f"{SCRIPT.name}:{1 + next(number for number, line in enumerate(lines) if code in line)}"
+
+
 @pytest.fixture
 def stacks(bench: Bench) -> Iterator[Stacks]:
     run = Stacks(bench)
@@ -72,11 +78,11 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     print(json.dumps(of_ranks.get((0,)), indent=1))
     assert code == 1  # three ranks have no stack
     assert answer["silent"] == []
-    assert of_ranks[0,]["line"].endswith("odd_stacks.py:20 in hold_interpreter")
+    assert of_ranks[0,]["line"].endswith(f"{place('library.read(')} in hold_interpreter")
     assert of_ranks[0,]["problem"] == "the interpreter is held"
     assert of_ranks[1,]["problem"] == "the interpreter is held, and the script handles SIGQUIT itself"
     assert of_ranks[2,]["problem"] == "the interpreter is held, and the process does not take SIGQUIT"
-    assert "odd_stacks.py:40 in hang" in of_ranks[3,]["line"]
+    assert f"{place('time.sleep(600)')} in hang" in of_ranks[3,]["line"]
     assert of_ranks[4, 5]["line"].startswith("synchronising gradients, ")
     assert [frame["function"] for frame in of_ranks[4, 5]["threads"][0]["frames"]][-2:] == ["main", "<module>"]
     for _ in range(10):
