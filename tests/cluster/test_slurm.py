@@ -431,11 +431,10 @@ def released(cluster: Slurm, number: int) -> bool:
 @pytest.mark.parametrize("limits", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: SlurmUser, limits: int) -> None:
     """The signal that the job asks for comes before the limit; here it is sent at once."""
-    steps = 2000 * limits  # the signal comes long before the last
     cluster = user.cluster
     straight = SlurmUser(cluster, user.folder / "straight")
     straight.folder.mkdir()
-    text = recipe([None, None], [2, 1], max_updates=steps) + "[slurm]\n"
+    text = recipe([None, None], [2, 1], max_updates=REQUEUED_STEPS) + "[slurm]\n"
     (straight.folder / "long.toml").write_text(text)
     straight.run("run", "long.toml")
     (user.folder / "long.toml").write_text(text + "requeue = true\n")
@@ -455,11 +454,14 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
             if event["type"] == "step":
                 assert event["step"] - event.get("steps", 1) == done
                 done = event["step"]
-        assert done == steps
+        assert done == REQUEUED_STEPS
     assert parameters(user.record()) == parameters(straight.record())
     own = events(user.record(), "run")
     assert sum(event.get("kind") == "requeued" for event in own) == limits
     assert sum(event["type"] == "run_ended" for event in own) == 1
+
+
+REQUEUED_STEPS = 8000
 
 
 def starts(record: Path) -> int:

@@ -43,8 +43,6 @@ SIGNAL_INTERVAL_S = 2.0
 """Time between two stop signals to a job, repeated as the first may precede the supervisor's signal handlers."""
 RECORD_TIMEOUT_S = 5.0
 """Time for the supervisor of a completed job to record the end of the run."""
-REQUEUE_TIMEOUT_S = 60.0
-"""Time for a job to return to the queue; until then Slurm reports it as one that has ended."""
 FIX = "`sinfo` lists the partitions and nodes of the cluster"
 KEY_OF_WORD = {
     "partition": "partition",
@@ -131,8 +129,8 @@ def _record_end(run_dir: RunDir, number: int) -> None:
     while not run_end.is_recorded(run_dir) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     job = slurm_commands.job(number)
-    if job is not None and (not job.is_over or (job.state != "CANCELLED" and _is_being_requeued(run_dir))):
-        return
+    if job is not None and not job.is_over:
+        return  # a job that is put back into the queue passes through the states of one that has ended
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         if not run_end.take_lock(lock, patience_s=RECORD_TIMEOUT_S) or run_end.is_recorded(run_dir):
             return
@@ -142,16 +140,6 @@ def _record_end(run_dir: RunDir, number: int) -> None:
         writer = RunStatusWriter(run_dir, plan)
         writer.close(_result(run_dir, job), left=[])
         report_end(run_dir, writer)
-
-
-def _is_being_requeued(run_dir: RunDir) -> bool:
-    """Whether the supervisor has put the job back into the queue within ``REQUEUE_TIMEOUT_S``."""
-    status = read_status(run_dir)
-    if status is None or status.status != "queued" or status.message is None:
-        return False
-    with suppress(OSError):
-        return time.time() - run_dir.status.stat().st_mtime < REQUEUE_TIMEOUT_S
-    return False
 
 
 def _result(run_dir: RunDir, job: slurm_commands.Job | None) -> AttemptResult:
