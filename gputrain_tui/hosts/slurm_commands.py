@@ -44,6 +44,8 @@ WORDS = {
 
 UNSEEN = "does not see the run directory"
 """Message of a host of a job whose file system is another one."""
+NO_FOLDER = "has no folder"
+"""Message of a host of a job without the folder in which its ranks are to start."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from gputrain_tui.hosts.host_names import address_of, is_address, is_pending
-from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.plan.planner import Plan, PlannedNode, shell_setup
 from gputrain_tui.recipe.model import SlurmOptions
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from trainer.contract.errors import ExitCode, RequestError, printable
@@ -163,6 +163,8 @@ def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
             step += f" --gpus={gpus}"
         env = {key: value for key, value in node.env.items() if key not in SLURM_VARIABLES}
         arguments = [*(["env", *(f"{key}={value}" for key, value in env.items())] if env else []), *node.argv]
+        if before := shell_setup(node):  # in a login shell, because sites define `module` in its start-up files
+            arguments = ["bash", "-lc", f'{before} && exec "$@"', "setup", *arguments]
         lines.append(f"# node {node.node}: ranks {node.ranks[0]} to {node.ranks[-1]} of {plan.world_size}")
         lines.append(f"{step} {_command(arguments, plan, named)} &")
         lines.append("steps+=($!)")

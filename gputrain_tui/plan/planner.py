@@ -305,8 +305,22 @@ def shell_commands(plan: Plan) -> str:
         title = f"# node {node.node}, {node.host}: {ranks}, {devices_text(node.devices)}"
         lines.append(printable(title))  # one line: the rest would run as a command
         settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
-        lines.append(" ".join([*settings, shell_joined(node.argv)]))
+        command = " ".join([*settings, shell_joined(node.argv)])
+        before = shell_setup(node)
+        lines.append(f"({before} && {command})" if before else command)
     return "\n".join(lines)
+
+
+def shell_setup(node: PlannedNode) -> str:
+    """Return the shell command that enters a node's folder and runs its line of setup; empty without both."""
+    parts = []
+    if node.workdir:
+        home, slash, rest = node.workdir.partition("/")  # a quoted ~ is no home folder
+        folder = f"~{slash}{shell_quoted(rest) if rest else ''}" if home == "~" else shell_quoted(node.workdir)
+        parts.append(f"cd {folder}")
+    if node.setup:
+        parts.append(f"{{ {node.setup.strip().rstrip(';')}; }}")
+    return " && ".join(parts)
 
 
 def rank_range(ranks: Sequence[int]) -> str:

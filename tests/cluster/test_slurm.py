@@ -481,6 +481,7 @@ def parameters(record: Path) -> str:
         ("slurm.partition=nowhere", 3, "slurm.partition: sbatch: invalid partition specified: nowhere"),
         ("slurm.nodes=9", 2, "slurm.nodes is 9, but there are 2 [[cluster.nodes]]"),
         ("slurm.setup=echo no such module >&2; false", 1, "no such module; slurm.setup ended with exit code 1"),
+        ("cluster.workdir=/nowhere", 1, " has no folder /nowhere, the workdir of its node"),
     ],
 )
 def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, setting: str, code: int, line: str) -> None:
@@ -488,6 +489,15 @@ def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, sett
     assert ended.returncode == code
     assert line in ended.stderr
     assert not user.cluster.run("squeue", "--noheader").stdout
+
+
+def test_the_ranks_of_a_node_start_in_its_folder_after_its_line_of_setup(user: SlurmUser) -> None:
+    folder = user.folder / "the code"
+    folder.mkdir()
+    user.run("run", "recipe.toml", "--set", f"cluster.workdir={folder}", "--set", "cluster.setup=pwd > at.$(hostname)")
+    assert {path.name: path.read_text() for path in folder.glob("at.*")} == {
+        f"at.{name}": f"{folder}\n" for name in ("n1", "n2")
+    }
 
 
 @pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.restart import next_plan
 from gputrain_tui.plan.batch_script import script
-from gputrain_tui.plan.planner import Plan, plan, task_flags, with_run_dir
+from gputrain_tui.plan.planner import Plan, plan, shell_commands, task_flags, with_run_dir
 from gputrain_tui.recipe.build import build, load
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
@@ -113,6 +114,27 @@ def test_workdir_python_and_env_of_a_node_override_those_of_the_cluster() -> Non
         "OMP_NUM_THREADS": "4",
     }
     assert (second.env["NCCL_DEBUG"], second.env["OMP_NUM_THREADS"]) == ("WARN", "4")
+
+
+@pytest.mark.parametrize(
+    ("workdir", "setup", "before"),
+    [
+        ("", "", ""),
+        ("/the code", "", "cd '/the code'"),
+        ("~/the code", "module load cuda;", "cd ~/'the code' && { module load cuda; }"),
+        ("~", "a; b", "cd ~ && { a; b; }"),
+    ],
+)
+def test_a_command_to_type_enters_the_nodes_folder_and_runs_its_setup_first(
+    workdir: str, setup: str, before: str
+) -> None:
+    found = plan_for(*remote_nodes(1))
+    node = msgspec.structs.replace(found.nodes[0], workdir=workdir, setup=setup)
+    own = msgspec.structs.replace(found, nodes=[node])
+    (_, without), (_, command) = (shell_commands(each).split("\n") for each in (found, own))
+    assert command == (f"({before} && {without})" if before else without)
+    login_shell = ["bash", "-lc", f'{before} && exec "$@"', "setup"]
+    assert (shlex.join(login_shell) in script(own, name="x")) == bool(before)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def with_slurm_cause(
         return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
-            if slurm_commands.UNSEEN in line:
+            if slurm_commands.UNSEEN in line or slurm_commands.NO_FOLDER in line:
                 return failed("slurm", line, host=node.host)
     return failed("slurm", cause) if cause and cause != REQUEUED else ended
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,11 +17,13 @@ import msgspec
 from gputrain_tui.history.plan_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.hosts import slurm_commands
+from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.result import CheckResult, ok
 from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.home_folder import expand_home
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
@@ -36,11 +39,17 @@ SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Variables that Slurm sets in a step."""
 FIRST_PORT, PORTS = 12_000, 18_000
 """Ports 12000 to 29999, below Linux's ephemeral ports, one of which a job gets by its number: jobs may share a host."""
-SHARED = f"""[ -e "$0/plan.json" ] && exec "$@"
-echo "$(hostname) {slurm_commands.UNSEEN} $0: GPUTRAIN_HOME must be on a disk that all nodes share"
+IN_FOLDER = f"""if ! [ -e "$0/plan.json" ]; then
+  echo "$(hostname) {slurm_commands.UNSEEN} $0: GPUTRAIN_HOME must be on a disk that all nodes share"
+elif cd -- "$1"; then
+  shift
+  exec "$@"
+else
+  echo "$(hostname) {slurm_commands.NO_FOLDER} $1, the workdir of its node"
+fi
 exit {ExitCode.REFUSED}
 """
-"""Shell script that executes a node's command if its host sees the run directory."""
+"""Shell script that executes a node's command in a folder, if its host sees that and the run directory."""
 
 
 def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -187,12 +196,14 @@ class SlurmLauncher(LocalLauncher):
             arguments.append(f"--het-group={groups[host]}")
         if gpus := len({device for device in node.devices if device != "cpu"}):
             arguments.append(f"--gpus={gpus}")
-        argv = [sys.executable, *node.argv[1:]] if node.argv[0] == "python" else node.argv
+        python = sys.executable if node.argv[0] == "python" else str(expand_home(node.argv[0]))
+        workdir = expand_home(node.workdir) if node.workdir else Path()
+        command = node_command([python, *node.argv[1:]], node.setup)
         environment = node_environment(node, env, leased=leased)
         environment.pop("TMPDIR", None)  # may exist on this machine only
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
-                [*arguments, "sh", "-c", SHARED, str(run_dir.path), *argv],
+                [*arguments, "sh", "-c", IN_FOLDER, str(run_dir.path), str(workdir), *command],
                 env=environment,
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,

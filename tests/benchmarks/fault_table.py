@@ -1,0 +1,473 @@
+"""Table of faults: what each costs a run on one machine, on three hosts over ssh and on three nodes of Slurm.
+
+``python tests/benchmarks/fault_table.py [--times N] [--only TEXT] [--torchrun]`` prints it as Markdown. It needs root,
+openssh-server, iproute2 and, for its rows, Slurm. Each row is the median of its runs: seconds from the fault to the
+first finding or failure in the record, runs with the right cause, seconds until all processes are gone or all ranks
+train again, processes left, exit code, and steps that are lost. ``--torchrun`` runs the faults that it can meet with a
+script under torchrun too, on the same hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
+
+from host_recipe import ENDLESS, ENVIRON, events, is_training, recipe  # noqa: E402
+from network_namespaces import NamespaceHost  # noqa: E402
+from slurm_lab import Slurm, slurm  # noqa: E402
+from ssh_lab import PYTHONPATH, SshLab, ssh_lab  # noqa: E402
+
+NAMES = ("h1", "h2", "h3")
+PATIENCE_S = 120.0
+"""No fault is waited for longer; what is not over then is written as more than this."""
+SAVE_EVERY = 100
+"""Steps between two checkpoints."""
+
+
+@dataclass
+class Place:
+    """Where runs are made: its hosts, how a command is typed there, and the nodes of a recipe."""
+
+    name: str
+    hosts: Sequence[NamespaceHost]
+    typed_on: NamespaceHost
+    folder: Path
+    environ: dict[str, str]
+    home: Path
+    """``GPUTRAIN_HOME`` of the host where commands are typed, as it is seen from here."""
+    node_hosts: Sequence[str | None]
+    ranks: Sequence[int]
+    slurm: Slurm | None = None
+    daemons: frozenset[int] = frozenset()
+
+    def write(self, table: Sequence[str], slurm_table: Sequence[str]) -> None:
+        lines = [*table, f'env = {{ PYTHONPATH = "{PYTHONPATH}" }}']
+        text = recipe(self.node_hosts, self.ranks, **ENDLESS, save_every_updates=SAVE_EVERY)
+        text = text.replace("[train]", "\n".join(["[cluster]", *lines, "[train]"]))
+        if self.slurm is not None:
+            text += "\n".join(["[slurm]", *slurm_table]) + "\n"
+        (self.folder / "recipe.toml").write_text(text)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return self.typed_on.start(
+            sys.executable, "-m", "gputrain_tui", *words, cwd=self.folder, env=self.environ,
+            stdout=(self.folder / "output").open("w"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def processes(self) -> dict[int, str]:
+        """What runs on the hosts besides their daemons."""
+        found = {pid: words for host in self.hosts for pid, words in host.processes().items()}
+        return {
+            pid: words
+            for pid, words in found.items()
+            if pid not in self.daemons
+            and not words.startswith(("sshd: /usr/sbin/sshd", "slurmstepd", "/usr/bin/munge"))
+        }
+
+
+@dataclass
+class Trial:
+    """One run with a fault."""
+
+    place: Place
+    command: subprocess.Popen[str]
+    record: Path
+    struck: float = 0.0
+    """Moment of the fault, Unix seconds."""
+
+    def host(self, node: int) -> NamespaceHost:
+        names = {host.name: host for host in self.place.hosts}
+        name = self.place.node_hosts[node] or f"n{node + 1}"
+        return names.get(name, self.place.typed_on)
+
+    def pid_of(self, rank: int) -> int:
+        """The newest process of a rank."""
+        spawned = [
+            event
+            for path in (self.record / "events").glob("node-*.ndjson")
+            for event in events(self.record, path.stem)
+            if event.get("state") == "spawned" and event["rank"] == rank
+        ]
+        return int(max(spawned, key=lambda event: float(event["time"]))["pid"])
+
+    def agent(self, node: int) -> int:
+        """The process of a node's agent: the parent of its ranks' parent, or their parent."""
+        pid = self.pid_of(node)
+        while "trainer" not in _words(parent := _parent(pid)) or "forkserver" in _words(parent):
+            pid = parent
+        return parent
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads((self.record / "status.json").read_text()))
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _words(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault: where it can be met, how it is made, and what a person must be told."""
+
+    name: str
+    make: Callable[[Trial], None]
+    cause: str
+    """Regular expression for the last output or the status."""
+    places: Sequence[str] = ("machine", "ssh", "Slurm")
+    mend: Callable[[Trial], None] | None = None
+    """Undoes it when the run is over."""
+    table: Sequence[str] = ()
+    slurm_table: Sequence[str] = ()
+    goes_on: bool = False
+    """Whether all ranks are to train again."""
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)
+
+
+def supervisor(trial: Trial) -> int:
+    return int(trial.status()["supervisor"]["pid"])
+
+
+def job(trial: Trial) -> str:
+    return str(json.loads((trial.record / "slurm.json").read_text())["number"])
+
+
+def in_slurm(*words: str) -> Callable[[Trial], None]:
+    def act(trial: Trial) -> None:
+        assert trial.place.slurm is not None
+        trial.place.slurm.run(*(job(trial) if word == "JOB" else word for word in words))
+
+    return act
+
+
+FAULTS = (
+    Fault(name="rank killed", make=lambda trial: kill(trial.pid_of(2)), cause=r"rank 2.*SIGKILL"),
+    Fault(
+        name="rank killed, max_restarts = 1",
+        make=lambda trial: kill(trial.pid_of(2)),
+        cause="",
+        table=("max_restarts = 1",),
+        goes_on=True,
+    ),
+    Fault(
+        name="rank stopped (hangs), stall_timeout = 10",
+        make=lambda trial: kill(trial.pid_of(2), signal.SIGSTOP),
+        cause=r"rank 2.*hangs after step \d+: the process is stopped",
+        table=("stall_timeout = 10",),
+    ),
+    Fault(
+        name="rank stopped, on_stall = restart",
+        make=lambda trial: kill(trial.pid_of(2), signal.SIGSTOP),
+        cause="",
+        table=("stall_timeout = 10", 'on_stall = "restart"', "max_restarts = 1"),
+        goes_on=True,
+    ),
+    Fault(name="node agent killed", make=lambda trial: kill(trial.agent(2)), cause=r"node agent|agent of|SIGKILL"),
+    Fault(
+        name="supervisor killed",
+        make=lambda trial: kill(supervisor(trial)),
+        cause="",
+        places=("machine", "ssh"),
+        goes_on=True,
+    ),
+    Fault(name="Ctrl-C", make=lambda trial: kill(trial.command.pid, signal.SIGINT), cause=r"stopped .*saved|saved "),
+    Fault(name="command killed by -9", make=lambda trial: kill(trial.command.pid), cause=r"saved "),
+    Fault(
+        name="host silent (default settings)",
+        make=lambda trial: trial.host(2).link("down"),
+        mend=lambda trial: trial.host(2).link("up"),
+        cause=r"h3 with rank 2 lost",
+        places=("ssh",),
+    ),
+    Fault(name="scancel", make=in_slurm("scancel", "JOB"), cause=r"cancelled in Slurm.*saved", places=("Slurm",)),
+    Fault(
+        name="time limit, requeue = true",
+        make=in_slurm("scancel", "--batch", "--signal=USR1", "JOB"),
+        cause="",
+        places=("Slurm",),
+        slurm_table=("requeue = true",),
+        goes_on=True,
+    ),
+)
+
+
+@dataclass
+class Result:
+    """What one run with a fault showed."""
+
+    noticed_s: float | None = None
+    is_right: bool = False
+    over_s: float | None = None
+    """Until all is gone, or all ranks train again."""
+    left: int = 0
+    exit_code: int | None = None
+    lost_steps: int | None = None
+    said: str = ""
+
+
+def run_trial(fault: Fault, place: Place) -> Result:
+    """Make a run, let it train past a checkpoint, make the fault, and see what becomes of it."""
+    known = set(place.home.glob("runs/*"))
+    place.write(fault.table, fault.slurm_table)
+    command = place.start("run", "recipe.toml")
+    trial = None
+    try:
+        record = await_value(lambda: next(iter(set(place.home.glob("runs/*")) - known), None), "a run directory")
+        trial = Trial(place, command, record)
+        count = sum(place.ranks)
+        await_value(lambda: all(is_training(record, rank) for rank in range(count)), "all ranks train")
+        await_value(lambda: last_step(record) > SAVE_EVERY * 3 // 2, "a checkpoint")
+        before = last_step(record)
+        trial.struck = time.time()
+        fault.make(trial)
+        result = watch(fault, trial, count, before)
+    except TimeoutError as error:
+        result = Result(said=f"{error}: {(place.folder / 'output').read_text()}")
+    finally:
+        if trial is not None and fault.mend is not None:
+            fault.mend(trial)
+        end(place, command)
+    return result
+
+
+def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
+    result = Result()
+    place, deadline = trial.place, time.time() + PATIENCE_S
+    while time.time() < deadline and result.over_s is None:
+        if fault.goes_on and trains_again(trial, ranks):
+            result.over_s = time.time() - trial.struck
+        if not fault.goes_on and trial.command.poll() is not None and not place.processes():
+            result.over_s = time.time() - trial.struck
+        time.sleep(0.05)
+    noticed = [
+        float(event["time"])
+        for name in ("run", *(path.stem for path in (trial.record / "events").glob("node-*.ndjson")))
+        for event in events(trial.record, name)
+        if event["type"] in ("finding", "failure") and event["time"] >= trial.struck and event.get("state") != "cleared"
+    ]
+    result.noticed_s = min(noticed) - trial.struck if noticed else None
+    result.left = 0 if fault.goes_on else len(place.processes())
+    result.exit_code = None if fault.goes_on else trial.status().get("exit_code")
+    if fault.goes_on:
+        starts = [event.get("first_update", 0) for event in events(trial.record, 0) if event["type"] == "training_plan"]
+        result.lost_steps = before - starts[-1] if len(starts) > 1 else 0
+        result.is_right = result.over_s is not None
+    else:
+        saved = sorted(
+            int(path.stem.removeprefix("step_"))
+            for folder in [trial.record, *place.folder.glob(f"disk.*/home/runs/{trial.record.name}")]
+            for path in folder.glob("checkpoints/step_*.pt")
+        )
+        result.lost_steps = last_step(trial.record) - (saved[-1] if saved else 0)
+        result.said = f"{trial.status().get('message')}\n{(place.folder / 'output').read_text()}"
+        result.is_right = re.search(fault.cause, result.said) is not None
+    return result
+
+
+def trains_again(trial: Trial, ranks: int) -> bool:
+    """Whether each rank has done a step of a later attempt, or has simply gone on, with a supervisor."""
+    with suppress(KeyError, TypeError, OSError, ValueError):
+        kill(supervisor(trial), 0)
+        return all(
+            any(
+                event["type"] == "step" and event["time"] > trial.struck + 2
+                for event in events(trial.record, rank)[-200:]
+            )
+            for rank in range(ranks)
+        )
+    return False
+
+
+def last_step(record: Path) -> int:
+    steps = [event["step"] for event in events(record, 0)[-20:] if event["type"] == "step"]
+    return max(steps, default=0)
+
+
+def await_value(ask: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if value := ask():
+            return value
+        time.sleep(0.05)
+    raise TimeoutError(f"waited in vain for {what}")
+
+
+def end(place: Place, command: subprocess.Popen[str]) -> None:
+    """End what a trial has left."""
+    if place.slurm is not None:
+        place.slurm.run("scancel", "--user=root")
+    for _ in range(3):
+        for pid in place.processes():
+            with suppress(ProcessLookupError):
+                kill(pid)
+        time.sleep(0.3)
+    with suppress(subprocess.TimeoutExpired):
+        command.wait(10)
+    if place.slurm is not None:
+        place.slurm.wait_idle()
+
+
+def median(values: Sequence[float | None]) -> str:
+    if not values or any(value is None for value in values):
+        return f"> {PATIENCE_S:.0f} s" if values and None in values else "–"
+    return f"{statistics.median([value for value in values if value is not None]):.1f} s"
+
+
+def row(fault: str, place: str, results: Sequence[Result]) -> str:
+    noticed = [result.noticed_s for result in results if result.noticed_s is not None]
+    codes = sorted({"–" if result.exit_code is None else str(result.exit_code) for result in results})
+    lost = [result.lost_steps for result in results if result.lost_steps is not None]
+    cells = [
+        fault, place, median(noticed), f"{sum(result.is_right for result in results)} of {len(results)}",
+        median([result.over_s for result in results]), str(max(result.left for result in results)),
+        ", ".join(codes), str(round(statistics.median(lost))) if lost else "–",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+TORCHRUN_FAULTS: tuple[tuple[str, Callable[[int, NamespaceHost], None]], ...] = (
+    ("rank killed", lambda pid, host: kill(pid)),
+    ("rank stopped (hangs)", lambda pid, host: kill(pid, signal.SIGSTOP)),
+    ("host silent", lambda pid, host: host.link("down")),
+)
+
+
+def torchrun_trial(lab: SshLab, make: Callable[[int, NamespaceHost], None]) -> Result:
+    """Run a script of endless steps by torchrun on three hosts, and make a fault on the last."""
+    folder = Path(tempfile.mkdtemp(prefix="torchrun-", dir=lab.folder))
+    hosts = lab.hosts[1:4]
+    processes = []
+    for number, host in enumerate(hosts):
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1"]
+        words += [f"--node-rank={number}", f"--master-addr={hosts[0].address}", "--master-port=29517"]
+        words += [str(HERE / "fault_script.py"), str(folder)]
+        env = lab.environ | {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
+        output = (folder / f"output.{number}").open("w")
+        processes.append(host.start(*words, env=env, stdout=output, stderr=subprocess.STDOUT))
+    result = Result()
+    try:
+        await_value(lambda: len(list(folder.glob("rank.*"))) == len(hosts), "all ranks train")
+        struck = time.time()
+        make(int((folder / "rank.2").read_text()), hosts[2])
+        ours = [host for host in hosts if "silent" not in str(make)]
+        while time.time() - struck < PATIENCE_S:
+            if all(process.poll() is not None for process in processes) and not any(
+                "fault_script" in words for host in ours for words in host.processes().values()
+            ):
+                result.over_s = time.time() - struck
+                break
+            time.sleep(0.05)
+        result.left = sum("fault_script" in words for host in hosts for words in host.processes().values())
+        result.exit_code = processes[0].poll()
+        result.said = (folder / "output.0").read_text()[-2000:]
+        result.is_right = bool(re.search(r"rank\s*:? ?2\b|h3", result.said))
+    finally:
+        hosts[2].link("up")
+        for host in hosts:
+            for pid, words in host.processes().items():
+                if not words.startswith("sshd"):
+                    with suppress(ProcessLookupError):
+                        kill(pid)
+        for process in processes:
+            process.wait()
+    return result
+
+
+@contextmanager
+def ssh_places() -> Iterator[tuple[SshLab, list[Place]]]:
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    with ssh_lab(folder, dict.fromkeys(["h0", *NAMES], "eth0")) as lab:
+        home = lab.disk_of(lab.hosts[0]) / "home"
+        common: dict[str, Any] = {
+            "hosts": lab.hosts, "typed_on": lab.hosts[0], "folder": folder, "environ": lab.environ, "home": home,
+        }  # fmt: skip
+        yield (
+            lab,
+            [
+                Place("machine", node_hosts=[None], ranks=[3], **common),
+                Place("ssh", node_hosts=NAMES, ranks=[1, 1, 1], **common),
+            ],
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def slurm_place() -> Iterator[Place]:
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    home = folder / "home"
+    environ = dict(ENVIRON) | {"GPUTRAIN_HOME": str(home)}
+    with slurm(folder, {"n1": "eth0", "n2": "eth0", "n3": "eth0"}, environ=environ) as cluster:
+        hosts = [cluster.login, *cluster.nodes]
+        daemons = frozenset(pid for host in hosts for pid in host.processes())
+        yield Place(
+            "Slurm", hosts, cluster.login, folder, dict(cluster.environ), home, [None] * 3, [1, 1, 1], cluster, daemons
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Table:
+    times: int
+    only: str
+    rows: list[str] = field(default_factory=list)
+
+    def fill(self, place: Place) -> None:
+        for fault in FAULTS:
+            if place.name in fault.places and self.only in f"{fault.name} {place.name}":
+                results = [run_trial(fault, place) for _ in range(self.times)]
+                self.print(row(fault.name, place.name, results))
+                for result in results:
+                    if not result.is_right:
+                        print(f"said: {result.said[-1500:]}", file=sys.stderr)
+
+    def print(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=1, help="runs of each row")
+    parser.add_argument("--only", default="", help="rows whose fault and place contain this text")
+    parser.add_argument("--torchrun", action="store_true", help="torchrun on the same hosts as well")
+    arguments = parser.parse_args()
+    table = Table(arguments.times, arguments.only)
+    table.print(
+        "| fault | where | noticed after | cause right | over after | processes left | exit code | steps lost |"
+    )
+    table.print("|---|---|---|---|---|---|---|---|")
+    with ssh_places() as (lab, places):
+        for place in places:
+            table.fill(place)
+        for name, make in TORCHRUN_FAULTS if arguments.torchrun else ():
+            results = [torchrun_trial(lab, make) for _ in range(arguments.times)]
+            table.print(row(name, "torchrun, 3 hosts", results))
+    if shutil.which("sbatch"):
+        with slurm_place() as place:
+            table.fill(place)
+
+
+if __name__ == "__main__":
+    main()
