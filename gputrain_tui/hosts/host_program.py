@@ -32,8 +32,8 @@ FUNCTIONS = {
 }
 """Module of each function, in this package. A function takes this connection and the call's arguments."""
 LIFE_S = 120
-"""Time without a frame after which this program ends: its connection is cut, and neither end was told. With a node it
-stays, so that a run goes on while the machine that launched it sleeps."""
+"""Time without a frame after which this program ends: its connection is cut, and neither end was told. While a node
+runs it stays, so that a run goes on while the machine that launched it sleeps."""
 
 
 class CallServer:
@@ -45,6 +45,7 @@ class CallServer:
         self.call = 0
         self.of_node: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
         """Further functions, of the node that this connection serves."""
+        self.node_runs = False
         self.held = ExitStack()
         """What checks keep open for others: closed when a node is started, and at the end."""
 
@@ -68,7 +69,7 @@ class CallServer:
         count = 0
         for call in self._input.frames():
             count += 1
-            signal.alarm(0 if self.of_node else LIFE_S)
+            self.limit_life()
             self.call = call.call
             try:
                 answer = self._answer(call.name, json.loads(call.data))
@@ -79,8 +80,12 @@ class CallServer:
                 self.send(frame(call.call, "error", f"{where}{error.strerror or error}"))
             else:
                 self.send(frame(call.call, "answer", answer))
-            signal.alarm(0 if self.of_node else LIFE_S)
+            self.limit_life()
         return count
+
+    def limit_life(self) -> None:
+        """Let this process end ``LIFE_S`` after the last frame, unless a node runs."""
+        signal.alarm(0 if self.node_runs else LIFE_S)
 
     def _answer(self, name: str, arguments: Mapping[str, Any]) -> Any:
         if name in self.of_node:

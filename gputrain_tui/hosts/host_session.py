@@ -67,12 +67,16 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
     if request["start"]:
         start_agent(session.folder, session.run_dir, request)
     agent = session.agent = await_agent(session.folder)
-    signal.alarm(0)
+    server.node_runs = True
+    server.limit_life()
     server.of_node = {"beat": session.beat, "stop": session.stop, "stacks": session.stacks}
     started = {"shared": session.shared, "run_dir": str(session.run_dir), "agent": agent}
     server.send(frame(call, "started", started))
     while True:
         code = session.exit_code()  # read before the record, so that all of an ended node's record is sent
+        if code is not None and server.node_runs:
+            server.node_runs = False
+            server.limit_life()
         frames, size = session.growth(call)
         server.send(*frames)
         if code is not None and not frames:

@@ -35,7 +35,7 @@ from slurm_lab import Slurm, slurm  # noqa: E402
 from ssh_lab import PYTHONPATH, SshLab, ssh_lab  # noqa: E402
 
 NAMES = ("h1", "h2", "h3")
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 """No fault is waited for longer; what is not over then is written as more than this."""
 SAVE_EVERY = 100
 """Steps between two checkpoints."""
@@ -77,8 +77,7 @@ class Place:
         return {
             pid: words
             for pid, words in found.items()
-            if pid not in self.daemons
-            and not words.startswith(("sshd: /usr/sbin/sshd", "slurmstepd", "/usr/bin/munge"))
+            if pid not in self.daemons and not words.startswith(("sshd", "slurmstepd"))
         }
 
 
@@ -189,8 +188,14 @@ FAULTS = (
     Fault(
         name="supervisor killed",
         make=lambda trial: kill(supervisor(trial)),
+        cause="supervisor was killed, and its ranks with it",
+        places=("machine",),
+    ),
+    Fault(
+        name="supervisor killed",
+        make=lambda trial: kill(supervisor(trial)),
         cause="",
-        places=("machine", "ssh"),
+        places=("ssh",),
         goes_on=True,
     ),
     Fault(name="Ctrl-C", make=lambda trial: kill(trial.command.pid, signal.SIGINT), cause=r"stopped .*saved|saved "),
@@ -230,12 +235,12 @@ class Result:
 
 def run_trial(fault: Fault, place: Place) -> Result:
     """Make a run, let it train past a checkpoint, make the fault, and see what becomes of it."""
-    known = set(place.home.glob("runs/*"))
+    known = set(place.home.glob("runs/[!.]*"))
     place.write(fault.table, fault.slurm_table)
     command = place.start("run", "recipe.toml")
     trial = None
     try:
-        record = await_value(lambda: next(iter(set(place.home.glob("runs/*")) - known), None), "a run directory")
+        record = await_value(lambda: next(iter(set(place.home.glob("runs/[!.]*")) - known), None), "a run directory")
         trial = Trial(place, command, record)
         count = sum(place.ranks)
         await_value(lambda: all(is_training(record, rank) for rank in range(count)), "all ranks train")
@@ -269,7 +274,9 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
         if event["type"] in ("finding", "failure") and event["time"] >= trial.struck and event.get("state") != "cleared"
     ]
     result.noticed_s = min(noticed) - trial.struck if noticed else None
-    result.left = 0 if fault.goes_on else len(place.processes())
+    left = {} if fault.goes_on else place.processes()
+    result.left = len(left)
+    result.said = "".join(f"left: {words}\n" for words in left.values())
     result.exit_code = None if fault.goes_on else trial.status().get("exit_code")
     if fault.goes_on:
         starts = [event.get("first_update", 0) for event in events(trial.record, 0) if event["type"] == "training_plan"]
@@ -282,7 +289,7 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
             for path in folder.glob("checkpoints/step_*.pt")
         )
         result.lost_steps = last_step(trial.record) - (saved[-1] if saved else 0)
-        result.said = f"{trial.status().get('message')}\n{(place.folder / 'output').read_text()}"
+        result.said += f"{trial.status().get('message')}\n{(place.folder / 'output').read_text()}"
         result.is_right = re.search(fault.cause, result.said) is not None
     return result
 
@@ -440,8 +447,8 @@ class Table:
                 results = [run_trial(fault, place) for _ in range(self.times)]
                 self.print(row(fault.name, place.name, results))
                 for result in results:
-                    if not result.is_right:
-                        print(f"said: {result.said[-1500:]}", file=sys.stderr)
+                    if not result.is_right or result.left:
+                        print(f"said: {result.said[:300]} … {result.said[-1200:]}", file=sys.stderr)
 
     def print(self, line: str) -> None:
         print(line, flush=True)

@@ -19,7 +19,7 @@ from screen_frames import console, press, rows, settle
 
 from gputrain_tui import cli
 from gputrain_tui.console.screens.compare_screen import CompareScreen
-from gputrain_tui.console.widgets.loss_curves import CurveReader
+from gputrain_tui.console.widgets.overlay_chart import CurveReader
 from gputrain_tui.console.widgets.run_list import cell_text
 from gputrain_tui.console.widgets.step_bars import phases_of
 from gputrain_tui.headless.closing_report import closing_lines, status_line

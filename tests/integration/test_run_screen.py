@@ -20,7 +20,7 @@ from gputrain_tui.console.screens.rank_screen import RankScreen, arrange_rank
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
-from gputrain_tui.console.widgets.loss_curves import CurveReader
+from gputrain_tui.console.widgets.overlay_chart import CurveReader
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.record_tail import last_steps

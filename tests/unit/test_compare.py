@@ -5,7 +5,7 @@ from math import isnan
 import pytest
 from row_texts import row_text
 
-from gputrain_tui.console.widgets.loss_curves import OverlayLine, draw_overlay, legend
+from gputrain_tui.console.widgets.overlay_chart import OverlayLine, draw_overlay, legend
 from gputrain_tui.history.comparison import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe

@@ -9,11 +9,11 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
-from gputrain_tui.console.screens.charts_screen import SMOOTHING_STEPS
+from gputrain_tui.console.screens.chart_screen import SMOOTHING_STEPS
 from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
-from gputrain_tui.console.widgets.loss_curves import LossCurves
+from gputrain_tui.console.widgets.overlay_chart import OverlayChart
 from gputrain_tui.history.comparison import MEASURES, RecipeDifference, differences
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
@@ -75,7 +75,7 @@ class CompareScreen(Page):
     def __init__(self, runs: Sequence[Run]) -> None:
         super().__init__()
         self._runs = runs
-        self._curves = LossCurves(id="curves")
+        self._curves = OverlayChart(id="curves")
 
     def body(self) -> ComposeResult:
         with Vertical(id="comparison"):

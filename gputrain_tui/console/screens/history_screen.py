@@ -21,7 +21,7 @@ from gputrain_tui import paths
 from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
 from gputrain_tui.console.widgets.line_input import PromptLine
-from gputrain_tui.console.widgets.loss_curves import LossCurves
+from gputrain_tui.console.widgets.overlay_chart import OverlayChart
 from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
@@ -60,7 +60,7 @@ class HistoryScreen(Page):
         with Vertical(id="all-runs"):
             yield self._table
             yield RunCard(id="card")
-            yield LossCurves(named=False, id="preview")
+            yield OverlayChart(named=False, id="preview")
         yield PromptLine()
 
     def on_mount(self) -> None:
@@ -121,7 +121,7 @@ class HistoryScreen(Page):
         self.tick()
 
     def _preview(self, run: Run | None) -> None:
-        curves = self.query_one("#preview", LossCurves)
+        curves = self.query_one("#preview", OverlayChart)
         curves.display = run is not None and self.size.height >= 30  # fewest lines with curves
         if run is not None and curves.display and [shown.id for shown in curves.runs] != [run.id]:
             curves.styles.height = self.size.height * 2 // 5
@@ -131,7 +131,7 @@ class HistoryScreen(Page):
         self._show_card()
 
     def tick(self) -> None:
-        self.query_one("#preview", LossCurves).tick()
+        self.query_one("#preview", OverlayChart).tick()
 
     @property
     def run_at_cursor(self) -> Run | None:

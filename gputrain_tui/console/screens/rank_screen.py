@@ -17,7 +17,7 @@ from gputrain_tui.console.panel_container import (
     layout_size,
     place_in_grid,
 )
-from gputrain_tui.console.screens.charts_screen import ChartScreen
+from gputrain_tui.console.screens.chart_screen import ChartScreen
 from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.log_view import LogView

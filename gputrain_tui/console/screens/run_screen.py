@@ -11,7 +11,7 @@ from textual.geometry import Size
 from textual.widget import Widget
 
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelContainer, PanelName, arrange
-from gputrain_tui.console.screens.charts_screen import ChartScreen
+from gputrain_tui.console.screens.chart_screen import ChartScreen
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, relaunch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.findings import Findings

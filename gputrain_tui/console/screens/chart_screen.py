@@ -18,7 +18,7 @@ from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, Ear
 from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
-from gputrain_tui.console.widgets.loss_curves import CurveReader
+from gputrain_tui.console.widgets.overlay_chart import CurveReader
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.history.run_folders import ancestors_of

@@ -171,7 +171,7 @@ class CurveReader:
         self._reader.close()
 
 
-class LossCurves(Canvas):
+class OverlayChart(Canvas):
     """Chart of several runs' curves."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(*CURVES)
