@@ -14,7 +14,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from gputrain_tui.diagnosis.bounds import bounds, outside_torch
-from gputrain_tui.diagnosis.contention import Contention
+from gputrain_tui.diagnosis.contention import Contention, throttled_ranks
 from gputrain_tui.diagnosis.hang import hang
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
@@ -144,11 +144,13 @@ class Diagnosis:
         }
         if added is None:
             return checks
-        timeline = self._timeline
+        timeline, throttled = self._timeline, throttled_ranks(state)
         return {
-            "straggler": lambda: stragglers(state, timeline, uneven=("imbalance", None) in self._raised),
-            "imbalance": lambda: self._imbalance.symptoms(timeline, added),
-            "input_bound": lambda: bounds(state, timeline),
+            "straggler": lambda: stragglers(
+                state, timeline, uneven=("imbalance", None) in self._raised, throttled=throttled
+            ),
+            "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(throttled)),
+            "input_bound": lambda: bounds(state, timeline, throttled=bool(throttled)),
             "loss_spike": lambda: loss_spikes(state, timeline),
             **checks,
         }
@@ -162,7 +164,7 @@ class Diagnosis:
         if key not in self._raised:
             return True
         cause = self._raised[key][0].cause
-        return cause == "unattributed" and symptom.cause != cause
+        return symptom.cause != cause and (cause == "unattributed" or symptom.cause == "cpu_quota")
 
     def _clear(self, present: dict[Key, Symptom], state: RunState, now: float) -> list[Finding]:
         events = []

@@ -130,6 +130,9 @@ CRITICAL_CORE_WAIT_SHARE = threshold(0.5, "share", "more_busy_threads_than_cores
 """That share for a critical finding."""
 MIN_THREAD_EXCESS = threshold(1.1, "ratio", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Minimum ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
+MIN_THROTTLED_SHARE = threshold(0.1, "share", "a_quota_that_holds_ranks_back_is_named_and_nothing_else_is_blamed")
+"""Share of time in which a CPU quota holds ranks back, for a finding: as much of a step is lost to it, and the kernel
+counts some throttled time also for ranks that use their quota up only now and then."""
 MIN_OTHERS_SHARE = threshold(0.25, "share", "no_advice_is_given_that_is_followed_already")
 """Share of the cores from which other processes are mentioned."""
 

@@ -32,6 +32,7 @@ CAUSES = {
     "garbage_collection": "garbage collection",
     "cpu_steal": "stolen CPU time",
     "core_wait": "no free core",
+    "cpu_quota": "cpu quota",
     "gpu_clock": "GPU clock",
     "gpu_thermal": "GPU heat",
     "unattributed": "",

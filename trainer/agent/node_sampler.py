@@ -160,6 +160,7 @@ class NodeSampler:
             sample.steal_percent = _percent(after.stolen - before.stolen, ticks)
         self._cores = after
         processes: dict[int, ProcessUsage] = {}
+        pids: dict[int, int] = {}
         threads: dict[int, dict[str, int]] = {}
         # Share of the time that a main thread waits for a core, from which on all threads of its process are sampled.
         waits_percent = 10.0
@@ -182,8 +183,8 @@ class NodeSampler:
             if self._run_dir is not None:
                 of_rank.log_bytes = size_of(self._run_dir.rank_log(rank))
             sample.ranks.append(of_rank)
-            processes[rank] = process
-        self._sample_limits(sample, seconds)
+            processes[rank], pids[rank] = process, pid
+        self._sample_limits(sample, pids, seconds)
         self._sample_children(sample.ranks, seconds)
         self._processes, self._busy_ns = processes, threads
         if before is not None and after is not None and seconds > 0 and sample.cores == sample.machine_cores:
@@ -198,13 +199,13 @@ class NodeSampler:
         self._writer.write(sample)
         return sample
 
-    def _sample_limits(self, sample: NodeSample, seconds: float) -> None:
+    def _sample_limits(self, sample: NodeSample, pids: Mapping[int, int], seconds: float) -> None:
         """Sample the cores that the ranks may use, and the time for which CPU quotas hold them back."""
         quotas: dict[Path, CpuQuota] = {}
         shared: set[Path] | None = None
         cores: set[int] = set()
         for of_rank in sample.ranks:
-            pid = self._pids[of_rank.rank]
+            pid = pids[of_rank.rank]
             cgroup = cpu_cgroup(pid, proc=self._proc)
             of_cgroup = cgroup.quotas()
             quotas |= of_cgroup

@@ -102,6 +102,12 @@ def share_of_cores(*, own: int, parent: int, quota: float | None, local_ranks: i
     return max(1, cores)
 
 
+def threads_of_quota() -> str | None:
+    """Return the threads for which the CPU quota suffices, of which libraries know nothing; None where none binds."""
+    quota, threads = cpu_quota(), usable_cores()
+    return str(threads) if quota is not None and threads == max(1, int(quota)) else None
+
+
 def read_core_times(proc: Path = PROC) -> CoreTimes | None:
     """Return the total, busy and stolen time of all cores since boot; None if ``/proc/stat`` is unreadable."""
     # Its first line: cpu user nice system idle iowait irq softirq steal guest guest_nice; user includes guest.
