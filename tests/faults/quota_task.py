@@ -11,9 +11,10 @@ from torch import nn
 
 
 class QuotaOptions(FaultOptions, kw_only=True, forbid_unknown_fields=True):
-    cgroups: list[str] = []
-    """Folders that hold a cgroup each, which the ranks of ``held`` join."""
-    held: list[int] = []
+    cgroup: str
+    """Folder of the cgroup that some ranks join."""
+    held: list[int]
+    """These ranks."""
 
 
 class QuotaTask(FaultTask):
@@ -22,6 +23,5 @@ class QuotaTask(FaultTask):
 
     def model(self) -> nn.Module:
         if dist.get_rank() in self.options.held:
-            for folder in self.options.cgroups:
-                Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+            Path(self.options.cgroup, "cgroup.procs").write_text(str(os.getpid()))
         return super().model()

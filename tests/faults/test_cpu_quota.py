@@ -29,13 +29,13 @@ task = "{task}:QuotaTask"
 batch_size = 64
 max_updates = 1000000
 save_every_epochs = 0
-threads = {threads}
+threads = 1
 
 [task]
-cgroups = ["{cgroup}"]
+cgroup = "{cgroup}"
 held = {held}
 """
-SAMPLES_AFTER = 15
+SAMPLES_AFTER = 10
 """Samples, one a second, after the finding: as many as any other finding about cores needs."""
 
 MakeCgroup = Callable[..., Path]
@@ -69,11 +69,11 @@ def cgroup() -> Iterator[MakeCgroup]:
         folder.rmdir()
 
 
-def findings_of(folder: Path, cgroup: Path, *, held: list[int], threads: int = 1) -> list[Finding]:
+def findings_of(folder: Path, cgroup: Path, *, held: list[int]) -> list[Finding]:
     """Run with ranks in the cgroup, until some seconds after the first finding about cores; return all findings."""
     task = Path(__file__).with_name("quota_task.py")
     recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE.format(task=task, cgroup=cgroup, held=held, threads=threads))
+    recipe.write_text(RECIPE.format(task=task, cgroup=cgroup, held=held))
     command = subprocess.Popen(
         [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
         env={**os.environ, "GPUTRAIN_HOME": str(folder), "NO_COLOR": "1", "PYTHONPATH": str(task.parent)},
@@ -115,7 +115,6 @@ def test_a_quota_that_holds_ranks_back_is_named_and_neither_others_nor_batches_a
     who = "2 ranks" if len(held) == 2 else "rank 1"
     assert first.message.startswith(f"a cpu quota of 0.25 cores holds {who} on ")
     assert first.advice.startswith("raise that quota (cpu.max or cpu.cfs_quota_us")
-    assert first.evidence["throttled_share"] >= 0.25
     assert {(each.kind, each.cause) for each in found} <= {("cpu_contention", "cpu_quota"), ("straggler", "cpu_quota")}
 
 
