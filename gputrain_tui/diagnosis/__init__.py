@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from gputrain_tui.diagnosis.bounds import bounds, outside_torch
 from gputrain_tui.diagnosis.contention import Contention, throttled_ranks
+from gputrain_tui.diagnosis.gpu_throttling import GpuThrottling
 from gputrain_tui.diagnosis.hang import hang
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
@@ -33,7 +34,7 @@ __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-    "loss_spike", "outside_torch", "stalled",
+    "loss_spike", "outside_torch", "stalled", "gpu_throttled",
 ))  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
 
@@ -50,6 +51,7 @@ class Diagnosis:
         self._timeline = Timeline()
         self._imbalance = Imbalance()
         self._contention = Contention()
+        self._gpu_throttling = GpuThrottling()
         self._memory = MemoryGrowth()
         self._non_finite = NonFinite()
         self._activity = RankActivity()
@@ -136,6 +138,7 @@ class Diagnosis:
         """Return the checks by the kind of their findings; ``added``: new rows, None where there are none any more."""
         checks: dict[str, Callable[[], Sequence[Symptom]]] = {
             "cpu_contention": lambda: self._contention.symptoms(state),
+            "gpu_throttled": lambda: self._gpu_throttling.symptoms(state),
             "non_finite": lambda: self._non_finite.symptoms(state, now),
             "memory_creep": lambda: self._memory.symptoms(state),
             "outside_torch": lambda: outside_torch(state, self._timeline),

@@ -137,6 +137,18 @@ MIN_OTHERS_SHARE = threshold(0.25, "share", "no_advice_is_given_that_is_followed
 """Share of the cores from which other processes are mentioned."""
 
 
+# ------------------------------------------------------------ throttled GPUs
+
+GPU_CLOCK_SAMPLES = threshold(10, "samples", "throttled_gpus_of_a_host_are_one_finding_that_names_the_reason")
+"""Samples, one a second, over which throttling is counted: a clock dips for a second or two now and then."""
+GPU_THROTTLED_SHARE = threshold(0.5, "share", "throttled_gpus_of_a_host_are_one_finding_that_names_the_reason")
+"""Share of these samples in which a GPU must be throttled for a finding: software slowdowns come and go by seconds."""
+SLOWDOWN_CLOCK_SHARE = threshold(0.9, "share", "a_gpu_is_throttled_by_its_reason_and_its_clock")
+"""Share of the maximum clock below which heat or a power brake costs more than noise."""
+POWER_CAP_CLOCK_SHARE = threshold(0.5, "share", "a_gpu_is_throttled_by_its_reason_and_its_clock")
+"""Likewise for the power cap, which holds most busy GPUs at two thirds of it or more: below half, it was set low."""
+
+
 # ------------------------------------------------------------ losses and gradients
 
 MIN_EARLIER_EVENTS = threshold(20, "events", "a_jump_of_the_loss_counts_by_its_height")
