@@ -163,11 +163,15 @@ class Diagnosis:
         return any(key[0] == "desync" and key not in self._raised for key in state.findings)
 
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
-        """Whether a symptom is not raised yet, or was raised without the cause that is known now."""
+        """Whether a symptom is not raised yet, or was raised without the cause that is known now.
+
+        Ranks that wait for cores may do so for another cause than before: a quota that is set, or lifted.
+        """
         if key not in self._raised:
             return True
         cause = self._raised[key][0].cause
-        return symptom.cause != cause and (cause == "unattributed" or symptom.cause == "cpu_quota")
+        other = cause == "unattributed" or symptom.cause == "cpu_quota" or symptom.kind == "cpu_contention"
+        return other and symptom.cause != cause
 
     def _clear(self, present: dict[Key, Symptom], state: RunState, now: float) -> list[Finding]:
         events = []

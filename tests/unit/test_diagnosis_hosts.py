@@ -183,6 +183,8 @@ def test_other_processes_are_blamed_beside_a_quota_only_for_what_it_does_not_exp
     (found,) = sampled(run, 20, **OTHERS_BUSY, throttled_percent=(70.0, 70.0))  # type: ignore[arg-type]
     assert (found.cause, found.state) == ("cpu_quota", "raised"), "it says so when that becomes the cause"
     assert sampled(run, 20, **OTHERS_BUSY, throttled_percent=(70.0, 70.0)) == []  # type: ignore[arg-type]
+    (found,) = sampled(run, 20, **OTHERS_BUSY)  # type: ignore[arg-type]
+    assert (found.cause, found.state) == ("core_wait", "raised"), "the quota was lifted, and others are busy still"
 
 
 @pytest.mark.parametrize(("throttled", "kinds"), [(40.0, {"cpu_contention"}), (2.0, {"imbalance"})])

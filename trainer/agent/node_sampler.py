@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample, RunDir
 from trainer.contract.record.regular_file import size_of
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
-from trainer.host.cpu_cgroup import CpuQuota, affinity, cpu_cgroup
+from trainer.host.cpu_cgroup import CpuCgroup, CpuQuota, affinity, cpu_cgroup
 from trainer.host.memory import read_usable_memory
 from trainer.host.proc_files import PROC
 from trainer.host.processes import (
@@ -202,26 +202,27 @@ class NodeSampler:
     def _sample_limits(self, sample: NodeSample, pids: Mapping[int, int], seconds: float) -> None:
         """Sample the cores that the ranks may use, and the time for which CPU quotas hold them back."""
         quotas: dict[Path, CpuQuota] = {}
-        shared: set[Path] | None = None
+        of_cgroups: dict[CpuCgroup, dict[Path, CpuQuota]] = {}
         cores: set[int] = set()
         for of_rank in sample.ranks:
             pid = pids[of_rank.rank]
             cgroup = cpu_cgroup(pid, proc=self._proc)
-            of_cgroup = cgroup.quotas()
-            quotas |= of_cgroup
-            shared = set(of_cgroup) if shared is None else shared & set(of_cgroup)
+            if cgroup not in of_cgroups:
+                of_cgroups[cgroup] = cgroup.quotas()
+                quotas |= of_cgroups[cgroup]
+                sample.cpuset_cores = sample.cpuset_cores or cgroup.cpuset_cores()
             cores |= affinity(pid, proc=self._proc)
-            sample.cpuset_cores = sample.cpuset_cores or cgroup.cpuset_cores()
             shares = [
                 (quota.held_back_share(self._quotas[folder], seconds), -quota.cores)
-                for folder, quota in of_cgroup.items()
+                for folder, quota in of_cgroups[cgroup].items()
                 if folder in self._quotas and seconds > 0
             ]
             if shares:
                 share, negative = max(shares)
                 of_rank.cpu_throttled_percent, of_rank.cpu_quota_cores = round(100 * share, 1), -negative
         self._quotas = quotas
-        usable = min([float(len(cores) or usable_cores()), *(quotas[folder].cores for folder in shared or ())])
+        shared = (quota for folder, quota in quotas.items() if all(folder in each for each in of_cgroups.values()))
+        usable = min([float(len(cores) or usable_cores()), *(quota.cores for quota in shared)])
         sample.cores = max(1, int(usable))
 
     def _sample_children(self, ranks: Sequence[RankSample], seconds: float) -> None:

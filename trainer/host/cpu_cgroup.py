@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from trainer.host.proc_files import PROC, read_text
@@ -58,8 +58,13 @@ class CpuCgroup:
 
 def cpu_cgroup(pid: int | None = None, proc: Path = PROC) -> CpuCgroup:
     """Return the cgroup of a process, by default of this one; without folders if it is not visible from here."""
+    return _cpu_cgroup(read_text(proc / ("self" if pid is None else str(pid)) / "cgroup"), proc)
+
+
+@lru_cache(maxsize=64)  # the ranks of a node are asked for once a second, and mostly share one
+def _cpu_cgroup(entries: str, proc: Path) -> CpuCgroup:
     found: dict[str, tuple[Path, ...]] = {"cpu": (), "cpuset": ()}
-    for line in read_text(proc / ("self" if pid is None else str(pid)) / "cgroup").splitlines():
+    for line in entries.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller, folders in found.items():
             if not controllers or controller in controllers.split(","):
