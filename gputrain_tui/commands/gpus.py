@@ -128,8 +128,8 @@ def _machine(inventory: Inventory) -> str:
     """Return host, cores, memory, load and addresses, one line each."""
     cpus, memory = inventory.cpus, inventory.memory
     cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
-    if cpus.usable < cpus.logical:
-        cores += f", {cpus.usable} usable here"
+    if cpus.limit:
+        cores += f", {cpus.usable} usable here ({cpus.limit})"
     lines = [("host", f"{inventory.host}  {inventory.system}"), ("cpu", f"{cpus.model}  {cores}".strip())]
     if memory.total_bytes is not None:
         lines.append(("memory", f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}"))

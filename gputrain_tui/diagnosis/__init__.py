@@ -14,7 +14,8 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from gputrain_tui.diagnosis.bounds import bounds, outside_torch
-from gputrain_tui.diagnosis.contention import Contention
+from gputrain_tui.diagnosis.contention import Contention, throttled_ranks
+from gputrain_tui.diagnosis.gpu_throttling import GpuThrottling
 from gputrain_tui.diagnosis.hang import hang
 from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
@@ -33,7 +34,7 @@ __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-    "loss_spike", "outside_torch", "stalled",
+    "loss_spike", "outside_torch", "stalled", "gpu_throttled",
 ))  # fmt: skip
 """Kinds of findings that this package raises; the ranks raise the others themselves."""
 
@@ -50,6 +51,7 @@ class Diagnosis:
         self._timeline = Timeline()
         self._imbalance = Imbalance()
         self._contention = Contention()
+        self._gpu_throttling = GpuThrottling()
         self._memory = MemoryGrowth()
         self._non_finite = NonFinite()
         self._activity = RankActivity()
@@ -136,6 +138,7 @@ class Diagnosis:
         """Return the checks by the kind of their findings; ``added``: new rows, None where there are none any more."""
         checks: dict[str, Callable[[], Sequence[Symptom]]] = {
             "cpu_contention": lambda: self._contention.symptoms(state),
+            "gpu_throttled": lambda: self._gpu_throttling.symptoms(state),
             "non_finite": lambda: self._non_finite.symptoms(state, now),
             "memory_creep": lambda: self._memory.symptoms(state),
             "outside_torch": lambda: outside_torch(state, self._timeline),
@@ -144,11 +147,13 @@ class Diagnosis:
         }
         if added is None:
             return checks
-        timeline = self._timeline
+        timeline, throttled = self._timeline, throttled_ranks(state)
         return {
-            "straggler": lambda: stragglers(state, timeline, uneven=("imbalance", None) in self._raised),
-            "imbalance": lambda: self._imbalance.symptoms(timeline, added),
-            "input_bound": lambda: bounds(state, timeline),
+            "straggler": lambda: stragglers(
+                state, timeline, uneven=("imbalance", None) in self._raised, throttled=throttled
+            ),
+            "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(throttled)),
+            "input_bound": lambda: bounds(state, timeline, throttled=bool(throttled)),
             "loss_spike": lambda: loss_spikes(state, timeline),
             **checks,
         }
@@ -158,11 +163,15 @@ class Diagnosis:
         return any(key[0] == "desync" and key not in self._raised for key in state.findings)
 
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
-        """Whether a symptom is not raised yet, or was raised without the cause that is known now."""
+        """Whether a symptom is not raised yet, or was raised without the cause that is known now.
+
+        Ranks that wait for cores may do so for another cause than before: a quota that is set, or lifted.
+        """
         if key not in self._raised:
             return True
         cause = self._raised[key][0].cause
-        return cause == "unattributed" and symptom.cause != cause
+        other = cause == "unattributed" or symptom.cause == "cpu_quota" or symptom.kind == "cpu_contention"
+        return other and symptom.cause != cause
 
     def _clear(self, present: dict[Key, Symptom], state: RunState, now: float) -> list[Finding]:
         events = []

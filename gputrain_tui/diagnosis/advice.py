@@ -11,6 +11,7 @@ CAUSE_NAMES = {
     "garbage_collection": "Python's garbage collection",
     "cpu_steal": "CPU time that other virtual machines take on its host",
     "core_wait": "waiting for a free core",
+    "cpu_quota": "the cpu quota of its cgroup",
     "gpu_clock": "its GPU's lower clock",
     "gpu_thermal": "thermal throttling of its GPU",
 }
@@ -39,6 +40,10 @@ ADVICE = {
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
     "core_wait": "give each rank enough cores: no other jobs here, and no more threads and loader workers than cores",
+    "cpu_quota": "raise that quota (cpu.max or cpu.cfs_quota_us of the cgroup; docker --cpus, Kubernetes limits.cpu, "
+    "systemd CPUQuota)",
+    "cpuset": "give it more cores (cpuset.cpus of the cgroup; docker --cpuset-cpus, Slurm --cpus-per-task)",
+    "cpu_affinity": "give it more cores (taskset, numactl, srun --cpu-bind)",
     "gpu_clock": "check its clocks and throttle reasons (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER), its power limit "
     "and fixed clocks, or use another GPU; a slower model stays behind as long as ranks get equal batches",
     "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "

@@ -14,15 +14,15 @@ from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
 
-def bounds(state: RunState, timeline: Timeline) -> list[Symptom]:
-    """Return the symptoms of a run bound by its input or by communication."""
+def bounds(state: RunState, timeline: Timeline, *, throttled: bool = False) -> list[Symptom]:
+    """Return the symptoms of a run bound by its input or by communication; by the latter not while it is throttled."""
     window = timeline.last(limit.BOUND_WINDOW_STEPS)
     if len(window) < limit.BOUND_WINDOW_STEPS:
         return []
     usual_ms = base_ms(window)
     if usual_ms <= 0.0:
         return []
-    symptoms = (_input(window, usual_ms), _communication(state, window))
+    symptoms = (_input(window, usual_ms), None if throttled else _communication(state, window))
     return [symptom for symptom in symptoms if symptom is not None]
 
 

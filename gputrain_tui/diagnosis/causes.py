@@ -46,6 +46,9 @@ def cause_of(
     stolen = _steal_excess(state, rank)
     if stolen * median([row.phases[index].own for row in window]) >= least:
         return known_cause("cpu_steal", {"steal_excess_percent": 100 * stolen})
+    held_back = _throttled_excess(state, rank)
+    if held_back * median([row.phases[index].own for row in window]) >= least:
+        return known_cause("cpu_quota", {"throttled_excess_percent": 100 * held_back})
     if sum(phases[phase] for phase in DEVICE_PHASES) >= least:
         on_device = median([c.forward + c.backward + c.optimizer for c in (row.phases[index] for row in window)])
         if (cause := _lower_clock(state, rank, on_device, least)) is not None:
@@ -87,6 +90,14 @@ def _steal_excess(state: RunState, rank: int) -> float:
     shares = {number: sample.steal_percent or 0.0 for number, sample in state.nodes.items()}
     others = [share for number, share in shares.items() if number != node]
     return max(0.0, shares[node] - median(others)) / 100 if node in shares and others else 0.0
+
+
+def _throttled_excess(state: RunState, rank: int) -> float:
+    """Return the share of time for which a CPU quota holds a rank back, in excess of the other ranks' median."""
+    samples = (each for sample in state.nodes.values() for each in sample.ranks)
+    shares = {each.rank: (each.cpu_throttled_percent or 0.0) / 100 for each in samples}
+    own = shares.pop(rank, 0.0)
+    return max(0.0, own - median(shares.values())) if own and shares else 0.0
 
 
 def _lower_clock(state: RunState, rank: int, on_device_ms: float, least_ms: float) -> Cause | None:

@@ -1,4 +1,4 @@
-"""Detects hosts on which ranks wait for cores because there are more busy threads than cores."""
+"""Detects hosts on which ranks wait for cores: more threads are busy than cores, or a cgroup's CPU quota is used up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from gputrain_tui.diagnosis import thresholds as limit
+from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.state import RunState
 from trainer.contract.record import NodeSample, RankSample
@@ -20,7 +21,7 @@ class Contention:
         self._found: dict[int, Symptom | None] = {}
 
     def symptoms(self, state: RunState) -> list[Symptom]:
-        """Return the hosts with fewer cores than busy threads."""
+        """Return the hosts with fewer cores than busy threads, or with a quota that holds ranks back."""
         for node, sample in state.nodes.items():
             kept = self._samples.setdefault(node, deque(maxlen=limit.CORE_WAIT_SAMPLES))
             if kept and kept[-1] is sample:
@@ -29,8 +30,59 @@ class Contention:
                 kept.clear()  # all ranks load torch at once while they start
             kept.append(sample)
             threads = max((state.ranks[each.rank].threads or 0 for each in sample.ranks), default=0)
-            self._found[node] = _symptom(kept, alone=len(state.nodes) == 1, step=state.step, set_threads=threads)
+            alone = len(state.nodes) == 1
+            found = _quota_symptom(kept, alone=alone, step=state.step, set_threads=threads)
+            if found is None or found.value < found.threshold:
+                found = _symptom(kept, alone=alone, step=state.step, set_threads=threads) or found
+            self._found[node] = found
         return [symptom for symptom in self._found.values() if symptom is not None]
+
+
+def throttled_ranks(state: RunState) -> frozenset[int]:
+    """Return the ranks that a CPU quota holds back at the moment: what they are late for is no other cause's."""
+    samples = (each for sample in state.nodes.values() for each in sample.ranks)
+    return frozenset(each.rank for each in samples if _throttled_share(each) >= limit.MIN_THROTTLED_SHARE)
+
+
+def _throttled_share(rank: RankSample) -> float:
+    return (rank.cpu_throttled_percent or 0.0) / 100
+
+
+def _quota_symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threads: int) -> Symptom | None:
+    """Return the symptom of a host whose ranks a CPU quota holds back; None while there are too few samples."""
+    newest = samples[-1]
+    shares: dict[int, list[float]] = {}
+    quotas = {each.rank: each.cpu_quota_cores for each in newest.ranks}
+    for each in (each for sample in samples for each in sample.ranks if each.rank in quotas):
+        shares.setdefault(each.rank, []).append(_throttled_share(each))
+    medians = {rank: median(each) for rank, each in shares.items() if len(each) >= limit.CORE_WAIT_SAMPLES}
+    if not medians:
+        return None
+    worst = max(medians, key=medians.__getitem__)
+    share = medians[worst]
+    held = [rank for rank, each in medians.items() if each >= limit.MIN_THROTTLED_SHARE] or [worst]
+    cores = [quota for rank in held if (quota := quotas[rank]) is not None]
+    if not cores or share < limit.CLEAR_SHARE * limit.MIN_THROTTLED_SHARE:
+        return None
+    least = min(cores)
+    number = f"{least:g}" if least == max(cores) else f"{least:g} to {max(cores):g}"
+    who = f"rank {worst}" if len(held) == 1 else f"{len(held)} ranks"
+    fewer = ", or start fewer ranks or threads there" if len(held) > 1 or set_threads != 1 else ""
+    return Symptom(
+        kind="cpu_contention",
+        rank=None if alone else min(quotas),
+        host=newest.host,
+        value=share,
+        threshold=limit.MIN_THROTTLED_SHARE,
+        confirmed=sum(each >= share / 2 for each in shares[worst]) >= limit.MIN_AGREEING_SHARE * len(samples),
+        severity="critical" if share >= limit.CRITICAL_CORE_WAIT_SHARE else "warning",
+        cause="cpu_quota",
+        step=step,
+        message=f"a cpu quota of {number} core{'s' * (number != '1')} holds {who} on {newest.host} back "
+        f"{percent(share)} of the time",
+        evidence={"throttled_share": share, "quota_cores": least, "ranks": float(len(held))},
+        advice=ADVICE["cpu_quota"] + fewer,
+    )
 
 
 def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threads: int) -> Symptom | None:
@@ -42,7 +94,10 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
     newest = samples[-1]
     if len(known) < limit.CORE_WAIT_SAMPLES or not newest.cores:
         return None
-    waits = [median([rank.wait_percent or 0.0 for rank in each.ranks]) / 100 for each in known]
+    # A thread that the quota holds back counts as waiting, too: that is none of the other threads' doing.
+    waits = [
+        median([(rank.wait_percent or 0.0) / 100 - _throttled_share(rank) for rank in each.ranks]) for each in known
+    ]
     share, cores, ranks = median(waits), newest.cores, len(newest.ranks)
     if share < limit.CLEAR_SHARE * limit.MIN_CORE_WAIT_SHARE:
         return None
@@ -57,6 +112,13 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
     is_set = 0 < set_threads <= threads
     workers = None if newest.ranks[0].children is None else sum(rank.children or 0 for rank in newest.ranks)
     remedies = _remedies(ranks, cores, own / ranks, None if is_set else threads, taken=taken, workers=workers)
+    kept_from = cores < (newest.machine_cores or 0)  # other cores of the machine, by a mask that the quota is not
+    in_cpuset = kept_from and newest.cpuset_cores == cores
+    of_machine = ""
+    if kept_from:
+        whose = "the cpuset of its cgroup" if in_cpuset else "its CPU affinity"
+        of_machine = f" of {newest.machine_cores}, all that {whose} allows"
+        remedies.append(ADVICE["cpuset" if in_cpuset else "cpu_affinity"])
     return Symptom(
         kind="cpu_contention",
         rank=None if alone else min(rank.rank for rank in newest.ranks),
@@ -65,10 +127,10 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
         threshold=limit.MIN_CORE_WAIT_SHARE,
         confirmed=sum(each >= share / 2 for each in waits) >= limit.MIN_AGREEING_SHARE * len(waits),
         severity="info" if not remedies else "critical" if share >= limit.CRITICAL_CORE_WAIT_SHARE else "warning",
-        cause="core_wait",
+        cause="cpuset" if in_cpuset else "cpu_affinity" if kept_from else "core_wait",
         step=step,
         message=f"{who} {percent(share)} of the time for a free core: {own + others:.1f} threads{and_others} are busy "
-        f"on {cores} core{'s' * (cores != 1)}",
+        f"on {cores} core{'s' * (cores != 1)}{of_machine}",
         evidence={
             "core_wait_share": share,
             "busy_threads": own + others,

@@ -48,10 +48,15 @@ class Imbalance:
         self._rows = 0
         """Rows in the block that is not complete."""
 
-    def symptoms(self, timeline: Timeline, added: Sequence[StepRow]) -> list[Symptom]:
-        """Return the symptom of uneven work; ``added``: the rows since the last call, in order."""
-        if len(self._waits) != len(timeline.ranks) or not timeline.rows:
+    def symptoms(self, timeline: Timeline, added: Sequence[StepRow], *, throttled: bool = False) -> list[Symptom]:
+        """Return the symptom of uneven work; ``added``: the rows since the last call, in order.
+
+        ``throttled``: a CPU quota holds ranks back, each at other times, so that these rows show nothing about work.
+        """
+        if len(self._waits) != len(timeline.ranks) or not timeline.rows or throttled:
             self._start(len(timeline.ranks))
+        if throttled:
+            return []
         for row in added:
             if len(row.phases) < 2 or not row.synced or not row.waits:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import accumulate, islice
 from statistics import median
 
@@ -20,8 +20,10 @@ from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 
 
-def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> list[Symptom]:
-    """Return the late ranks, each with its cause if that is known.
+def stragglers(
+    state: RunState, timeline: Timeline, *, uneven: bool = False, throttled: Set[int] = frozenset()
+) -> list[Symptom]:
+    """Return the late ranks, each with its cause if that is known; ``throttled``: those that a CPU quota holds back.
 
     Rows whose waits for the synchronisation were not measured are skipped. Where work is known to be uneven, a rank may
     by chance be late in most steps of a window, but not in those of several.
@@ -55,7 +57,8 @@ def stragglers(state: RunState, timeline: Timeline, *, uneven: bool = False) -> 
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
-            symptom = _core_wait_symptom(rows[-limit.CORE_WAIT_ROWS :], rank, index, waits[index]) or symptom
+            recent = rows[-limit.CORE_WAIT_ROWS :]
+            symptom = _core_wait_symptom(recent, rank, index, waits[index], throttled=rank in throttled) or symptom
         if symptom is not None:
             symptoms.append(symptom)
     return symptoms
@@ -136,8 +139,13 @@ def _core_wait_excess(rows: Sequence[StepRow]) -> list[float] | None:
     return [median(waits) for waits in zip(*(row.core_wait_excess for row in recent), strict=True)]
 
 
-def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms: float) -> Symptom | None:
-    """Return the symptom of a rank with longer waits for a core, over ``CORE_WAIT_ROWS`` rows: waits come in bursts."""
+def _core_wait_symptom(
+    recent: Sequence[StepRow], rank: int, index: int, late_ms: float, *, throttled: bool
+) -> Symptom | None:
+    """Return the symptom of a rank with longer waits for a core, over ``CORE_WAIT_ROWS`` rows: waits come in bursts.
+
+    ``throttled``: its CPU quota makes it wait.
+    """
     if late_ms <= 0.0:
         return None
     step_ms = median([row.step_ms for row in recent])
@@ -150,7 +158,7 @@ def _core_wait_symptom(recent: Sequence[StepRow], rank: int, index: int, late_ms
         and sum(value >= late_ms / 2 for value in waits) >= limit.CORE_WAIT_AGREEING_SHARE * limit.CORE_WAIT_ROWS
     )
     evidence = {"core_wait_excess_ms": late_ms, "late_ms": median([row.late_ms(index) for row in recent])}
-    cause = known_cause("core_wait")
+    cause = known_cause("cpu_quota" if throttled else "core_wait")
     return _symptom(rank, late_ms, step_ms, gate, cause, evidence, step=recent[-1].step, confirmed=steady)
 
 

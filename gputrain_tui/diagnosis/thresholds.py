@@ -130,8 +130,23 @@ CRITICAL_CORE_WAIT_SHARE = threshold(0.5, "share", "more_busy_threads_than_cores
 """That share for a critical finding."""
 MIN_THREAD_EXCESS = threshold(1.1, "ratio", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Minimum ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
+MIN_THROTTLED_SHARE = threshold(0.1, "share", "a_quota_that_holds_ranks_back_is_named_and_nothing_else_is_blamed")
+"""Share of time in which a CPU quota holds ranks back, for a finding: as much of a step is lost to it, and the kernel
+counts some throttled time also for ranks that use their quota up only now and then."""
 MIN_OTHERS_SHARE = threshold(0.25, "share", "no_advice_is_given_that_is_followed_already")
 """Share of the cores from which other processes are mentioned."""
+
+
+# ------------------------------------------------------------ throttled GPUs
+
+GPU_CLOCK_SAMPLES = threshold(10, "samples", "throttled_gpus_of_a_host_are_one_finding_that_names_the_reason")
+"""Samples, one a second, over which throttling is counted: a clock dips for a second or two now and then."""
+GPU_THROTTLED_SHARE = threshold(0.5, "share", "throttled_gpus_of_a_host_are_one_finding_that_names_the_reason")
+"""Share of these samples in which a GPU must be throttled for a finding: software slowdowns come and go by seconds."""
+SLOWDOWN_CLOCK_SHARE = threshold(0.9, "share", "a_gpu_is_throttled_by_its_reason_and_its_clock")
+"""Share of the maximum clock below which heat or a power brake costs more than noise."""
+POWER_CAP_CLOCK_SHARE = threshold(0.5, "share", "a_gpu_is_throttled_by_its_reason_and_its_clock")
+"""Likewise for the power cap, which holds most busy GPUs at two thirds of it or more: below half, it was set low."""
 
 
 # ------------------------------------------------------------ losses and gradients

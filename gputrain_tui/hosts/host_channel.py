@@ -25,7 +25,7 @@ from gputrain_tui.tables import printable
 
 MODULES = {
     "trainer.contract": "errors home_folder stop_level",
-    "trainer.host": "addresses boot cores descendants gpu_claims import_path memory nvml ports "
+    "trainer.host": "addresses boot cores cpu_cgroup descendants gpu_claims import_path memory nvml ports "
     "proc_files processes reachability resource_limits stop_request temporary_folder",
     "gputrain_tui.hosts": "host_agent host_frames host_names host_program host_session inventory machine_facts "
     "node_facts push_target",

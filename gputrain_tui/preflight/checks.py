@@ -232,11 +232,12 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
         )
     elif available is not None:
         yield ok("memory", f"{size(available)} available for {ranks_text}")
+    because = f" ({facts.cores_limit})" if facts.cores_limit else ""
     if cores is not None and ranks > cores:
-        what = f"{ranks_text} share {counted(cores, 'core')}: each step takes longer than with {cores}"
+        what = f"{ranks_text} share {counted(cores, 'core')}{because}: each step takes longer than with {cores}"
         yield CheckResult(status="note", check="cores", what=what, key=key)
     elif cores is not None:
-        yield ok("cores", f"{cores} for {ranks_text}")
+        yield ok("cores", f"{cores}{because} for {ranks_text}")
 
 
 def _shared_memory(

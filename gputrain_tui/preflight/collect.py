@@ -29,7 +29,7 @@ from trainer.contract.option_rules import start_option
 from trainer.contract.record.checkpoints import LOCK, foreign_run
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.host import resource_limits
-from trainer.host.cores import usable_cores
+from trainer.host.cores import usable_cpus
 from trainer.host.memory import read_usable_memory
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def collect_facts(
         home = folder_facts(paths.runs_folder())
         return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories, queried=queried)
     rendezvous, port = rendezvous_facts(plan, local)
-    memory, limits = read_usable_memory(), resource_limits.read_limits()
+    memory, cpus, limits = read_usable_memory(), usable_cpus(), resource_limits.read_limits()
     first = plan.nodes[0] is local_nodes[0]
     save_dir = recipe.train.save_dir
     return PreflightFacts(
@@ -67,7 +67,8 @@ def collect_facts(
         shm_free_bytes=resource_limits.free_bytes(resource_limits.SHM),
         memory_total_bytes=memory.total_bytes,
         memory_available_bytes=memory.available_bytes,
-        cores=usable_cores(),
+        cores=cpus.usable,
+        cores_limit=cpus.limit,
         open_files=limits.files,
         torch=installed_torch() if any("cpu" not in node.devices for node in local_nodes) else None,
         inventories=inventories,

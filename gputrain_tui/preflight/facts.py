@@ -43,6 +43,8 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_available_bytes: int | None = None
     cores: int | None = None
     """CPU cores that this process may use."""
+    cores_limit: str = ""
+    """Limit by which these are not all of the machine, in a few words; empty without one."""
     open_files: int | None = None
     """Soft limit of open files per process; None for unlimited."""
     torch: Torch | None = None

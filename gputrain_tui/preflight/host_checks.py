@@ -137,6 +137,7 @@ def _machine_limits(recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostF
         memory_total_bytes=facts.inventory.memory.total_bytes,
         memory_available_bytes=facts.inventory.memory.available_bytes,
         cores=facts.inventory.cpus.usable,
+        cores_limit=facts.inventory.cpus.limit,
         open_files=limits.files,
         torch=facts.environment.torch if facts.environment is not None else None,
         inventories={THIS_MACHINE: facts.inventory},

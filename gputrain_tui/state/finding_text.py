@@ -32,6 +32,7 @@ CAUSES = {
     "garbage_collection": "garbage collection",
     "cpu_steal": "stolen CPU time",
     "core_wait": "no free core",
+    "cpu_quota": "cpu quota",
     "gpu_clock": "GPU clock",
     "gpu_thermal": "GPU heat",
     "unattributed": "",
@@ -41,6 +42,7 @@ WORDS = {
     "input_bound": "waits for data",
     "communication_bound": "waits for the network",
     "cpu_contention": "too few cores",
+    "gpu_throttled": "GPU throttled",
     "imbalance": "uneven work",
     "memory_creep": "memory grows",
     "non_finite": "NaN or infinite",
@@ -54,7 +56,7 @@ WORDS = {
     "record_incomplete": "the record is incomplete",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
-HOST_KINDS = ("cpu_contention", "host_silent")
+HOST_KINDS = ("cpu_contention", "gpu_throttled", "host_silent")
 """Kinds of findings about a host; their rank is the host's first one."""
 
 

@@ -23,6 +23,7 @@ from trainer.agent.script_environment import launcher_environment, master_addres
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, Step, decode_events
+from trainer.host.cores import threads_of_quota
 from trainer.host.processes import descendants
 
 HERE = Path(__file__).parent
@@ -499,7 +500,7 @@ def test_a_rank_has_the_environment_variables_of_torchrun() -> None:
         (None, 2, {}, "ACCELERATE_USE_CPU", "true"),
         (None, 2, {"ACCELERATE_USE_CPU": "false"}, "ACCELERATE_USE_CPU", "false"),
         (None, 2, {}, "OMP_NUM_THREADS", "1"),
-        (None, 1, {}, "OMP_NUM_THREADS", None),
+        (None, 1, {}, "OMP_NUM_THREADS", threads_of_quota()),
         (None, 2, {"OMP_NUM_THREADS": "4"}, "OMP_NUM_THREADS", "4"),
     ],
 )

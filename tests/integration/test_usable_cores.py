@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.host.cores import cpu_quota, share_of_cores
+from trainer.host.cores import share_of_cores
 
 TASK = """
 import torch
@@ -39,34 +39,6 @@ def test_ranks_share_the_cores_that_they_may_use(
     own: int, parent: int, quota: float | None, local_ranks: int, cores: int
 ) -> None:
     assert share_of_cores(own=own, parent=parent, quota=quota, local_ranks=local_ranks) == cores
-
-
-@pytest.mark.parametrize(
-    ("entry", "files", "quota"),
-    [
-        ("0::/\n", {}, None),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
-        ("0::/job/step\n", {"job/cpu.max": "150000 100000\n", "job/step/cpu.max": "max 100000\n"}, 1.5),
-        ("0::/of/the/host\n", {"cpu.max": "50000 100000\n"}, 0.5),
-        ("3:cpuset:/\n1:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": "-1\n"}, None),
-        (
-            "3:cpuset:/\n1:cpu,cpuacct:/job\n",
-            {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
-            3.0,
-        ),
-    ],
-)
-def test_the_quota_is_the_least_of_the_cgroup_and_those_around_it(
-    tmp_path: Path, entry: str, files: dict[str, str], quota: float | None
-) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self/cgroup").write_text(entry)
-    for name, text in files.items():
-        (cgroup / name).parent.mkdir(parents=True, exist_ok=True)
-        (cgroup / name).write_text(text)
-    assert cpu_quota(proc, cgroup) == quota
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a mask that is smaller than the machine needs two cores")

@@ -11,6 +11,7 @@ from test_diagnosis_uneven import late_in_turns
 from gputrain_tui.cli import COMMANDS
 from gputrain_tui.console.actions import ACTIONS
 from gputrain_tui.diagnosis.advice import ADVICE
+from gputrain_tui.diagnosis.gpu_throttling import throttled_by
 from trainer.contract.record import Checkpoint, Finding, GpuSample, NodeSample, RankState, Validation
 
 SLOW_DEVICE: Slow = lambda step, rank: {"forward": 12.0, "backward": 24.0} if rank == 3 and step > 60 else {}  # noqa: E731
@@ -88,6 +89,54 @@ def test_gpus_throttled_alike_are_no_stragglers() -> None:
     run = SimulatedRun(device="cuda:0")
     sample_gpus(run, [960] * 4, {rank: ["power_cap"] for rank in range(4)})
     assert run.steps(200) == []
+
+
+@pytest.mark.parametrize(
+    ("clock", "reasons", "words"),
+    [
+        (960, ["thermal_software", "power_cap"], "heat"),
+        (1700, ["thermal_hardware", "hardware_slowdown"], "heat"),
+        (960, ["power_brake"], "the machine's power brake"),
+        (960, ["power_cap"], "its power cap"),
+        (1500, ["power_cap"], ""),
+        (1900, ["thermal_software"], ""),
+        (960, ["application_clocks"], ""),
+        (960, [], ""),
+        (None, ["thermal_software"], ""),
+    ],
+)
+def test_a_gpu_is_throttled_by_its_reason_and_its_clock(clock: int | None, reasons: list[str], words: str) -> None:
+    gpu = GpuSample(index=0, uuid="a", sm_clock_mhz=clock, max_sm_clock_mhz=1980, throttle_reasons=reasons)
+    assert throttled_by(gpu) == words
+
+
+@pytest.mark.parametrize(
+    ("hot", "message"),
+    [
+        ([3], "GPU 1 on node1 (rank 3) is throttled by heat: 960 of 1,980 MHz at 88 °C"),
+        ([2, 3], "2 GPUs on node1 are throttled by heat: 960 of 1,980 MHz at 88 °C on the slowest"),
+    ],
+)
+def test_throttled_gpus_of_a_host_are_one_finding_that_names_the_reason(hot: list[int], message: str) -> None:
+    run = SimulatedRun(device="cuda:0")
+
+    def seconds(count: int, *, throttled: bool) -> list[Finding]:
+        found = []
+        for _ in range(count):
+            clocks = [960 if throttled and rank in hot else 1980 for rank in range(4)]
+            sample_gpus(run, clocks, {rank: ["thermal_software"] for rank in hot if throttled}, 88.0)
+            found += run.steps(1)
+        return found
+
+    for _ in range(4):  # now and then
+        assert seconds(4, throttled=True) == []
+        assert seconds(8, throttled=False) == []
+    assert seconds(4, throttled=True) == []
+    (found,) = seconds(2, throttled=True)
+    assert (found.kind, found.rank, found.host, found.ranks) == ("gpu_throttled", 2, "node1", hot)
+    assert (found.cause, found.message, found.advice) == ("gpu_thermal", message, ADVICE["gpu_thermal"])
+    assert seconds(30, throttled=True) == []
+    assert summaries(seconds(9, throttled=False)) == [("gpu_throttled", "cleared", 2, "gpu_thermal")]
 
 
 def test_a_gpu_of_a_slower_model_is_one_lasting_straggler() -> None:

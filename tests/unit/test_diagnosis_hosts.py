@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_diagnosis import SimulatedRun, balanced, summaries
+from test_diagnosis import SimulatedRun, Slow, balanced, late, summaries
+from test_diagnosis_uneven import late_in_turns
 
 from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from trainer.contract.record import Finding, NodeSample, RankSample, RankState
@@ -21,25 +22,31 @@ def sampled(
     other_cpu_percent: float | None = None,
     children: int | None = None,
     node: int = 0,
+    throttled_percent: tuple[float, ...] = (),
+    quota_cores: float = 0.5,
+    machine_cores: int | None = None,
+    cpuset_cores: int | None = None,
+    slow: Slow = balanced,
 ) -> list[Finding]:
-    """Let as many seconds pass, each with a sample of a host whose ranks are all alike."""
+    """Let as many seconds pass, each with a sample of a host whose ranks are all alike, but for their throttling."""
     found = []
     for _ in range(seconds):
         run.now += 1.0
         samples = [
             RankSample(
                 rank=node * 2 + n, cpu_percent=cpu_percent, wait_percent=wait_percent, busy_threads=busy_threads,
-                children=children,
+                children=children, cpu_throttled_percent=throttled_percent[n] if throttled_percent else None,
+                cpu_quota_cores=quota_cores if throttled_percent else None,
             )
             for n in range(ranks)
         ]  # fmt: skip
         run.state.apply(
             NodeSample(
                 time=run.now, node=node, host=f"node{node}", cores=cores, ranks=samples,
-                other_cpu_percent=other_cpu_percent,
+                other_cpu_percent=other_cpu_percent, machine_cores=machine_cores, cpuset_cores=cpuset_cores,
             )
         )  # fmt: skip
-        found += run.steps(1)
+        found += run.steps(1, slow)
     return found
 
 
@@ -131,6 +138,95 @@ def test_each_crowded_host_has_its_own_finding() -> None:
     for _ in range(12):
         found += sampled(run, 1, node=0, wait_percent=80.0) + sampled(run, 1, node=1, wait_percent=80.0)
     assert [(finding.rank, finding.host) for finding in found[1:]] == [(0, "node0")]
+
+
+# --- quotas and cpusets ----------------------------------------------------------------------------------------------
+
+OTHERS_BUSY = {"wait_percent": 90.0, "busy_threads": 1.0, "other_cpu_percent": 300.0, "cores": 2}
+
+
+@pytest.mark.parametrize(
+    ("throttled", "quota", "message"),
+    [
+        ((62.0, 62.0), 0.5, "a cpu quota of 0.5 cores holds 2 ranks on node0 back 62 % of the time"),
+        ((3.0, 62.0), 1.0, "a cpu quota of 1 core holds rank 1 on node0 back 62 % of the time"),
+        ((0.0, 14.0), 0.5, "a cpu quota of 0.5 cores holds rank 1 on node0 back 14 % of the time"),
+        ((0.0, 7.0), 0.5, ""),
+    ],
+)
+def test_a_quota_that_holds_ranks_back_is_named_and_nothing_else_is_blamed(
+    throttled: tuple[float, ...], quota: float, message: str
+) -> None:
+    run = SimulatedRun(2)
+    run.steps(10)
+    sample = {"throttled_percent": throttled, "quota_cores": quota, "wait_percent": throttled[1] + 10.0, "cores": 1}
+    found = sampled(run, 12, **sample)  # type: ignore[arg-type]
+    assert [each.message for each in found] == [message] * bool(message)
+    if message:
+        (first,) = found
+        assert (first.kind, first.cause, first.host) == ("cpu_contention", "cpu_quota", "node0")
+        assert first.severity == ("critical" if throttled[1] >= 50.0 else "warning")
+        assert first.advice.startswith("raise that quota (cpu.max or cpu.cfs_quota_us of the cgroup; docker --cpus, ")
+        assert sampled(run, 60, **sample) == [], "it stands for as long as it lasts"  # type: ignore[arg-type]
+        # Cleared when half of the threshold is left no more.
+        assert sampled(run, 12, throttled_percent=(0.0, 6.0), wait_percent=10.0) == []
+        assert summaries(sampled(run, 12, throttled_percent=(0.0, 4.0), wait_percent=10.0)) == [
+            ("cpu_contention", "cleared", None, "cpu_quota")
+        ]
+
+
+def test_other_processes_are_blamed_beside_a_quota_only_for_what_it_does_not_explain() -> None:
+    run = SimulatedRun(2)
+    run.steps(10)
+    (found,) = sampled(run, 12, **OTHERS_BUSY, throttled_percent=(5.5, 5.5))  # type: ignore[arg-type]
+    assert (found.cause, "of them in other processes" in found.message) == ("core_wait", True)
+    (found,) = sampled(run, 20, **OTHERS_BUSY, throttled_percent=(70.0, 70.0))  # type: ignore[arg-type]
+    assert (found.cause, found.state) == ("cpu_quota", "raised"), "it says so when that becomes the cause"
+    assert sampled(run, 20, **OTHERS_BUSY, throttled_percent=(70.0, 70.0)) == []  # type: ignore[arg-type]
+    (found,) = sampled(run, 20, **OTHERS_BUSY)  # type: ignore[arg-type]
+    assert (found.cause, found.state) == ("core_wait", "raised"), "the quota was lifted, and others are busy still"
+
+
+@pytest.mark.parametrize(("throttled", "kinds"), [(40.0, {"cpu_contention"}), (2.0, {"imbalance"})])
+def test_ranks_that_a_quota_holds_back_in_turns_have_no_uneven_batches(throttled: float, kinds: set[str]) -> None:
+    run = SimulatedRun(2)
+    run.steps(10)
+    found = sampled(run, 150, wait_percent=9.0, throttled_percent=(throttled, throttled), slow=late_in_turns)
+    assert {each.kind for each in found} == kinds
+    again = sampled(run, 90, wait_percent=9.0, throttled_percent=(0.0, 0.0), slow=late_in_turns)
+    assert ("imbalance" in {each.kind for each in found + again if each.state == "raised"}) is True
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["its waits were measured", "they were not"])
+def test_a_rank_that_is_late_for_its_quota_is_named_with_it(waits: bool) -> None:
+    run = SimulatedRun(2)
+    slow = late(1, first=1, forward_wait=60.0) if waits else late(1, first=1, forward=80.0)
+    found = sampled(run, 150, wait_percent=50.0, throttled_percent=(0.0, 60.0), slow=slow)
+    assert {(each.kind, each.rank, each.cause) for each in found} == {
+        ("cpu_contention", None, "cpu_quota"),
+        ("straggler", 1, "cpu_quota"),
+    }
+    assert any(each.message.endswith("because of the cpu quota of its cgroup") for each in found)
+
+
+@pytest.mark.parametrize(
+    ("cpuset_cores", "cause", "whose", "advice"),
+    [
+        (2, "cpuset", "the cpuset of its cgroup", "give it more cores (cpuset.cpus of the cgroup; docker"),
+        (64, "cpu_affinity", "its CPU affinity", "give it more cores (taskset, numactl, srun --cpu-bind)"),
+    ],
+)
+def test_cores_of_the_machine_that_the_ranks_may_not_use_are_named(
+    cpuset_cores: int, cause: str, whose: str, advice: str
+) -> None:
+    run = SimulatedRun(2)
+    run.steps(10)
+    (found,) = sampled(
+        run, 12, ranks=2, cores=2, busy_threads=4.0, wait_percent=60.0, machine_cores=64, cpuset_cores=cpuset_cores
+    )
+    assert (found.kind, found.cause) == ("cpu_contention", cause)
+    assert found.message.endswith(f"8.0 threads are busy on 2 cores of 64, all that {whose} allows")
+    assert advice in found.advice
 
 
 # --- silent hosts and stopped processes ------------------------------------------------------------------------------

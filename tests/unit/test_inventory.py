@@ -143,7 +143,7 @@ def test_people_see_the_machine_its_gpus_and_their_processes() -> None:
         host="node-a",
         time=0.0,
         system="Linux 6.8",
-        cpus=Cpus(model="AMD EPYC 9654", physical=96, logical=192, usable=64),
+        cpus=Cpus(model="AMD EPYC 9654", physical=96, logical=192, usable=64, cpuset_cores=64),
         memory=Memory(total_bytes=512 * GIB, available_bytes=300 * GIB),
         load=(1.0, 2.5, 3.25),
         uptime_s=93_784.0,
@@ -158,7 +158,7 @@ def test_people_see_the_machine_its_gpus_and_their_processes() -> None:
     )
     assert report(inventory).splitlines() == [
         "host    node-a  Linux 6.8",
-        "cpu     AMD EPYC 9654  96 cores, 192 threads, 64 usable here",
+        "cpu     AMD EPYC 9654  96 cores, 192 threads, 64 usable here (cpuset)",
         "memory  300 GiB available of 512 GiB",
         "load    1.00  2.50  3.25",
         "up      1 d 02:03",

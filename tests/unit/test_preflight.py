@@ -161,6 +161,13 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             "8 CPU ranks share 2 cores",
         ),
         (
+            PreflightFacts(cores=2, cores_limit="cpu quota of 2.5 cores"),
+            recipe("cpu_ranks = 8"),
+            "note",
+            "cluster.nodes[0].cpu_ranks",
+            "8 CPU ranks share 2 cores (cpu quota of 2.5 cores): each step takes longer than with 2",
+        ),
+        (
             PreflightFacts(shm_free_bytes=64 << 20),
             recipe(train=f"{TRAIN}\nnum_workers = 4"),
             "warning",

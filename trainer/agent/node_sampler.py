@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.contract.record import EventWriter, GpuSample, NodeSample, RankSample, RunDir
 from trainer.contract.record.regular_file import size_of
 from trainer.host.cores import CoreTimes, read_core_times, usable_cores
+from trainer.host.cpu_cgroup import CpuCgroup, CpuQuota, affinity, cpu_cgroup
 from trainer.host.memory import read_usable_memory
 from trainer.host.proc_files import PROC
 from trainer.host.processes import (
@@ -128,7 +129,8 @@ class NodeSampler:
         self._run_dir = run_dir
         self._line_of = line_of
         self._last: float | None = None
-        self._usable_cores = usable_cores()
+        self._quotas: dict[Path, CpuQuota] = {}
+        """Quotas that hold for ranks, by folder of their cgroup."""
         self._cores: CoreTimes | None = None
         self._processes: dict[int, ProcessUsage] = {}
         self._busy_ns: dict[int, dict[str, int]] = {}
@@ -147,7 +149,7 @@ class NodeSampler:
             time=now,
             node=self._node,
             host=self._host,
-            cores=self._usable_cores,
+            machine_cores=os.cpu_count(),
             memory_used_bytes=memory.used_bytes,
             memory_total_bytes=memory.total_bytes,
         )
@@ -158,6 +160,7 @@ class NodeSampler:
             sample.steal_percent = _percent(after.stolen - before.stolen, ticks)
         self._cores = after
         processes: dict[int, ProcessUsage] = {}
+        pids: dict[int, int] = {}
         threads: dict[int, dict[str, int]] = {}
         # Share of the time that a main thread waits for a core, from which on all threads of its process are sampled.
         waits_percent = 10.0
@@ -180,10 +183,11 @@ class NodeSampler:
             if self._run_dir is not None:
                 of_rank.log_bytes = size_of(self._run_dir.rank_log(rank))
             sample.ranks.append(of_rank)
-            processes[rank] = process
+            processes[rank], pids[rank] = process, pid
+        self._sample_limits(sample, pids, seconds)
         self._sample_children(sample.ranks, seconds)
         self._processes, self._busy_ns = processes, threads
-        if before is not None and after is not None and seconds > 0 and self._usable_cores == os.cpu_count():
+        if before is not None and after is not None and seconds > 0 and sample.cores == sample.machine_cores:
             others = after.busy - after.stolen - before.busy + before.stolen
             others_percent = _percent(others / CLOCK_TICKS_HZ, seconds)
             of_ranks = sum(of_rank.cpu_percent or 0 for of_rank in sample.ranks)
@@ -194,6 +198,32 @@ class NodeSampler:
             sample.record_free_bytes = free_bytes(self._run_dir.events)
         self._writer.write(sample)
         return sample
+
+    def _sample_limits(self, sample: NodeSample, pids: Mapping[int, int], seconds: float) -> None:
+        """Sample the cores that the ranks may use, and the time for which CPU quotas hold them back."""
+        quotas: dict[Path, CpuQuota] = {}
+        of_cgroups: dict[CpuCgroup, dict[Path, CpuQuota]] = {}
+        cores: set[int] = set()
+        for of_rank in sample.ranks:
+            pid = pids[of_rank.rank]
+            cgroup = cpu_cgroup(pid, proc=self._proc)
+            if cgroup not in of_cgroups:
+                of_cgroups[cgroup] = cgroup.quotas()
+                quotas |= of_cgroups[cgroup]
+                sample.cpuset_cores = sample.cpuset_cores or cgroup.cpuset_cores()
+            cores |= affinity(pid, proc=self._proc)
+            shares = [
+                (quota.held_back_share(self._quotas[folder], seconds), -quota.cores)
+                for folder, quota in of_cgroups[cgroup].items()
+                if folder in self._quotas and seconds > 0
+            ]
+            if shares:
+                share, negative = max(shares)
+                of_rank.cpu_throttled_percent, of_rank.cpu_quota_cores = round(100 * share, 1), -negative
+        self._quotas = quotas
+        shared = (quota for folder, quota in quotas.items() if all(folder in each for each in of_cgroups.values()))
+        usable = min([float(len(cores) or usable_cores()), *(quota.cores for quota in shared)])
+        sample.cores = max(1, int(usable))
 
     def _sample_children(self, ranks: Sequence[RankSample], seconds: float) -> None:
         """Sample the processes that nearly idle ranks have started, such as those of ``mp.spawn``: they may train."""

@@ -8,6 +8,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of
 from trainer.host.addresses import is_loopback
+from trainer.host.cores import threads_of_quota
 from trainer.host.import_path import ASIDE
 from trainer.host.ports import free_port
 
@@ -79,7 +80,8 @@ def launcher_environment(
         **{name: environ[name] for name in kept if name in environ},
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # The fork server has 1; ranks that share a machine get 1 unless the user has set it, as under torchrun.
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or ("1" if assignment.local_world_size > 1 else None),
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS")
+        or ("1" if assignment.local_world_size > 1 else threads_of_quota()),
         "PYTORCH_NVML_BASED_CUDA_CHECK": environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
         RUN_DIR: assignment.run_dir,
     }

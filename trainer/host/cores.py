@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainer.host.proc_files import CGROUP, PROC, read_text
+from trainer.host.cpu_cgroup import cpu_cgroup, cpu_quota
+from trainer.host.proc_files import PROC, read_text
 from trainer.host.processes import parse_wait_ns
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -25,7 +26,21 @@ class Cpus:
     physical: int | None = None
     logical: int = 1
     usable: int = 1
-    """Logical cores that this process may use: CPU affinity and the container's quota."""
+    """Logical cores that this process may use: the least of affinity mask, cpuset and quota."""
+    quota_cores: float | None = None
+    """CPU quota of its cgroup; None without one."""
+    cpuset_cores: int | None = None
+    """Logical cores in the cpuset of its cgroup; None if that cannot be read."""
+
+    @property
+    def limit(self) -> str:
+        """Limit by which not all logical cores are usable, in a few words; empty without one."""
+        quota = self.quota_cores
+        if quota is not None and quota < min(self.usable + 1, self.logical):
+            return f"cpu quota of {quota:g} core{'s' * (quota != 1)}"
+        if self.usable >= self.logical:
+            return ""
+        return "cpuset" if self.cpuset_cores == self.usable else "CPU affinity"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +59,17 @@ def read_cpus() -> Cpus:
     siblings = {read_text(path) for path in TOPOLOGY.glob("cpu[0-9]*/topology/thread_siblings_list")}
     entries = (line.partition(":") for line in read_text(PROC / "cpuinfo").splitlines())
     names = (" ".join(name.split()) for key, _, name in entries if key.strip() in ("model name", "Model", "cpu model"))
+    model = next(names, "") or platform.processor() or platform.machine()
+    return replace(usable_cpus(), model=model, physical=len(siblings) or None)
+
+
+def usable_cpus() -> Cpus:
+    """Return the number of cores that this process may use, and what limits it; less to read than ``read_cpus``."""
     return Cpus(
-        model=next(names, "") or platform.processor() or platform.machine(),
-        physical=len(siblings) or None,
         logical=os.cpu_count() or 1,
         usable=usable_cores(),
+        quota_cores=cpu_quota(),
+        cpuset_cores=cpu_cgroup().cpuset_cores(),
     )
 
 
@@ -81,28 +102,10 @@ def share_of_cores(*, own: int, parent: int, quota: float | None, local_ranks: i
     return max(1, cores)
 
 
-def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:
-    """Return the smallest CPU quota of this process's cgroup and its ancestors, in cores; None without a limit."""
-    limits: list[float] = []
-    for line in read_text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            mount = cgroup
-        elif "cpu" in controllers.split(","):
-            mount = cgroup / "cpu"
-        else:
-            continue
-        # In a container the path may be the host's, of which only the mount's root is visible.
-        group = mount / path.strip("/")
-        limits += [limit for folder in (group, *group.parents) if (limit := _limit(folder)) is not None]
-    return min(limits, default=None)
-
-
-def _limit(folder: Path) -> float | None:
-    """Return the quota of one cgroup, of version 2 or 1, in cores: both have it as microseconds per period."""
-    numbers = read_text(folder / "cpu.max").split()
-    quota, period = numbers or [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # "max", -1: no limit
+def threads_of_quota() -> str | None:
+    """Return the threads for which the CPU quota suffices, of which libraries know nothing; None where none binds."""
+    quota, threads = cpu_quota(), usable_cores()
+    return str(threads) if quota is not None and threads == max(1, int(quota)) else None
 
 
 def read_core_times(proc: Path = PROC) -> CoreTimes | None:

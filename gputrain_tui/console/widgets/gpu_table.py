@@ -34,7 +34,7 @@ def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "
     left: Row = [(printable(name or inventory.host), "title"), (also, "dim")]
     head = title_row(width, left, [[(text, "dim")] for text in (printable(inventory.system), up) if text])
     cores = f"{cpus.physical} cores, {cpus.logical} threads" if cpus.physical else f"{cpus.logical} threads"
-    usable = f", {cpus.usable} usable here" if cpus.usable < cpus.logical else ""
+    usable = f", {cpus.usable} usable here ({cpus.limit})" if cpus.limit else ""
     facts: list[tuple[str, Row]] = [("cpu", [(cores + usable, "bright"), (f"  {printable(cpus.model)}", "dim")])]
     bar_cells = min(max(width // 4, 10), 40)
     if inventory.load is not None:

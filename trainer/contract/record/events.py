@@ -280,7 +280,11 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     """Use of all cores together, 0 to 100."""
     steal_percent: FiniteFloat | None = None
     cores: Count | None = None
-    """Logical cores that the node's processes may use: CPU affinity and the container's quota."""
+    """Logical cores that the node's processes may use: CPU affinity, cpuset and the quota that the ranks share."""
+    machine_cores: Count | None = None
+    """Logical cores of the machine."""
+    cpuset_cores: Count | None = None
+    """Logical cores in the cpuset of the ranks' cgroup."""
     other_cpu_percent: FiniteFloat | None = None
     """CPU time of all processes that are no rank, such as data loading processes, in percent of one core; absent if
     the node may not use all cores of the machine."""
@@ -301,7 +305,11 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """In percent of one core: 200 means two busy cores."""
     rss_bytes: Count | None = None
     wait_percent: FiniteFloat | None = None
-    """Share of wall time runnable but not running (waiting for a core), 0 to 100."""
+    """Share of wall time runnable but not running (waiting for a core, throttled), 0 to 100."""
+    cpu_quota_cores: FiniteFloat | None = None
+    """CPU quota of its cgroup, or of the ancestor that throttles it most."""
+    cpu_throttled_percent: FiniteFloat | None = None
+    """Share of wall time for which that quota holds its cgroup back, 0 to 100."""
     busy_threads: FiniteFloat | None = None
     """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
     least a tenth of the time."""
