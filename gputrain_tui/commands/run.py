@@ -74,7 +74,9 @@ def _foreground(prepared: Prepared, *, json: bool) -> int:
         copied_to = out if json else None
         view = None if json else foreground.progress_view(state, os.environ, err)
         if view is not None:
-            view.introduce([("run ", "dim"), (started.id, "bold"), (f"  {progress.placement(prepared.plan)}", "dim")])
+            logs = "" if prepared.recipe.script is None else "; what the script prints: gputrain logs last --follow"
+            placed = f"  {progress.placement(prepared.plan)}{logs}"
+            view.introduce([("run ", "dim"), (started.id, "bold"), (placed, "dim")])
 
         def report(line: str) -> None:
             if view is not None:

@@ -158,7 +158,9 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
 
 
 def describe_missing_checkpoint(run: Run) -> str:
-    """Return one line for a run without a checkpoint, with the last recorded one if that was deleted."""
+    """Return one line for a run without a checkpoint: why, if it ran a script, or the last one, if that was deleted."""
+    if recorded_table(run.dir, "train").get("script") or recorded_table(run.dir, "train").get("module"):
+        return f"{run.id} ran a script, which keeps checkpoints of its own: start it again with its option for them"
     last = next(iter(recorded_checkpoints(run.dir)[-1:]), None)
     where = ""
     if last is not None:

@@ -27,7 +27,7 @@ COMMENTS = {
     "ranks": 'on GPUs where the machine has any, else on its CPU; or gpus = "all", cpu_ranks = 2',
     "cpu_ranks": 'ranks on the CPU, over gloo; on GPUs: gpus = "all"',
     "init_method": "rendezvous of the ranks; without it gputrain chooses one",
-    "max_restarts": "after a failure, from the last checkpoint",
+    "max_restarts": "after a failure; a script must load its last checkpoint",
     "python": "the interpreter of the command",
     "env": "environment variables of all ranks",
     "module": "script is a module's name, run as with python -m",

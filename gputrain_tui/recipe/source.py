@@ -158,7 +158,8 @@ def _toml(text: str, name: str) -> dict[str, Any]:
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
             message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
-        raise RequestError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}") from None
+        script = f"; for a script: gputrain init -- torchrun {name}" if name.endswith((".py", ".sh")) else ""
+        raise RequestError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}{script}") from None
 
 
 def _json(text: str, name: str) -> dict[str, Any]:

@@ -79,3 +79,10 @@ def test_a_missing_checkpoint_of_a_run_is_one_line(home: Path, own: str, which: 
     with pytest.raises(RequestError) as refused:
         choose_checkpoint(run, which)
     assert str(refused.value).startswith(message.format(run=run))
+
+
+def test_a_run_of_a_script_has_no_checkpoint_of_gputrain(home: Path) -> None:
+    run = make_run(home, own="", elsewhere="", recorded="")
+    (home / "home" / "runs" / run / "recipe.toml").write_text('[train]\nscript = "/work/train.py"\n')
+    with pytest.raises(RequestError, match=f"{run} ran a script, which keeps checkpoints of its own: start it again"):
+        choose_checkpoint(run, None)

@@ -152,6 +152,7 @@ def test_a_description_survives_json() -> None:
         (EveryKindOfOption, "share", "0.25", 0.25),
         (EveryKindOfOption, "words", "a, b", ("a", "b")),
         (EveryKindOfOption, "words", '["a, b", ""]', ("a, b", "")),
+        (EveryKindOfOption, "words", "--lr 0.2 --name='a b'", ("--lr", "0.2", "--name=a b")),
         (EveryKindOfOption, "words", "", ()),
         (DataclassOptions, "sizes", "3,4", [3, 4]),
         (DataclassOptions, "width", "7", 7),

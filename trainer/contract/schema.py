@@ -8,6 +8,7 @@ A schema is a ``msgspec.Struct`` (or a dataclass, for a user's task) whose field
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -242,7 +243,7 @@ def check_value(option: Option, value: Any, *, where: str) -> Any:
         given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
     kind = option.item_kind or "str" if option.kind == "list" else option.kind
     try:
-        items = [_scalar(kind, item) for item in (_items(given) if option.kind == "list" else [given])]
+        items = [_scalar(kind, item) for item in (_items(given, kind) if option.kind == "list" else [given])]
     except ValueError:
         raise _refused(option, value, where) from None
     too_few = option.kind == "list" and len(items) < option.min_items
@@ -275,8 +276,11 @@ def _is_quoted(option: Option, value: Any) -> bool:
     return (option.item_kind or option.kind) != "str" and any(isinstance(item, str) for item in items)
 
 
-def _items(value: Any) -> Sequence[Any]:
-    """Return the items of a list option given as a list, as one item, or as text: ``1,2``, ``[1, 2]`` or JSON."""
+def _items(value: Any, kind: str) -> Sequence[Any]:
+    """Return the items of a list option given as a list, as one item, or as text: ``1,2``, ``[1, 2]`` or JSON.
+
+    Texts may also be the words of a shell: ``--lr 0.2``.
+    """
     if isinstance(value, list | tuple):
         return value
     if not isinstance(value, str):
@@ -284,6 +288,8 @@ def _items(value: Any) -> Sequence[Any]:
     if value.startswith('["'):
         items = msgspec.json.decode(value)
         return items if isinstance(items, list) else [items]
+    if kind == "str" and len(value.split()) > 1 and ", " not in value and not value.startswith("["):
+        return shlex.split(value)
     return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
 
 
