@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
-    plan = planned.plan
+    plan = msgspec.structs.replace(planned.plan, finds_port=False)  # all shells must have one number
     problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
     for note in (*planned.warnings, *recipe.notes, *problems):
         print_message(note)
