@@ -120,9 +120,9 @@ class Supervisor:
                 self._begin_report()
             self._watch(attempt)
             ended = self._result_of(attempt)
-            if ended.failure is not None and ports < MAX_TAKEN_PORTS and self._takes_another_port(plan, attempt):
+            if ended.failure is not None and ports < MAX_TAKEN_PORTS and self._has_lost_port(plan, attempt):
                 ports += 1
-                plan = self._launcher.with_free_port(plan)
+                plan = self._at_another_port(plan)
                 continue
             if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
                 return ended
@@ -141,16 +141,19 @@ class Supervisor:
                     return AttemptResult(status="stopped", reason=self._stop_request.reason)
                 return replace(ended, failure=restart.not_restarted(ended.failure, problem), recorded=True)
             self._status_writer.restarting()
-            plan = restart.next_plan(plan, self.dir)
+            plan = self._launcher.with_free_port(restart.next_plan(plan, self.dir))
 
-    def _takes_another_port(self, plan: Plan, attempt: Attempt) -> bool:
-        """Whether an attempt failed because the port that the launch found was taken before; record that."""
+    def _has_lost_port(self, plan: Plan, attempt: Attempt) -> bool:
+        """Whether an attempt failed because another program took the port that the launch had found free."""
         port = rendezvous_port(plan) if plan.finds_port and self._stop_request.reason is None else None
-        if port is None or not attempt_outcome.is_port_in_use(self.dir, attempt.since, port) or self._sweep():
-            return False
-        text = f"port {port} of {plan.nodes[0].host} was taken before the ranks met there; starting again at another"
+        return port is not None and attempt_outcome.is_port_in_use(self.dir, attempt.since, port) and not self._sweep()
+
+    def _at_another_port(self, plan: Plan) -> Plan:
+        again = self._launcher.with_free_port(plan)
+        where = f"port {rendezvous_port(plan)} of {plan.nodes[0].host} was taken before the ranks met there"
+        text = f"{where}; starting again at port {rendezvous_port(again)}"
         self._status_writer.record(Finding(time=time.time(), kind=PORT_TAKEN, severity="info", message=text))
-        return True
+        return again
 
     def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:
         """Wait until all hosts of the next attempt answer; return why one does not, empty if all do."""

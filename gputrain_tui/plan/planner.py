@@ -51,7 +51,7 @@ class PlannedNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Line of shell that runs before the command, in its shell; empty for none."""
 
 
-class Plan(msgspec.Struct, kw_only=True):
+class Plan(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One run on all its nodes."""
 
     world_size: WorldSize
