@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
     notes = [*planned.warnings, *recipe.notes, *problems]
     if planned.plan.finds_port and plan.launcher != "local":
         notes.append(
-            f"the ranks of these commands meet at port {rendezvous_port(plan)}; if it is in use there, set cluster.port "
+            f"these commands meet at port {rendezvous_port(plan)}; if it is in use there, set cluster.port "
             "to another one (`gputrain run` finds a free one by itself)"
         )
     for note in notes:

@@ -18,19 +18,7 @@ from trainer.contract.outcome import PORT_TAKEN
 from trainer.contract.record import Finding, decode_events
 from trainer.host.ports import free_port
 
-TAKER = """\
-import os, pathlib, signal, socket, sys
-port = int(sys.argv[sys.argv.index("--distributed-init-method") + 1].rpartition(":")[2])
-taken = pathlib.Path(__file__).with_name("taken")
-if len(taken.read_text().split()) < int(sys.argv[1]):
-    server = socket.create_server(("", port))
-    with taken.open("a") as file:
-        file.write(f"{port} ")
-    if not os.fork():
-        signal.pause()
-"""
-"""Program that listens on the port of a node's command, as often as its first argument says."""
-
+TAKER = Path(__file__).parents[1] / "support" / "port_taker.py"
 SCRIPT = """\
 import os, pathlib
 here = pathlib.Path(__file__)
@@ -58,9 +46,8 @@ def test_two_runs_at_default_settings_train_at_once(bench: Bench) -> None:
 
 def with_taker(bench: Bench, recipe: Path, times: int) -> list[str]:
     """Have ports taken before each node's command starts; return the words of a run of the recipe."""
-    (bench.folder / "taker.py").write_text(TAKER)
     (bench.folder / "taken").touch()
-    setup = f'"{sys.executable}" "{bench.folder}/taker.py" {times} "$@"'
+    setup = f'"{sys.executable}" "{TAKER}" {times} "{bench.folder}/taken" "$@"'
     return ["run", str(recipe), "--set", f"cluster.setup={json.dumps(setup)}"]
 
 
