@@ -15,7 +15,7 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.lifecycle.prepared import endless_reason, plan_with_inventories
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
-from gputrain_tui.plan.planner import Plan, devices_text, rank_range, shell_commands, with_run_dir
+from gputrain_tui.plan.planner import Plan, devices_text, rank_range, rendezvous_port, shell_commands, with_run_dir
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.build import load
@@ -43,9 +43,15 @@ def run(args: Namespace) -> int:
     """Print the plan."""
     recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
-    plan = planned.plan
+    plan = msgspec.structs.replace(planned.plan, finds_port=False)  # all shells must have one number
     problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
-    for note in (*planned.warnings, *recipe.notes, *problems):
+    notes = [*planned.warnings, *recipe.notes, *problems]
+    if planned.plan.finds_port and plan.launcher != "local":
+        notes.append(
+            f"these commands meet at port {rendezvous_port(plan)}; if it is in use there, set cluster.port "
+            "to another one (`gputrain run` finds a free one by itself)"
+        )
+    for note in notes:
         print_message(note)
     if args.run_dir is not None:
         plan = with_run_dir(plan, args.run_dir)

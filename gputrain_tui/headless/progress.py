@@ -25,6 +25,7 @@ from trainer.contract.outcome import (
     EVALUATED_CHECKPOINT,
     LOST_PEER_KINDS,
     NO_UPDATE_LEFT,
+    PORT_TAKEN,
     REQUEUED,
     SEED_ON_RESUME,
 )
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Piece = tuple[str, str]
 """Text and its style: ``""``, ``dim``, ``bold``, ``accent`` or ``alarm``."""
+SHOWN_INFOS = (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS, PORT_TAKEN)
+"""Kinds of findings of severity ``info`` that are printed."""
 STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\x1b[31m"}
 
 
@@ -200,7 +203,7 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS):
+        case Finding() if event.kind in SHOWN_INFOS:
             return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
             message = event.message or event.kind.replace("_", " ")

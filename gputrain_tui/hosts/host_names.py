@@ -10,8 +10,8 @@ from trainer.host.addresses import is_loopback
 THIS_MACHINE = "localhost"
 """Name in plans and inventories of the machine that reads the recipe."""
 DEFAULT_PORT = 29600
-"""Port of the rendezvous of several nodes unless the recipe gives one: below the ports that Linux hands out, and
-neither torchrun's 29400 nor torch's 29500, which other programs use."""
+"""Port of the rendezvous in commands for several nodes that are typed by hand, unless the recipe gives one: below the
+ports that Linux hands out, and neither torchrun's 29400 nor torch's 29500, which other programs use."""
 
 PENDING_HOST = "node-{}.slurm.invalid"
 """Name of a node that Slurm has not chosen yet; no host has such a name (RFC 2606)."""

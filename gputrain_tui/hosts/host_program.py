@@ -26,6 +26,7 @@ FUNCTIONS = {
     "token": "node_facts",
     "reach": "node_facts",
     "release": "node_facts",
+    "free_port": "host_session",
     "node": "host_session",
     "probe": "push_target",
     "prepare": "push_target",

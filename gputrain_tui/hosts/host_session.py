@@ -28,6 +28,7 @@ from gputrain_tui.hosts.host_agent import (
 )
 from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
 from trainer.contract.stop_level import StopLevel
+from trainer.host.ports import free_port as find_free_port
 from trainer.host.stop_request import signal_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
     """Return the files of a node's processes that are replaced as a whole: their last collectives and the outcome."""
     collectives = [f"logs/collectives_{rank}{suffix}" for rank in ranks for suffix in ("", ".json")]
     return [*collectives, f"nodes/{node}.json"]
+
+
+def free_port(_: CallServer, __: Mapping[str, Any]) -> int:
+    """Return a free port of this host, for the rendezvous of a run whose first node it has."""
+    return find_free_port()
 
 
 def node(server: CallServer, request: Mapping[str, Any]) -> int:

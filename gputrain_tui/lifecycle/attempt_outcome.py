@@ -26,6 +26,7 @@ from trainer.contract.outcome import (
 )
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
+from trainer.contract.rendezvous_url import port_in_use
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of an event file that are searched for the end of its rank."""
@@ -102,6 +103,12 @@ def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
     """Return the failures that ranks and nodes recorded in this attempt."""
     events = (event for path in run_dir.events.glob("*.ndjson") for event in _tail(path, since, b'"failure"'))
     return [event for event in events if isinstance(event, Failure)]
+
+
+def is_port_in_use(run_dir: RunDir, since: Mapping[str, int], port: int) -> bool:
+    """Whether rank 0 or its node agent found the port of the rendezvous in use in this attempt."""
+    recorded = [failure.message for failure in failures(run_dir, since)]
+    return any(port_in_use(port) in line for line in [*recorded, *last_lines(run_dir.node_log(0), 1)])
 
 
 def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int], until: float) -> bool:

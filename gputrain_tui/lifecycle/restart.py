@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table, resumable_checkpoint, run_named_by
-from gputrain_tui.plan.planner import Plan, with_flags
+from gputrain_tui.plan.planner import INIT_FLAG, Plan, with_flag
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.record import Failure, RunDir
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
 from trainer.host.addresses import is_loopback
 from trainer.host.ports import free_port
 
-INIT_FLAG = "--distributed-init-method"
 RESUME_FLAG = "--resume"
 RUN_FLAG = "--checkpoint-run"
 SCRIPT_FLAG = "--script"
@@ -74,10 +72,10 @@ def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
     resume = resumable_checkpoint(run_dir)
     nodes = []
     for node in plan.nodes:
-        arguments = _with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
+        arguments = with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
         if resume is not None and SCRIPT_FLAG not in arguments:
-            arguments = _with_flag(arguments, RESUME_FLAG, str(resume))
-            arguments = _with_flag(arguments, RUN_FLAG, run_named_by(run_dir, resume))
+            arguments = with_flag(arguments, RESUME_FLAG, str(resume))
+            arguments = with_flag(arguments, RUN_FLAG, run_named_by(run_dir, resume))
         nodes.append(msgspec.structs.replace(node, argv=list(arguments)))
     return msgspec.structs.replace(plan, nodes=nodes, init_method=init_method)
 
@@ -94,13 +92,3 @@ def fresh_init_method(init_method: str) -> str:
         return init_method + ".again"
     following = url.port + 1 if url.port < LAST_PORT else 1024
     return tcp_url(url.host, free_port() if is_loopback(url.host) else following)
-
-
-def _with_flag(arguments: Sequence[str], flag: str, value: str) -> list[str]:
-    """Return a command with a flag's value replaced, or the flag added after the trainer's own (before ``--``)."""
-    changed = list(arguments)
-    trainer_argv = changed[: changed.index("--")] if "--" in changed else changed
-    if flag in trainer_argv:
-        changed[trainer_argv.index(flag) + 1] = value
-        return changed
-    return with_flags(changed, flag, value)

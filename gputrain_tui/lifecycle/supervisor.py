@@ -35,9 +35,9 @@ from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findi
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.plan.planner import Plan, stop_grace
+from gputrain_tui.plan.planner import Plan, rendezvous_port, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
-from trainer.contract.outcome import AWAITS_HOSTS, SAVE_TIMEOUT_S, answer_s, exit_code_of
+from trainer.contract.outcome import AWAITS_HOSTS, PORT_TAKEN, SAVE_TIMEOUT_S, answer_s, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
@@ -55,6 +55,8 @@ STOP_GRACE_S = 5.0
 ranks to answer and to save."""
 FAILURE_GRACE_S = 1.5
 """Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
+MAX_TAKEN_PORTS = 3
+"""Free ports that may be taken by another program before the ranks meet there; then the run fails."""
 SWEEP_S = 5.0
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
@@ -107,15 +109,21 @@ class Supervisor:
         except RequestError as error:
             return failed("request", str(error))
         restarts: Restarts | None = None
+        ports = 0  # that were taken before the ranks met there
         while True:
             attempt = self._launch(plan)
-            if restarts is None:  # after the launch, so that it does not delay the first step
+            is_first = restarts is None and not ports
+            if is_first:  # after the launch, so that it does not delay the first step
                 self._status_writer.started()
             write_attempt(self.dir, attempt)
-            if restarts is None:
+            if is_first:
                 self._begin_report()
             self._watch(attempt)
             ended = self._result_of(attempt)
+            if ended.failure is not None and ports < MAX_TAKEN_PORTS and self._has_lost_port(plan, attempt):
+                ports += 1
+                plan = self._at_another_port(plan)
+                continue
             if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
                 return ended
             from gputrain_tui.lifecycle import restart  # imported only after a failure
@@ -133,7 +141,19 @@ class Supervisor:
                     return AttemptResult(status="stopped", reason=self._stop_request.reason)
                 return replace(ended, failure=restart.not_restarted(ended.failure, problem), recorded=True)
             self._status_writer.restarting()
-            plan = restart.next_plan(plan, self.dir)
+            plan = self._launcher.with_free_port(restart.next_plan(plan, self.dir))
+
+    def _has_lost_port(self, plan: Plan, attempt: Attempt) -> bool:
+        """Whether an attempt failed because another program took the port that the launch had found free."""
+        port = rendezvous_port(plan) if plan.finds_port and self._stop_request.reason is None else None
+        return port is not None and attempt_outcome.is_port_in_use(self.dir, attempt.since, port) and not self._sweep()
+
+    def _at_another_port(self, plan: Plan) -> Plan:
+        again = self._launcher.with_free_port(plan)
+        where = f"port {rendezvous_port(plan)} of {plan.nodes[0].host} was taken before the ranks met there"
+        text = f"{where}; starting again at port {rendezvous_port(again)}"
+        self._status_writer.record(Finding(time=time.time(), kind=PORT_TAKEN, severity="info", message=text))
+        return again
 
     def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:
         """Wait until all hosts of the next attempt answer; return why one does not, empty if all do."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from gputrain_tui.recipe.model import Recipe
 
 
+INIT_FLAG = "--distributed-init-method"
+
+
 class PlannedNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The ranks, devices and command of one node."""
 
@@ -48,7 +51,7 @@ class PlannedNode(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Line of shell that runs before the command, in its shell; empty for none."""
 
 
-class Plan(msgspec.Struct, kw_only=True):
+class Plan(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One run on all its nodes."""
 
     world_size: WorldSize
@@ -57,6 +60,8 @@ class Plan(msgspec.Struct, kw_only=True):
     backend: Literal["nccl", "gloo"]
     launcher: Literal["local", "ssh", "slurm"]
     nodes: list[PlannedNode]
+    finds_port: bool = False
+    """Whether the launch replaces the port of the rendezvous by one that is free on the first node's host."""
 
 
 def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFacts) -> Plan:
@@ -94,6 +99,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         backend=_backend(recipe, assignments),
         launcher=_launcher(recipe, machines, local),
         nodes=[],
+        finds_port=world_size > 1 and recipe.cluster.port == 0 and recipe.cluster.init_method in ("auto", "env://"),
     )
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
     first_rank = 0
@@ -166,6 +172,40 @@ def with_flags(argv: Sequence[str], *flags: str) -> list[str]:
     return [*argv[:end], *flags, *argv[end:]]
 
 
+def with_flag(argv: Sequence[str], flag: str, value: str) -> list[str]:
+    """Return a command with a flag's value replaced, or the flag added after the trainer's own (before ``--``)."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    if flag not in own:
+        return with_flags(argv, flag, value)
+    at = own.index(flag) + 1
+    return [*argv[:at], value, *argv[at + 1 :]]
+
+
+def rendezvous_port(plan: Plan) -> int | None:
+    """Return the port at which the ranks of a plan meet; None if it names none."""
+    url = parse_rendezvous_url(plan.init_method or "")
+    if url is not None and url.scheme == "env":
+        return int(plan.nodes[0].env.get("MASTER_PORT", "0")) or None
+    return url.port if url is not None and url.scheme == "tcp" else None
+
+
+def with_port(plan: Plan, port: int) -> Plan:
+    """Return a plan whose nodes meet at another port, in their commands and in MASTER_PORT of their environments."""
+    url = parse_rendezvous_url(plan.init_method or "")
+    if url is None or url.scheme == "file":
+        return plan
+    init_method = tcp_url(url.host, port) if url.scheme == "tcp" else "env://"
+    nodes = [
+        msgspec.structs.replace(
+            node,
+            argv=with_flag(node.argv, INIT_FLAG, init_method),
+            env={**node.env, "MASTER_PORT": str(port)} if url.scheme == "env" else node.env,
+        )
+        for node in plan.nodes
+    ]
+    return msgspec.structs.replace(plan, init_method=init_method, nodes=nodes)
+
+
 def _training_flags(recipe: Recipe) -> list[str]:
     if recipe.script is None:
         return [*to_flags(recipe.train), *task_flags(recipe.task_options)]
@@ -181,7 +221,7 @@ def task_flags(options: Mapping[str, Any]) -> list[str]:
 def _distributed_flags(
     recipe: Recipe, run: Plan, assigned: NodeDevices, first_rank: int, *, is_only: bool
 ) -> list[str]:
-    flags = ["--distributed-init-method", run.init_method] if run.init_method is not None else []
+    flags = [INIT_FLAG, run.init_method] if run.init_method is not None else []
     flags += ["--distributed-world-size", str(run.world_size)]
     if run.world_size > 1:
         flags += ["--distributed-gpus", str(len(assigned.devices))]

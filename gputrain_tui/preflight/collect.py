@@ -19,7 +19,7 @@ from gputrain_tui import paths
 from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
-from gputrain_tui.plan.planner import Plan
+from gputrain_tui.plan.planner import Plan, rendezvous_port
 from gputrain_tui.preflight.facts import START_CHECKS, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error
 from gputrain_tui.recipe.model import Recipe
@@ -197,14 +197,12 @@ def _start_file(recipe: Recipe) -> CheckResult | None:
 
 
 def rendezvous_of(plan: Plan) -> tuple[Path | None, str, int]:
-    """Return the rendezvous file of a plan, or the host and the port on which rank 0 listens; 0 for no known port."""
+    """Return the rendezvous file of a plan, or the host and the port on which rank 0 listens; 0 for no fixed port."""
     url = parse_rendezvous_url(plan.init_method or "")
-    if url is None:
-        return None, "", 0
-    if url.scheme == "env":
-        env = plan.nodes[0].env
-        return None, env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", "0"))
-    return (url.path, "", 0) if url.scheme == "file" else (None, url.host, url.port)
+    if url is None or url.scheme == "file":
+        return None if url is None else url.path, "", 0
+    host = plan.nodes[0].env.get("MASTER_ADDR", "") if url.scheme == "env" else url.host
+    return None, host, 0 if plan.finds_port else rendezvous_port(plan) or 0
 
 
 def rendezvous_facts(plan: Plan, local: LocalFacts) -> tuple[RendezvousFile | None, Port | None]:

@@ -220,7 +220,7 @@ def _check_init_method(options: ClusterOptions, source: Source) -> None:
         return
     if not url.has_port:
         raise RequestError(f"{where} names port {url.port}, but a port is 1 to 65535")
-    if options.port not in (None, url.port):
+    if options.port not in (0, url.port):
         where = source.where(("cluster", "port"))
         raise RequestError(f"{where} is {options.port}, but init_method names port {url.port}; keep one")
 

@@ -147,13 +147,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     restart_wait: Annotated[
         float, Meta(ge=0, le=86400, description="seconds that a restart waits for a lost host to answer again")
     ] = 600.0
-    port: (
-        Annotated[
-            int,
-            Meta(ge=1, le=65535, description="port on the first node; default: a free one here, 29600 elsewhere"),
-        ]
-        | None
-    ) = None
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="port on the first node; 0: a free one, found there at the launch")
+    ] = 0
     workdir: Workdir | None = None
     python: Python | None = None
     setup: Setup | None = None

@@ -367,7 +367,7 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
     try:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "listening\n"
-        code, found = check(lab, ["h2", "h1", "h3", "h4", "h5"])
+        code, found = check(lab, ["h2", "h1", "h3", "h4", "h5"], "cluster.port=29600")
     finally:
         for host, other in cut:
             host.run("ip", "route", "del", "unreachable", other.address)

@@ -71,6 +71,17 @@ def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: C
     assert all(line.startswith("# node ") for line in lines[::2])
 
 
+def test_commands_for_several_machines_have_one_fixed_port_and_a_note_says_so(plan: Command) -> None:
+    nodes = "cluster.nodes=[{host = '10.0.123.1', gpus = 1}, {host = '10.0.123.2', gpus = 1}]"
+    words = ("recipes/four_nodes.toml", "--shell", "--set", nodes)
+    ended = plan(*words, "--set", "cluster.port=0")
+    assert ended.stdout.count("tcp://10.0.123.1:29600 ") == 2
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (0, 1)
+    assert "these commands meet at port 29600; if it is in use there, set cluster.port to another one" in ended.stderr
+    fixed = plan(*words, "--set", "cluster.port=29700")
+    assert (fixed.stdout.count("tcp://10.0.123.1:29700 "), fixed.stderr) == (2, "")
+
+
 def test_the_command_reads_standard_input_and_settings(plan: Command) -> None:
     train = '{"task": "mnist", "max_epochs": 1}'
     text = f'{{"train": {train}, "task": {{"data": "/d"}}, "cluster": {{"nodes": [{{"cpu_ranks": 2}}]}}}}'

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from waiting import until
 
+from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.launchers.ssh_launcher import SshLauncher, forwarded_environment
 from gputrain_tui.lifecycle.leftovers import processes_of
 from gputrain_tui.lifecycle.node_process import NodeProcess
-from gputrain_tui.plan.planner import PlannedNode
+from gputrain_tui.plan.planner import Plan, PlannedNode, rendezvous_port
 from trainer.contract.record import RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel
+from trainer.host.ports import FIRST_PORT, LAST_PORT
 
 LIMIT_S = 60.0
 HERE = 'while [ "$1" != -- ]; do shift; done; shift 2; exec sh -c "$*"'
@@ -158,3 +161,23 @@ def test_the_environment_that_travels_is_a_list() -> None:
     }
     staying = {"CUDA_VISIBLE_DEVICES": "0", "GPUTRAIN_HOME": "/h", "GPUTRAIN_RUN": "/r", "PATH": "/bin", "LANG": "C"}
     assert forwarded_environment(environ | staying) == environ
+
+
+@pytest.mark.parametrize("script", [HERE, "exit 255", "exit 1"], ids=["answers", "no host", "no python"])
+def test_the_first_hosts_free_port_gets_into_every_command_also_if_that_host_does_not_answer(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    ssh_is(script, tmp_path, monkeypatch)
+    url = "tcp://far:29600"
+    nodes = [node("python", "--distributed-init-method", url), node("python", "--distributed-init-method", url)]
+    before = Plan(world_size=2, init_method=url, backend="gloo", launcher="ssh", nodes=nodes, finds_port=True)
+    placed = SshLauncher().place(before, run_dir)
+    assert FIRST_PORT <= (rendezvous_port(placed) or 0) <= LAST_PORT
+    assert [each.argv[-1] for each in placed.nodes] == [placed.init_method] * 2
+    assert msgspec.json.decode(run_dir.plan.read_bytes(), type=Plan) == placed
+    fixed = msgspec.structs.replace(before, finds_port=False)
+    assert SshLauncher().place(fixed, run_dir) is fixed
+    idle = Ssh().take_idle(["far"])
+    for channel in idle:
+        channel.close()
+    assert len(idle) == (script == HERE), "the launch takes this connection"

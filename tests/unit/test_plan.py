@@ -19,7 +19,15 @@ from gputrain_tui.hosts.inventory import Gpu, GpuProcess, Inventory
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.restart import next_plan
 from gputrain_tui.plan.batch_script import script
-from gputrain_tui.plan.planner import Plan, plan, shell_commands, task_flags, with_run_dir
+from gputrain_tui.plan.planner import (
+    Plan,
+    plan,
+    rendezvous_port,
+    shell_commands,
+    task_flags,
+    with_port,
+    with_run_dir,
+)
 from gputrain_tui.recipe.build import build, load
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
@@ -234,6 +242,50 @@ def test_ranks_join_at_an_address_that_all_can_reach(nodes: list[str], cluster: 
     found = plan_for(*nodes, cluster=cluster)
     assert found.init_method == init_method
     assert all(node.argv[5] == init_method for node in found.nodes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cluster", "finds_port"),
+    [
+        (["cpu_ranks = 2"], "", True),
+        (remote_nodes(1, 1), "", True),
+        (remote_nodes(1, 1), "port = 0", True),
+        (remote_nodes(1, 1), 'init_method = "env://"', True),
+        (remote_nodes(1, 1), "port = 29600", False),
+        (remote_nodes(1, 1), 'init_method = "tcp://master:4000"', False),
+        (remote_nodes(1, 1), 'init_method = "file:///shared/meet"', False),
+        (remote_nodes(1, 1), 'init_method = "env://"\nport = 4000', False),
+        (["cpu_ranks = 1"], "", False),
+    ],
+)
+def test_the_launch_finds_a_port_unless_the_recipe_fixes_it_or_none_is_needed(
+    nodes: list[str], cluster: str, finds_port: bool
+) -> None:
+    assert plan_for(*nodes, cluster=cluster).finds_port is finds_port
+
+
+@pytest.mark.parametrize(
+    ("cluster", "init_method"),
+    [("", "tcp://10.0.123.1:23456"), ('init_method = "env://"', "env://"), ('init_method = "file:///x"', "file:///x")],
+)
+def test_the_port_that_the_launch_finds_is_in_the_command_and_the_environment_of_every_node(
+    cluster: str, init_method: str
+) -> None:
+    before = plan_for(*remote_nodes(1, 1), cluster=cluster)
+    found = with_port(before, 23456)
+    assert (found.init_method, {node.argv[5] for node in found.nodes}) == (init_method, {init_method})
+    environments = [node.env.get("MASTER_PORT") for node in found.nodes]
+    assert environments == ["23456" if init_method == "env://" else None] * 2
+    assert rendezvous_port(found) == (None if init_method.startswith("file") else 23456)
+    assert str(DEFAULT_PORT) not in msgspec.json.encode(found).decode()
+
+
+def test_the_arguments_of_a_script_keep_a_word_that_names_the_port() -> None:
+    url = f"tcp://127.0.0.1:{HERE.free_port}"
+    text = SCRIPT.replace('"--lr"', f'"--distributed-init-method", "{url}"')
+    (node,) = with_port(plan(build(text, name="r.toml"), {}, local=HERE), 23456).nodes
+    assert node.argv.count("tcp://127.0.0.1:23456") == node.argv.count(url) == 1
+    assert node.argv.index(url) > node.argv.index("--")
 
 
 def test_env_gives_the_master_address_in_the_environment() -> None:
@@ -477,7 +529,9 @@ def test_a_plan_has_exactly_the_keys_of_the_contract_and_comes_back_from_json() 
     found = plan_for(*remote_nodes(2, 1))
     encoded = msgspec.json.encode(found)
     raw = json.loads(encoded)
-    assert list(raw) == ["world_size", "init_method", "backend", "launcher", "nodes"]
+    assert list(raw) == ["world_size", "init_method", "backend", "launcher", "nodes", "finds_port"]
+    printed = json.loads(msgspec.json.encode(msgspec.structs.replace(found, finds_port=False)))
+    assert list(printed) == ["world_size", "init_method", "backend", "launcher", "nodes"]
     assert list(raw["nodes"][0]) == ["node", "host", "first_rank", "ranks", "devices", "argv", "env"]
     assert msgspec.json.decode(encoded, type=Plan) == found
 

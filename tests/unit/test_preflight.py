@@ -355,6 +355,11 @@ def test_a_busy_port_is_known_and_an_address_that_is_not_ours() -> None:
     assert here.is_own
 
 
+def test_a_port_that_the_launch_is_to_find_is_not_checked_before() -> None:
+    assert facts_of(recipe(cluster="port = 0")).port is None
+    assert facts_of(recipe(cluster='init_method = "env://"')).port is None
+
+
 def test_another_machines_port_is_not_judged_here() -> None:
     away = ('host = "10.0.0.1"\ngpus = 1', 'host = "10.0.0.2"\ngpus = 1')
     assert facts_of(recipe(*away, cluster="port = 22")).port is None

@@ -151,7 +151,13 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (MNIST.replace("data =", "dta ="), "r.toml:21: task.dta is not known; did you mean 'data'?"),
         (BASE.replace('data = "d"', ""), "r.toml:3: task.data is missing: folder of MNIST's four IDX files"),
         (MNIST.replace("port", "prot"), "r.toml:4: cluster.prot is not known; did you mean 'port'?"),
-        (MNIST.replace("11111", "70000"), "r.toml:4: cluster.port is 70000, but must be an integer"),
+        *(
+            (
+                MNIST.replace("11111", value),
+                f"r.toml:4: cluster.port is {value}, but must be an integer >= 0 and <= 65535",
+            )
+            for value in ("-1", "65536", "70000", "'abc'", "1.5")
+        ),
         (MNIST.replace("cpu_ranks", "cpuranks"), "r.toml:10: cluster.nodes[1].cpuranks is not known"),
         (MNIST.replace("cpu_ranks = 2", "cpu_ranks = 0"), "r.toml:10: cluster.nodes[1].cpu_ranks is 0, but must be"),
         (MNIST.replace("cpu_ranks = 2", ""), "r.toml:8: cluster.nodes[1] has no ranks; give one of gpus"),
@@ -394,7 +400,7 @@ def test_a_recipe_changed_in_a_form_is_written_with_its_comments() -> None:
         found,
         name="form",
         train=msgspec.structs.replace(found.train, lr=(2.0,), task="mnist", batch_size=(16, 16)),
-        cluster=msgspec.structs.replace(found.cluster, port=None, max_restarts=3),
+        cluster=msgspec.structs.replace(found.cluster, port=0, max_restarts=3),
         task_options={"data": "/elsewhere", "valid_subset": "none"},
     )
     text = dump_toml(changed)

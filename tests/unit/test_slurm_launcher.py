@@ -90,6 +90,8 @@ def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_
     assert found.init_method == "tcp://a:12007"
     assert all("tcp://a:12007" in node.argv for node in found.nodes)
     assert not any("CUDA_VISIBLE_DEVICES" in node.env for node in found.nodes), "Slurm chooses the GPUs"
+    fixed = plan(recipe("[slurm]\nnodes = 2\n[cluster]\nport = 29600\n[[cluster.nodes]]\ngpus = 1\n"), {}, local=LOGIN)
+    assert place_on_allocation(fixed, environ).init_method == "tcp://a:29600"
     moved = environ | {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_RESTART_COUNT": "1"}
     assert [node.host for node in place_on_allocation(found, moved).nodes] == ["c", "b"]
     with pytest.raises(RequestError, match="the plan needs 2 hosts, but Slurm has allocated 1"):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
-from trainer.contract.rendezvous_url import RendezvousUrl, parse_rendezvous_url, tcp_url
+from trainer.contract.rendezvous_url import RendezvousUrl, parse_rendezvous_url, port_in_use, tcp_url
 from trainer.environments.decision import Decision
 from trainer.host.ports import bind_error, free_port
 
@@ -49,7 +49,7 @@ def _check_tcp(decision: Decision, url: str, method: RendezvousUrl) -> str:
     if error_number == errno.EACCES:
         raise RequestError(f"port {port} needs root: choose one above 1023")
     if error_number:
-        raise RequestError(f"{url}: port {port} is in use on this machine: choose another one")
+        raise RequestError(f"{url}: {port_in_use(port)}: choose another one")
     return url
 
 

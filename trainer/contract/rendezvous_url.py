@@ -60,6 +60,11 @@ def tcp_url(host: str, port: int | str) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def port_in_use(port: int) -> str:
+    """Return the part of a message that rank 0 cannot listen on a port, because another program does."""
+    return f"port {port} is in use on this machine"
+
+
 def _is_ipv6(text: str) -> bool:
     try:
         socket.inet_pton(socket.AF_INET6, text)

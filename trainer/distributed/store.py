@@ -18,7 +18,7 @@ from pathlib import Path
 from torch.distributed import DistError, DistNetworkError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
-from trainer.contract.rendezvous_url import parse_rendezvous_url, scheme_of, tcp_url
+from trainer.contract.rendezvous_url import parse_rendezvous_url, port_in_use, scheme_of, tcp_url
 from trainer.host.addresses import is_loopback
 
 OnWaiting = Callable[[list[int], list[int], float], None]
@@ -138,7 +138,7 @@ def _serve(url: str, host: str, port: int) -> Store:
             server = socket.create_server(("", port), backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise RequestError(f"init method {url!r}: port {port} is in use on this machine; choose another") from None
+            raise RequestError(f"init method {url!r}: {port_in_use(port)}; choose another") from None
         raise RequestError(f"init method {url!r}: rank 0 cannot listen on port {port} ({error.strerror})") from None
     seconds = timedelta(seconds=10)
     try:

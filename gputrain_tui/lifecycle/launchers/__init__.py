@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from gputrain_tui.history.plan_file import read_job
+from gputrain_tui.plan.planner import with_port
+from trainer.contract.record import write_atomically
+from trainer.host.ports import free_port
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
@@ -84,8 +90,26 @@ class Launcher(ABC):
         return False
 
     def place(self, plan: Plan, run_dir: RunDir) -> Plan:
-        """Return the plan on the hosts that it gets; raise RequestError if there are too few."""
-        return plan
+        """Return the plan on the hosts and with the port that it gets; write it into the run directory if it changes.
+
+        Raises:
+            RequestError: there are too few hosts.
+        """
+        placed = self.with_free_port(plan)
+        if placed is not plan:
+            try:
+                write_atomically(run_dir.plan, msgspec.json.encode(placed))
+            except OSError as error:  # a full disk must not end the run
+                print(f"cannot write {run_dir.plan}: {error.strerror}", file=sys.stderr, flush=True)
+        return placed
+
+    def with_free_port(self, plan: Plan) -> Plan:
+        """Return a plan with a port that is free on the first node's host, unless its port is fixed."""
+        return with_port(plan, self.free_port(plan)) if plan.finds_port else plan
+
+    def free_port(self, plan: Plan) -> int:
+        """Return a port for the rendezvous: one that is free on this machine."""
+        return free_port()
 
     def begin_attempt(self, run_dir: RunDir) -> None:
         """Prepare for the launch of an attempt's nodes; without one, nothing is prepared."""

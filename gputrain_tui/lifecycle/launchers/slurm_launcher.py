@@ -18,9 +18,9 @@ from gputrain_tui.history.plan_file import SlurmJob, read_job
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.hosts.host_agent import node_command
-from gputrain_tui.hosts.host_names import DEFAULT_PORT, address_of, is_pending
+from gputrain_tui.hosts.host_names import address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
-from gputrain_tui.plan.planner import Plan, PlannedNode
+from gputrain_tui.plan.planner import Plan, PlannedNode, with_port
 from gputrain_tui.preflight.result import CheckResult, ok
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.home_folder import expand_home
@@ -53,7 +53,7 @@ exit {ExitCode.REFUSED}
 
 
 def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
-    """Return a plan on the hosts of this process's allocation, with a port derived from the job's number."""
+    """Return a plan on the hosts of this process's allocation; unless its port is fixed, the job's number gives it."""
     named = {node.host for node in plan.nodes}
     given = [host for host, _ in slurm_commands.allocation(environ)]
     free = [host for host in given if host not in named]
@@ -64,15 +64,16 @@ def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> 
     hosts = dict(zip(pending, free, strict=False))
     before = after = plan.init_method
     url = parse_rendezvous_url(before) if before is not None else None
-    if url is not None and url.scheme == "tcp" and environ.get("SLURM_JOB_ID", "").isdecimal():
-        port = FIRST_PORT + int(environ["SLURM_JOB_ID"]) % PORTS if url.port == DEFAULT_PORT else url.port
-        after = tcp_url(hosts.get(url.host, url.host), port)
+    if url is not None and url.scheme == "tcp":
+        after = tcp_url(hosts.get(url.host, url.host), url.port)
     nodes = []
     for node in plan.nodes:
         arguments = [str(after) if word == before else word for word in node.argv]
         env = {key: hosts.get(value, value) for key, value in node.env.items() if key not in SLURM_VARIABLES}
         nodes.append(msgspec.structs.replace(node, host=hosts.get(node.host, node.host), argv=arguments, env=env))
-    return msgspec.structs.replace(plan, init_method=after, nodes=nodes)
+    placed = msgspec.structs.replace(plan, init_method=after, nodes=nodes)
+    job = environ.get("SLURM_JOB_ID", "")
+    return with_port(placed, FIRST_PORT + int(job) % PORTS) if plan.finds_port and job.isdecimal() else placed
 
 
 class StepProcess(ChildProcess):
@@ -176,6 +177,8 @@ class SlurmLauncher(LocalLauncher):
             nodes=[node.host for node in chosen.nodes],
             batch=before.batch if before is not None else status is not None and status.status == "queued",
         )
+        if not job.batch:  # other runs may be in this job, with the same first host
+            chosen = self.with_free_port(chosen)
         write_atomically(run_dir.slurm, msgspec.json.encode(job))
         write_atomically(run_dir.plan, msgspec.json.encode(chosen))
         return chosen

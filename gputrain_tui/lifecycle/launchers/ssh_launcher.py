@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -36,6 +36,7 @@ from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, read_stack_request, write_atomically
 from trainer.contract.record.regular_file import open_regular, size_of
+from trainer.contract.rendezvous_url import LAST_PORT
 from trainer.contract.stop_level import StopLevel
 from trainer.host.import_path import ASIDE
 from trainer.host.process_identity import ProcessIdentity
@@ -68,6 +69,8 @@ RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """Pauses before a broken connection is opened again; the last one repeats."""
 FIRST_TRIES = 3
 """Maximum number of connection attempts to a host that has not answered yet."""
+PORT_TIMEOUT_S = 10.0
+"""Time limit of a host's answer about a free port."""
 KILL_TIMEOUT_S = 5.0
 """Time to wait for the end of a killed node on a host that does not answer."""
 
@@ -81,6 +84,7 @@ class _Started(msgspec.Struct):
 
 
 STARTED, EXIT_CODE, CLOCK = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int), msgspec.json.Decoder(float)
+PORT = msgspec.json.Decoder(Annotated[int, msgspec.Meta(ge=1, le=LAST_PORT)])
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
 
@@ -104,6 +108,15 @@ class SshLauncher(Launcher):
 
         channels = Ssh().take_idle(node.host for node in plan.nodes)
         return start_supervisor(run.dir, leased=leased, channels=channels)
+
+    def free_port(self, plan: Plan) -> int:
+        """Ask the first node's host for a free port; if it does not answer, which the launch reports, draw one here."""
+        host = plan.nodes[0].host
+        if not is_local(host, local_facts((host,))):
+            with suppress(HostError), Ssh().shared_channel(host) as channel:
+                port: int = channel.call("free_port", PORT, PORT_TIMEOUT_S)
+                return port
+        return super().free_port(plan)
 
     def launch(self, node: PlannedNode, run_dir: RunDir, *, env: Mapping[str, str], leased: bool) -> NodeProcess:
         """Start a node's command; errors of its host or connection appear later, as ``host_error`` of the process."""
