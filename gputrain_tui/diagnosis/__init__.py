@@ -1,11 +1,13 @@
 """Derives findings with cause, evidence and advice from the state of a run; no I/O, no clock.
 
-Each check measures symptoms. ``Diagnosis`` adds hysteresis: a finding is raised once and cleared only well below its
-threshold. It keeps the steps that it has read, so that the cost of an update depends on new events only.
+Each check measures symptoms. ``Diagnosis`` adds hysteresis: a finding is raised once, anew only if it has grown much,
+and cleared only well below its threshold. It keeps the steps that it has read, so that the cost of an update depends on
+new events only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from traceback import extract_tb
@@ -25,7 +27,7 @@ from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.stall import RankActivity, stalls
 from gputrain_tui.diagnosis.straggler import stragglers
 from gputrain_tui.diagnosis.symptom import Symptom
-from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, HISTORY, WINDOW_ROWS
+from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, GROWN_RATIO, HISTORY, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
 from trainer.contract.record import Failure, Finding
@@ -163,7 +165,7 @@ class Diagnosis:
         return any(key[0] == "desync" and key not in self._raised for key in state.findings)
 
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
-        """Whether a symptom is not raised yet, or was raised without the cause that is known now.
+        """Whether a symptom is not raised yet, or without the cause that is known now, or as a much smaller one.
 
         Ranks that wait for cores may do so for another cause than before: a quota that is set, or lifted.
         """
@@ -171,7 +173,10 @@ class Diagnosis:
             return True
         cause = self._raised[key][0].cause
         other = cause == "unattributed" or symptom.cause == "cpu_quota" or symptom.kind == "cpu_contention"
-        return other and symptom.cause != cause
+        if other and symptom.cause != cause:
+            return True
+        raised_ms = self._raised[key][0].evidence.get("excess_ms", math.inf)
+        return symptom.evidence.get("excess_ms", 0.0) >= GROWN_RATIO * raised_ms
 
     def _clear(self, present: dict[Key, Symptom], state: RunState, now: float) -> list[Finding]:
         events = []

@@ -252,6 +252,16 @@ def test_a_finding_is_cleared_once_and_raised_again() -> None:
     assert summaries(run.steps(20, late(1, data=30.0))) == [("straggler", "raised", 1, "data")]
 
 
+def test_a_straggler_that_becomes_much_slower_is_raised_anew_with_its_new_lateness() -> None:
+    run = SimulatedRun()
+    assert summaries(run.steps(100, late(1, forward=20.0))) == [("straggler", "raised", 1, "forward")]
+    found = run.steps(100, late(1, forward=60.0))
+    assert {summary[:3] for summary in summaries(found)} == {("straggler", "raised", 1)}
+    assert found[-1].evidence["excess_ms"] == pytest.approx(60, rel=0.35)
+    assert run.steps(100, late(1, forward=60.0)) == []
+    assert len(run.state.findings) == 1
+
+
 def test_faults_that_are_over_are_not_taken_for_the_noise_of_the_machine() -> None:
     run = SimulatedRun(2)
     assert run.steps(60) == []
