@@ -374,10 +374,32 @@ class ThreadStack(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The innermost call first."""
 
 
+class Collective(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A collective operation of a rank."""
+
+    name: str
+    """Such as ``all_reduce``."""
+    number: Count
+    """Sequence number in its process group, from 1; equal on all ranks for the same operation."""
+    state: str
+    """``complete``, ``started`` on the GPU, or ``scheduled``."""
+    sizes: list[list[int]] = []
+    """Shapes of the inputs."""
+    group: str = ""
+    """Process group, such as ``default_pg``."""
+
+    @property
+    def text(self) -> str:
+        """Name, number and sizes, such as ``all_reduce 3 of [4, 1000]``."""
+        sizes = " ".join(map(str, self.sizes))
+        return f"{self.name} {self.number}" + (f" of {sizes}" if sizes else "")
+
+
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):
     """Answer to a request for the Python stacks of a rank."""
 
     rank: Rank
+    host: str | None = None
     request: str
     """The request that is answered."""
     pid: Count | None = None
@@ -385,6 +407,12 @@ class RankStacks(Event, kw_only=True, tag="rank_stacks"):
     """The main thread first; empty if the rank did not answer."""
     problem: str = ""
     """Why there is no stack, or what its process was found to be, in a few words."""
+    collectives: list[Collective] = []
+    """Its last collectives, the oldest first; empty if torch has recorded none."""
+    native: list[ThreadStack] = []
+    """The stacks with their native frames, in a second answer to a request for these."""
+    native_problem: str = ""
+    """Why there are none, in that answer."""
 
 
 class Failure(Event, kw_only=True, tag="failure"):
