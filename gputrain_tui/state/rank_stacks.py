@@ -49,8 +49,12 @@ class StackGroup:
 
 
 def frame_text(frame: CodeFrame) -> str:
-    """Return a call in a line, such as ``train.py:12 in augment``; a library's file without its folder."""
-    return f"{_FOLDER.sub('', frame.file)}:{frame.line} in {frame.function}"
+    """Return a call in a line, such as ``train.py:12 in augment``; a library's file without its folder.
+
+    A native call may have no line number.
+    """
+    line = f":{frame.line}" if frame.line else ""
+    return f"{_FOLDER.sub('', frame.file)}{line} in {frame.function}"
 
 
 def waits_for(frames: Iterable[CodeFrame]) -> str:
@@ -103,12 +107,15 @@ LineKind = Literal["place", "user", "call", "note"]
 """Kind of a line: ranks and where they are; a call of the user's code; another call; what is said of the group."""
 
 
-def group_lines(groups: Sequence[StackGroup], *, threads: bool) -> Iterator[list[tuple[str, LineKind]]]:
+def group_lines(
+    groups: Sequence[StackGroup], *, threads: bool, key: str = "--threads"
+) -> Iterator[list[tuple[str, LineKind]]]:
     """Yield each group as lines: ranks and where they are, the calls, the innermost first, the last collectives.
 
     Args:
         groups: all groups of an answer; their hosts are named if there are several.
         threads: whether the threads beside the main one are shown.
+        key: what shows them otherwise.
     """
     most_hosts, most_sets = 4, 4  # named in a line; lines of collectives
     several = len({host for group in groups for host in group.hosts}) > 1
@@ -121,7 +128,7 @@ def group_lines(groups: Sequence[StackGroup], *, threads: bool) -> Iterator[list
         for number, thread in enumerate(shown):
             if number and not threads:
                 count = len(shown) - 1
-                lines.append((f"  {count} other thread{'s' if count > 1 else ''}: --threads shows them", "note"))
+                lines.append((f"  {count} other thread{'s' if count > 1 else ''}: {key} shows them", "note"))
                 break
             if number:
                 lines.append((f"  {thread.name}", "note"))

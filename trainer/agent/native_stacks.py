@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from trainer.agent.code_position import MAX_FRAMES, MAX_THREADS, without_start
 from trainer.contract.record import CodeFrame, ThreadStack
 from trainer.host.processes import is_held
 from trainer.host.user_code import is_user_code, shown_file
@@ -32,10 +33,8 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "pystack": ("remote", "--native"),
 }
 """Program to its arguments, to which the process id is added; the first one that is installed is used."""
-MAX_FRAMES = 100
-"""Most calls of a thread that are reported."""
-MAX_THREADS = 32
-"""Most threads that are reported."""
+MAX_NAME = 120
+"""Most characters of a function's name, which in C++ has the types of its arguments."""
 _FRAME = re.compile(
     r'\s+\((?:C|Python)\) File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.+?)(?: \(inlined\))?(?: \(/.*\))?'
 )
@@ -113,7 +112,8 @@ def threads_of_py_spy(printed: bytes, pid: int) -> list[ThreadStack]:
             _frame(each["filename"] or each["module"] or "", each["line"] or 0, each["name"])
             for each in thread["frames"][:MAX_FRAMES]
         ]
-        found.append(ThreadStack(thread["thread_name"] or f"thread {thread['os_thread_id']}", frames))
+        name = thread["thread_name"] or f"thread {thread['os_thread_id']}"
+        found.append(ThreadStack(name, without_start(frames)))
     return found
 
 
@@ -127,8 +127,11 @@ def threads_of_pystack(printed: bytes, pid: int) -> list[ThreadStack]:
         elif found and (call := _FRAME.fullmatch(line)):
             found[-1][1].frames.insert(0, _frame(call["file"], int(call["line"]), call["function"]))
     found.sort(key=lambda each: each[0] != pid)
-    return [ThreadStack(thread.name, thread.frames[:MAX_FRAMES]) for _, thread in found[:MAX_THREADS]]
+    return [ThreadStack(thread.name, without_start(thread.frames[:MAX_FRAMES])) for _, thread in found[:MAX_THREADS]]
 
 
 def _frame(file: str, line: int, function: str) -> CodeFrame:
+    function = function if len(function) <= MAX_NAME else f"{function[: MAX_NAME - 1]}…"
+    if not line:  # a library without line numbers
+        return CodeFrame(Path(file).name, 0, function)
     return CodeFrame(shown_file(file), line, function, file.endswith(".py") and is_user_code(file))
