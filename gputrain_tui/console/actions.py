@@ -136,7 +136,7 @@ ACTIONS: tuple[Action, ...] = (
     *_group("Stacks", "stacks",
         ("ask", "K", "Ask again", 1, "Ask all ranks for their Python stacks once more"),
         ("threads", "t", "Threads", 2, "Show the threads beside the main one, and hide them again"),
-        ("copy", "c", "Copy", 3, "Copy all stacks"),
+        ("copy", "c", "Copy", 0, "Copy all stacks"),
         ("back", "escape", "Back", 4, "Back to the run")),
     *_group("Run", "run rank",
         ("copy", "c", "Copy", 0, "Copy the failure, the finding, the line or the stack under the cursor")),

@@ -88,7 +88,9 @@ def recorded_stacks(run: Run, ranks: Collection[int]) -> list[RankStacks]:
     answers: dict[int, RankStacks] = {}
     try:
         while events := reader.poll():
-            answers |= {event.rank: event for event in events if isinstance(event, RankStacks)}
+            for event in events:
+                if isinstance(event, RankStacks) and event.request >= getattr(answers.get(event.rank), "request", ""):
+                    answers[event.rank] = event
     except OSError as error:
         raise RecordError(f"{run.dir.events} cannot be read: {error.strerror}") from None
     finally:

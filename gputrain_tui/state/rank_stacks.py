@@ -42,7 +42,8 @@ class StackGroup:
     @property
     def line(self) -> str:
         """Where the main thread is, the innermost line of the user's code first; empty without an answer."""
-        frames = self.threads[0].frames if self.threads else []
+        main = (self.threads or self.native)[:1]
+        frames = main[0].frames if main else []
         own = next((frame for frame in frames if frame.user), None)
         texts = [waits_for(frames), frame_text(own) if own else "", frame_text(frames[0]) if frames and not own else ""]
         return ", ".join(text for text in texts if text)
