@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from trainer.contract.record import Step
 
-PICTURE = "STACKS_PICTURE"
-"""Environment variable with a path: the screen is drawn there, to be looked at."""
 SCRIPT = Path(__file__).with_name("odd_stacks.py")
 RECIPE = f"""\
 name = "stacks"
@@ -107,8 +104,7 @@ def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: 
     try:
         _, answer = stacks.call("--rank", "4", "--rank", "5")
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     assert [(group["ranks"], group["problem"]) for group in answer["groups"]] == [
         ([4], ""),
         ([5], "the process is stopped (state T)"),
@@ -121,37 +117,30 @@ def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: 
 
 @played
 async def test_the_console_asks_all_ranks_shows_their_answers_as_they_come_and_stays_free(stacks: Stacks) -> None:
-    pid = rank_pid(stacks.run, 5)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        app = console(stacks.run)
-        async with app.run_test(size=(120, 60)) as pilot:
+    app = console(stacks.run)
+    async with app.run_test(size=(120, 60)) as pilot:
+        await settle(pilot)
+        await press(pilot, "K")
+        assert isinstance(app.screen, StacksScreen)
+        assert re.search(r"asked at [\d:]+; \d of 6 have answered", text := "\n".join(rows(app))), text
+        await press(pilot, "escape")  # nothing waits for the answers
+        assert isinstance(app.screen, RunScreen)
+        await press(pilot, "K")
+        deadline = time.monotonic() + LIMIT_S
+        while "6 of 6 ranks at" not in (text := "\n".join(rows(app))) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
             await settle(pilot)
-            await press(pilot, "K")
-            assert isinstance(app.screen, StacksScreen)
-            assert re.search(r"asked at [\d:]+; \d of 6 have answered", text := "\n".join(rows(app))), text
-            await press(pilot, "escape")  # nothing waits for the answers
-            assert isinstance(app.screen, RunScreen)
-            await press(pilot, "K")
-            deadline = time.monotonic() + LIMIT_S
-            while "6 of 6 ranks at" not in (text := "\n".join(rows(app))) and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-                await settle(pilot)
-            assert "6 of 6 ranks at" in text, text
-            assert "rank 5: the process is stopped (state T)" in text
-            assert f"{place('time.sleep(600)')} in hang" in text
-            assert "rank 4: synchronising gradients, " in text
-            if PICTURE in os.environ:
-                Path(os.environ[PICTURE]).write_text(app.export_screenshot())
-            copied = app.screen.copyable()
-            assert copied is not None
-            assert "  last collectives: all_reduce " in copied.text
-            assert "other threads: t shows them" in copied.text
-            await press(pilot, "t")
-            more = app.screen.copyable()
-            assert more is not None
-            assert "\n  event-writer\n" in more.text
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        print(text)
+        assert "6 of 6 ranks at" in text
+        assert "rank 2: the interpreter is held, and the process does not take SIGQUIT" in text
+        assert f"{place('time.sleep(600)')} in hang" in text
+        assert "ranks 4, 5: synchronising gradients, " in text
+        copied = app.screen.copyable()
+        assert copied is not None
+        assert "  last collectives: all_reduce " in copied.text
+        assert "other threads: t shows them" in copied.text
+        await press(pilot, "t")
+        more = app.screen.copyable()
+        assert more is not None
+        assert "\n  event-writer\n" in more.text
     assert stacks.process.poll() is None
