@@ -33,6 +33,8 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "pystack": ("remote", "--native"),
 }
 """Program to its arguments, to which the process id is added; the first one that is installed is used."""
+FOLDERS = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
+"""Where the programs are looked for: beside this Python, then as a shell does."""
 MAX_NAME = 120
 """Most characters of a function's name, which in C++ has the types of its arguments."""
 _FRAME = re.compile(
@@ -73,7 +75,7 @@ class NativeReader:
 
 def read_native_stacks(pid: int) -> NativeStacks:
     """Return the stacks of a process of this host, the main thread first; a process that is stopped is left alone."""
-    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    folders = os.pathsep.join(FOLDERS)
     found = next(((name, path) for name in COMMANDS if (path := shutil.which(name, path=folders))), None)
     if found is None:
         return NativeStacks([], f"neither {' nor '.join(COMMANDS)} is installed on this host")
