@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +98,19 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     assert stacks.process.poll() is None
     logs = "".join(path.read_text() for path in stacks.run.dir.logs.glob("*.log"))
     assert "the script's own handler ran" not in logs
+
+
+def test_native_frames_are_added_where_a_program_for_them_is_installed(stacks: Stacks) -> None:
+    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    installed = any(shutil.which(name, path=folders) for name in ("py-spy", "pystack"))
+    _, answer = stacks.call("--native", "--rank", "2")
+    (group,) = answer["groups"]
+    assert group["problem"] == "the interpreter is held, and the process does not take SIGQUIT"
+    if installed:
+        assert "hold_interpreter" in [frame["function"] for frame in group["native"][0]["frames"] if frame["user"]]
+    else:
+        assert group["native_problem"] == "neither py-spy nor pystack is installed on this host"
+    assert stacks.process.poll() is None
 
 
 def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: Stacks) -> None:

@@ -80,11 +80,14 @@ def test_a_program_that_fails_is_named_and_the_process_goes_on(
     until(lambda: not is_held(waiting.pid))
 
 
-def test_a_stopped_process_is_left_alone(waiting: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_stopped_process_is_left_alone(
+    waiting: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(tmp_path / "bin", "py-spy", "kill -CONT $5")
+    monkeypatch.setattr(native_stacks, "FOLDERS", (str(tmp_path / "bin"),))
     os.kill(waiting.pid, signal.SIGSTOP)
     until(lambda: is_held(waiting.pid))
-    found = read_native_stacks(waiting.pid)
-    assert found.threads == []
+    assert read_native_stacks(waiting.pid) == ([], "the process is stopped")
     assert is_held(waiting.pid)
 
 
