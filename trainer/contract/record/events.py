@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from trainer.contract.record.code_stacks import (
+    CodeFrame as CodeFrame,
+    Collective as Collective,
+    ThreadStack as ThreadStack,
+)
+
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
 """State of a rank; a healthy run passes through them in this order."""
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
@@ -353,46 +359,6 @@ class Finding(Event, kw_only=True, tag="finding"):
     message: str = ""
     evidence: dict[str, FiniteFloat] = {}
     advice: str = ""
-
-
-class CodeFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A call on a stack."""
-
-    file: str
-    """Path; below the working folder it is relative."""
-    line: Count
-    function: str
-    user: bool = False
-    """Whether it is code of the user, not of Python, of an installed package or of these packages."""
-
-
-class ThreadStack(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Stack of one thread."""
-
-    name: str
-    frames: list[CodeFrame]
-    """The innermost call first."""
-
-
-class Collective(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A collective operation of a rank."""
-
-    name: str
-    """Such as ``all_reduce``."""
-    number: Count
-    """Sequence number in its process group, from 1; equal on all ranks for the same operation."""
-    state: str
-    """``complete``, ``started`` on the GPU, or ``scheduled``."""
-    sizes: list[list[int]] = []
-    """Shapes of the inputs."""
-    group: str = ""
-    """Process group, such as ``default_pg``."""
-
-    @property
-    def text(self) -> str:
-        """Name, number and sizes, such as ``all_reduce 3 of [4, 1000]``."""
-        sizes = " ".join(map(str, self.sizes))
-        return f"{self.name} {self.number}" + (f" of {sizes}" if sizes else "")
 
 
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):
