@@ -29,6 +29,9 @@ SCRIPT = Path(__file__).with_name("odd_stacks.py")
 RECIPE = f"""\
 name = "stacks"
 
+[cluster]
+on_stall = "report"
+
 [[cluster.nodes]]
 cpu_ranks = 6
 

@@ -67,6 +67,10 @@ class NativeReader:
         """Whether a rank's stacks are still to be taken."""
         return bool(self._read)
 
+    def reads(self, rank: int) -> bool:
+        """Whether the stacks of a rank are being read, for which its process is stopped."""
+        return rank in self._read and not self._read[rank].done()
+
     def take(self) -> dict[int, NativeStacks]:
         """Return the stacks that have been read since the last call, by rank."""
         done = [rank for rank, future in self._read.items() if future.done()]

@@ -128,6 +128,8 @@ class StackRequests:
         number, pid = rank.assignment.rank, rank.process.pid
         if number in self._threads:  # its collectives have not come: torch's lock is taken
             self._answer(rank, self._threads[number])
+        elif self._native.reads(number):  # its process is stopped meanwhile
+            self._due[number] = time.monotonic() + ANSWER_S
         elif number in self._log_from:
             threads = printed_stacks(rank.assignment.log, self._log_from[number])
             self._answer(rank, threads, "the interpreter is held" if threads else "no answer")
