@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,9 +13,10 @@ from gputrain_tui.history.run_folders import find
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.stack_request import collect_stacks, recorded_stacks
 from gputrain_tui.output import print_json, print_message
-from gputrain_tui.state.rank_stacks import StackGroup, frame_text, group_stacks
+from gputrain_tui.state.rank_stacks import StackGroup, group_lines, group_stacks
 from gputrain_tui.tables import ranks_text
 from trainer.contract.errors import ExitCode
+from trainer.contract.record import ThreadStack
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,6 +24,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{RUN_HELP}; default: last")
     add_ranks(parser)
     parser.add_argument("--threads", action="store_true", help="also the threads beside the main one")
+    text = "also the native frames, by py-spy or pystack of each host, which stop a rank for a part of a second"
+    parser.add_argument("--native", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -35,13 +39,14 @@ def run(args: Namespace) -> int:
     found = find(args.run)
     ranks = chosen_ranks(args, found, command="stacks") or list(range(found.status.world_size))
     ended = found.state in ENDED
-    answers = recorded_stacks(found, ranks) if ended else collect_stacks(found, ranks)
+    answers = recorded_stacks(found, ranks) if ended else collect_stacks(found, ranks, native=args.native)
     groups = group_stacks(answers)
     silent = sorted(set(ranks) - {answer.rank for answer in answers})
     if args.json:
         print_json(msgspec.json.encode(_json(found.id, groups, silent)).decode())
     else:
-        print("\n\n".join("\n".join(_lines(group, threads=args.threads)) for group in groups))
+        shown = group_lines(groups, threads=args.threads)
+        print("\n\n".join("\n".join(text for text, _ in lines) for lines in shown))
     if ended:
         recorded = "these were recorded" if groups else "it has none in its record"
         print_message(f"{found.id} has ended ({found.state}); {recorded}")
@@ -51,35 +56,31 @@ def run(args: Namespace) -> int:
     return ExitCode.FINISHED if complete else ExitCode.FAILED
 
 
-def _lines(group: StackGroup, *, threads: bool) -> list[str]:
-    """Return a group as lines: its ranks and where they are, then the calls, the innermost first."""
-    place = "; ".join(text for text in (group.line, group.problem) if text)
-    lines = [f"{ranks_text(group.ranks)}: {place}"]
-    for number, thread in enumerate(group.threads):
-        if number and not threads:
-            count = len(group.threads) - 1
-            lines.append(f"  {count} other thread{'s' if count > 1 else ''}: --threads shows them")
-            break
-        if number:
-            lines.append(f"  {thread.name}")
-        lines += [f"  {'>' if frame.user else ' '} {frame_text(frame)}" for frame in thread.frames]
-    return lines
-
-
 def _json(run: str, groups: list[StackGroup], silent: list[int]) -> dict[str, Any]:
     return {
         "run": run,
         "groups": [
             {
                 "ranks": group.ranks,
+                "hosts": group.hosts,
                 "line": group.line,
                 "problem": group.problem,
-                "threads": [
-                    {"name": thread.name, "frames": [msgspec.structs.asdict(frame) for frame in thread.frames]}
-                    for thread in group.threads
+                "threads": _threads_json(group.threads),
+                "native": _threads_json(group.native),
+                "native_problem": group.native_problem,
+                "collectives": [
+                    {"ranks": ranks, "last": [msgspec.structs.asdict(each) for each in last]}
+                    for ranks, last in group.collectives
                 ],
             }
             for group in groups
         ],
         "silent": silent,
     }
+
+
+def _threads_json(threads: Sequence[ThreadStack]) -> list[dict[str, Any]]:
+    return [
+        {"name": thread.name, "frames": [msgspec.structs.asdict(frame) for frame in thread.frames]}
+        for thread in threads
+    ]

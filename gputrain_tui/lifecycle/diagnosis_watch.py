@@ -130,7 +130,7 @@ class RunDiagnosis(LiveDiagnosis):
         if any(finding.kind == "stalled" and finding.state == "raised" for finding in findings):
             self._stacks_due = time.monotonic() + TIMEOUT_S
             with suppress(OSError):  # on a full disk a hang is named without its line
-                self._stack_request = request_stacks(self._dir)
+                self._stack_request = request_stacks(self._dir, native=True)
         return findings
 
     def follow(self) -> None:

@@ -10,34 +10,41 @@ from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import is_over
 from gputrain_tui.lifecycle.attempt_outcome import event_file_sizes
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.record import RankStacks, RunDir, write_atomically
+from trainer.contract.record import NATIVE, RankStacks, RunDir, write_atomically
 
 TIMEOUT_S = 5.0
 """Time for all answers: a second each for supervisor and node agent, then twice the time of a rank."""
+NATIVE_TIMEOUT_S = 30.0
+"""Time for the native frames, which a program of the host reads from each rank, four at once."""
 POLL_S = 0.05
 """Time between two readings of the record."""
 
 
-def request_stacks(run_dir: RunDir) -> str:
+def request_stacks(run_dir: RunDir, *, native: bool = False) -> str:
     """Ask all ranks for their stacks; return the request, which their answers repeat.
+
+    With ``native``, a second answer of each rank has the native frames as well; reading them stops its process briefly.
 
     It is a time, so that an answer to a later request, as of the supervisor at a stall, counts as well.
 
     Raises:
         OSError: the run directory cannot be written.
     """
-    request = str(time.time_ns())
+    request = f"{time.time_ns()}{NATIVE if native else ''}"
     write_atomically(run_dir.stack_request, request.encode())
     return request
 
 
-def collect_stacks(run: Run, ranks: Collection[int], *, timeout_s: float = TIMEOUT_S) -> list[RankStacks]:
+def collect_stacks(
+    run: Run, ranks: Collection[int], *, native: bool = False, timeout_s: float = TIMEOUT_S
+) -> list[RankStacks]:
     """Ask a run for the stacks of its ranks; return the answers that came, one per rank.
 
     Args:
         run: a running run.
         ranks: the ranks whose answers are waited for.
-        timeout_s: longest wait.
+        native: wait for the native frames of those that answer, too.
+        timeout_s: longest wait for the answers without native frames.
 
     Raises:
         RequestError: the run directory cannot be written.
@@ -45,16 +52,24 @@ def collect_stacks(run: Run, ranks: Collection[int], *, timeout_s: float = TIMEO
     reader = RunReader(run.dir, begin=event_file_sizes(run.dir))
     try:
         try:
-            request = request_stacks(run.dir)
+            request = request_stacks(run.dir, native=native)
         except OSError as error:
             raise RequestError(f"{run.dir.stack_request} cannot be written: {error.strerror}") from None
         answers: dict[int, RankStacks] = {}
-        deadline = time.monotonic() + timeout_s
-        while not answers.keys() >= set(ranks) and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while True:
+            missing = not answers.keys() >= set(ranks)
+            late = native and any(not (each.native or each.native_problem) for each in answers.values())
+            waited_s = time.monotonic() - begun
+            if not (missing and waited_s < timeout_s) and not (late and waited_s < NATIVE_TIMEOUT_S):
+                break
             time.sleep(POLL_S)
             over = is_over(run.dir)
             for event in reader.poll():
-                if isinstance(event, RankStacks) and event.request >= request:
+                if not isinstance(event, RankStacks) or event.request < request:
+                    continue
+                before = answers.get(event.rank)
+                if before is None or not before.native or event.native:  # another's request may have none
                     answers[event.rank] = event
             if over:
                 break
@@ -73,7 +88,9 @@ def recorded_stacks(run: Run, ranks: Collection[int]) -> list[RankStacks]:
     answers: dict[int, RankStacks] = {}
     try:
         while events := reader.poll():
-            answers |= {event.rank: event for event in events if isinstance(event, RankStacks)}
+            for event in events:
+                if isinstance(event, RankStacks) and event.request >= getattr(answers.get(event.rank), "request", ""):
+                    answers[event.rank] = event
     except OSError as error:
         raise RecordError(f"{run.dir.events} cannot be read: {error.strerror}") from None
     finally:

@@ -1,12 +1,14 @@
-"""Stacks of several ranks, equal ones together."""
+"""Stacks of several ranks, equal ones together, and as lines of text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from trainer.contract.record import CodeFrame, RankStacks, ThreadStack
+from gputrain_tui.tables import ranks_text
+from trainer.contract.record import CodeFrame, Collective, RankStacks, ThreadStack
 
 WAITS = {
     "trainer/telemetry/comm_hook.py": "synchronising gradients",
@@ -28,19 +30,32 @@ class StackGroup:
     """Stacks of the first of these ranks, the main thread first; empty without an answer."""
     problem: str
     """Why there is no stack, or what the process was found to be; empty for a plain answer."""
+    hosts: list[str] = field(default_factory=list)
+    """Hosts of these ranks, in the order of the ranks."""
+    collectives: list[tuple[list[int], list[Collective]]] = field(default_factory=list)
+    """Ranks with the same last collectives, and these; those that have made the fewest first."""
+    native: list[ThreadStack] = field(default_factory=list)
+    """Stacks with native frames of the first of these ranks that has them."""
+    native_problem: str = ""
+    """Why there are none, where they were asked for."""
 
     @property
     def line(self) -> str:
         """Where the main thread is, the innermost line of the user's code first; empty without an answer."""
-        frames = self.threads[0].frames if self.threads else []
+        main = (self.threads or self.native)[:1]
+        frames = main[0].frames if main else []
         own = next((frame for frame in frames if frame.user), None)
         texts = [waits_for(frames), frame_text(own) if own else "", frame_text(frames[0]) if frames and not own else ""]
         return ", ".join(text for text in texts if text)
 
 
 def frame_text(frame: CodeFrame) -> str:
-    """Return a call in a line, such as ``train.py:12 in augment``; a library's file without its folder."""
-    return f"{_FOLDER.sub('', frame.file)}:{frame.line} in {frame.function}"
+    """Return a call in a line, such as ``train.py:12 in augment``; a library's file without its folder.
+
+    A native call may have no line number.
+    """
+    line = f":{frame.line}" if frame.line else ""
+    return f"{_FOLDER.sub('', frame.file)}{line} in {frame.function}"
 
 
 def waits_for(frames: Iterable[CodeFrame]) -> str:
@@ -65,5 +80,73 @@ def group_stacks(answers: Iterable[RankStacks]) -> list[StackGroup]:
         frames = answer.threads[0].frames if answer.threads else []
         key = answer.problem, tuple((each.file, each.function, each.line if each.user else 0) for each in frames)
         groups.setdefault(key, []).append(answer)
-    found = [StackGroup([each.rank for each in of], of[0].threads, of[0].problem) for of in groups.values()]
-    return sorted(found, key=lambda group: (len(group.ranks), group.ranks))
+    return sorted(map(_group, groups.values()), key=lambda group: (len(group.ranks), group.ranks))
+
+
+def _group(answers: Sequence[RankStacks]) -> StackGroup:
+    """Return the group of equal answers, which are in the order of their ranks."""
+    first = answers[0]
+    by_last: dict[object, tuple[list[int], list[Collective]]] = {}
+    for answer in answers:
+        last = answer.collectives
+        if last:
+            key = tuple((each.name, each.number, each.state, each.group) for each in last)
+            by_last.setdefault(key, ([], last))[0].append(answer.rank)
+    with_native = next((answer for answer in answers if answer.native), first)
+    return StackGroup(
+        ranks=[answer.rank for answer in answers],
+        threads=first.threads,
+        problem=first.problem,
+        hosts=list(dict.fromkeys(answer.host for answer in answers if answer.host)),
+        collectives=sorted(by_last.values(), key=lambda each: (each[1][-1].number, each[0])),
+        native=with_native.native,
+        native_problem=with_native.native_problem,
+    )
+
+
+LineKind = Literal["place", "user", "call", "note"]
+"""Kind of a line: ranks and where they are; a call of the user's code; another call; what is said of the group."""
+
+
+def group_lines(
+    groups: Sequence[StackGroup], *, threads: bool, key: str = "--threads"
+) -> Iterator[list[tuple[str, LineKind]]]:
+    """Yield each group as lines: ranks and where they are, the calls, the innermost first, the last collectives.
+
+    Args:
+        groups: all groups of an answer; their hosts are named if there are several.
+        threads: whether the threads beside the main one are shown.
+        key: what shows them otherwise.
+    """
+    most_hosts, most_sets = 4, 4  # named in a line; lines of collectives
+    several = len({host for group in groups for host in group.hosts}) > 1
+    for group in groups:
+        hosts = ", ".join(group.hosts) if len(group.hosts) <= most_hosts else f"{len(group.hosts)} hosts"
+        on = f" on {hosts}" if several and hosts else ""
+        place = "; ".join(text for text in (group.line, group.problem) if text)
+        lines: list[tuple[str, LineKind]] = [(f"{ranks_text(group.ranks)}{on}: {place}", "place")]
+        shown = group.native or group.threads
+        for number, thread in enumerate(shown):
+            if number and not threads:
+                count = len(shown) - 1
+                lines.append((f"  {count} other thread{'s' if count > 1 else ''}: {key} shows them", "note"))
+                break
+            if number:
+                lines.append((f"  {thread.name}", "note"))
+            for frame in thread.frames:
+                lines.append((f"  {'>' if frame.user else ' '} {frame_text(frame)}", "user" if frame.user else "call"))
+        if group.native_problem:
+            lines.append((f"  no native frames: {group.native_problem}", "note"))
+        for ranks, last in group.collectives[:most_sets]:
+            of = f" of {ranks_text(ranks)}" if len(group.collectives) > 1 else ""
+            lines.append((f"  last collectives{of}: {'; '.join(map(collective_text, last))}", "note"))
+        if len(group.collectives) > most_sets:
+            lines.append((f"  {len(group.collectives) - most_sets} other sets of last collectives: --json", "note"))
+        yield lines
+
+
+def collective_text(collective: Collective) -> str:
+    """Return a collective in words, such as ``all_reduce 3 of [4, 1000] (scheduled)``."""
+    state = "" if collective.state == "complete" else f" ({collective.state})"
+    group = "" if collective.group in ("", "default_pg") else f" in {collective.group}"
+    return f"{collective.text}{group}{state}"

@@ -402,7 +402,9 @@ class RunState:
         return self.root_cause is not before
 
     def _rank_stacks(self, event: record.RankStacks) -> None:
-        self.stacks[event.rank] = event
+        before = self.stacks.get(event.rank)
+        if before is None or event.request >= before.request:  # native frames may come after the answer to a newer one
+            self.stacks[event.rank] = event
 
     def _lost(self, event: record.Lost) -> None:
         self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")

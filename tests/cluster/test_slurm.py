@@ -360,6 +360,27 @@ def test_the_reason_of_a_stop_names_its_origin(user: SlurmUser, way: str, words:
     assert user.status()["message"].startswith(reason)
 
 
+def test_the_stacks_of_ranks_on_two_nodes_are_asked_for_from_the_login_host(user: SlurmUser) -> None:
+    user.run("run", "endless.toml", "--detach")
+    user.await_steps()
+    spawned = [event for event in events(user.record(), "node-1") if event.get("state") == "spawned"]
+    (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        printed = user.run("stacks", "last", check=False)
+        answer = json.loads(user.run("stacks", "last", "--json", check=False).stdout)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "rank 2 on n2: the process is stopped (state T)" in printed.stdout, printed.stdout + printed.stderr
+    assert re.search(r"^ranks? [01].* on n1: ", printed.stdout, re.MULTILINE), printed.stdout
+    assert (printed.returncode, answer["silent"]) == (1, [])
+    hosts = {rank: group["hosts"] for group in answer["groups"] for rank in group["ranks"]}
+    assert hosts == {0: ["n1"], 1: ["n1"], 2: ["n2"]}
+    whole = user.run("stacks", "last", "--json", host=user.cluster.nodes[2])  # the run has gone on; exit code 0
+    assert all(group["threads"] for group in json.loads(whole.stdout)["groups"])
+    user.run("stop", "last")
+
+
 @pytest.mark.timing
 def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_seconds_with_its_work_saved(
     user: SlurmUser,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench import LIMIT_S, Bench, rank_pid, until
+from screen_frames import console, played, press, rows, settle
 
+from gputrain_tui.console.screens.run_screen import RunScreen
+from gputrain_tui.console.screens.stacks_screen import StacksScreen
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from trainer.contract.record import Step
@@ -20,6 +28,9 @@ from trainer.contract.record import Step
 SCRIPT = Path(__file__).with_name("odd_stacks.py")
 RECIPE = f"""\
 name = "stacks"
+
+[cluster]
+on_stall = "report"
 
 [[cluster.nodes]]
 cpu_ranks = 6
@@ -92,6 +103,19 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     assert "the script's own handler ran" not in logs
 
 
+def test_native_frames_are_added_where_a_program_for_them_is_installed(stacks: Stacks) -> None:
+    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    installed = any(shutil.which(name, path=folders) for name in ("py-spy", "pystack"))
+    _, answer = stacks.call("--native", "--rank", "2")
+    (group,) = answer["groups"]
+    assert group["problem"] == "the interpreter is held, and the process does not take SIGQUIT"
+    if installed:
+        assert "hold_interpreter" in [frame["function"] for frame in group["native"][0]["frames"] if frame["user"]]
+    else:
+        assert group["native_problem"] == "neither py-spy nor pystack is installed on this host"
+    assert stacks.process.poll() is None
+
+
 def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: Stacks) -> None:
     pid = rank_pid(stacks.run, 5)
     os.kill(pid, signal.SIGSTOP)
@@ -107,3 +131,34 @@ def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: 
     stacks.process.communicate(timeout=LIMIT_S)
     code, kept = stacks.call("--rank", "4")
     assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])
+
+
+@played
+async def test_the_console_asks_all_ranks_shows_their_answers_as_they_come_and_stays_free(stacks: Stacks) -> None:
+    app = console(stacks.run)
+    async with app.run_test(size=(120, 60)) as pilot:
+        await settle(pilot)
+        await press(pilot, "K")
+        assert isinstance(app.screen, StacksScreen)
+        assert re.search(r"asked at [\d:]+; \d of 6 have answered", text := "\n".join(rows(app))), text
+        await press(pilot, "escape")  # nothing waits for the answers
+        assert isinstance(app.screen, RunScreen)
+        await press(pilot, "K")
+        deadline = time.monotonic() + LIMIT_S
+        while "6 of 6 ranks at" not in (text := "\n".join(rows(app))) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            await settle(pilot)
+        print(text)
+        assert "6 of 6 ranks at" in text
+        assert "rank 2: the interpreter is held, and the process does not take SIGQUIT" in text
+        assert f"{place('time.sleep(600)')} in hang" in text
+        assert "ranks 4, 5: synchronising gradients, " in text
+        copied = app.screen.copyable()
+        assert copied is not None
+        assert "  last collectives: all_reduce " in copied.text
+        assert "other threads: t shows them" in copied.text
+        await press(pilot, "t")
+        more = app.screen.copyable()
+        assert more is not None
+        assert "\n  event-writer\n" in more.text
+    assert stacks.process.poll() is None

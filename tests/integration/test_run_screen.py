@@ -16,6 +16,7 @@ from screen_frames import NOW, console, played, press, rows, settle
 from gputrain_tui import paths
 from gputrain_tui.commands import runs as runs_command
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelName, arrange
+from gputrain_tui.console.screens import stacks_screen
 from gputrain_tui.console.screens.rank_screen import RankScreen, arrange_rank
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.band_chart import BandChart
@@ -374,6 +375,26 @@ async def test_a_stack_is_asked_for_and_shown_when_it_is_in_the_record(tmp_path:
             file.write(encode_event(answer))
         await settle(pilot)
         assert "augment  train.py:8" in "\n".join(rows(app))
+
+
+@played
+async def test_the_stacks_screen_says_who_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks_screen, "TIMEOUT_S", 0.0)
+    app = console(run := straggler(tmp_path))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await press(pilot, "K")
+        assert "no answer from ranks 0, 1, 2, " in "\n".join(rows(app))
+        thread = ThreadStack("MainThread", [CodeFrame("train.py", 8, "augment", True)])
+        with run.dir.node_events(0).open("ab") as file:
+            for rank in range(15):
+                request = read_stack_request(run.dir)
+                host = f"h{rank // 8}"
+                file.write(encode_event(RankStacks(time=NOW, rank=rank, host=host, request=request, threads=[thread])))
+        await settle(pilot)
+        text = "\n".join(rows(app))
+        assert "no answer from rank 15" in text
+        assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, … (15) on h0, h1: train.py:8 in augment" in text
 
 
 @played

@@ -55,6 +55,52 @@ def test_the_last_collectives_are_put_into_words(recorded: dict[str, object], wo
     assert flight_recorder.describe_collectives(recorded) == words
 
 
+def entry(number: int, name: str, **fields: object) -> dict[str, object]:
+    """An entry as torch 2.13 dumps it, without the fields that are not read."""
+    return {
+        "record_id": number,
+        "collective_seq_id": number + 1,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "profiling_name": name,
+        "input_sizes": [[3, 5]],
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "state": "scheduled",
+        **fields,
+    }
+
+
+@pytest.mark.parametrize(
+    ("entries", "completed", "found"),
+    [
+        (  # as dumped by gloo, whose entries stay scheduled
+            [entry(0, "gloo:all_reduce"), entry(1, "gloo:all_reduce"), entry(2, "gloo:barrier", input_sizes=[])],
+            "2",
+            [("all_reduce", 1, "complete"), ("all_reduce", 2, "complete"), ("barrier", 3, "scheduled")],
+        ),
+        (  # by the fields of NCCL's entries: states, and messages between two ranks with numbers of their own
+            [
+                entry(7, "nccl:all_reduce", state="completed"),
+                entry(9, "nccl:all_gather", state="started"),
+                entry(8, "nccl:send 0->1", is_p2p=True, p2p_seq_id=4, state="started"),
+                entry(1, "nccl:barrier", state="completed"),
+            ],
+            8,
+            [("all_reduce", 8, "complete"), ("send 0->1", 4, "started"), ("all_gather", 10, "started")],
+        ),
+        ([], "-1", []),
+    ],
+)
+def test_the_last_collectives_have_their_state(
+    entries: list[dict[str, object]], completed: object, found: list[tuple[str, int, str]]
+) -> None:
+    recorded = {"entries": entries, "pg_status": {"0": {"last_completed_collective": completed}}}
+    last = flight_recorder.collectives_of(recorded)
+    assert [(each.name, each.number, each.state) for each in last] == found
+    assert all(each.group == "default_pg" for each in last)
+
+
 @pytest.mark.parametrize(
     ("gloo", "setting"), [(True, ("GLOO_SOCKET_IFNAME", "eth1")), (False, ("NCCL_SOCKET_IFNAME", "=eth1"))]
 )

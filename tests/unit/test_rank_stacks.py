@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from gputrain_tui.state.rank_stacks import group_stacks
-from trainer.contract.record import CodeFrame, RankStacks, ThreadStack
+from gputrain_tui.state.rank_stacks import group_lines, group_stacks
+from trainer.contract.record import CodeFrame, Collective, RankStacks, ThreadStack
 
 C10D = "/opt/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py"
 LOADER = "/opt/venv/lib/python3.12/site-packages/torch/utils/data/dataloader.py"
@@ -50,3 +50,36 @@ def test_ranks_without_an_answer_are_together_by_the_reason() -> None:
         ([2], "", "train.py:1 in step"),
         ([0, 1], "no answer", ""),
     ]
+
+
+def test_a_group_names_its_hosts_and_the_collectives_of_the_ranks_behind_first() -> None:
+    def at(rank: int, number: int, state: str = "complete") -> RankStacks:
+        done = [Collective("all_reduce", number, state, [[4, 8]], "default_pg")]
+        stacks = [ThreadStack("MainThread", [user(41)]), ThreadStack("loader", [user(3)])]
+        return RankStacks(time=1.0, rank=rank, request="1", host=f"h{rank // 2}", threads=stacks, collectives=done)
+
+    (lines,) = group_lines(group_stacks([at(0, 8), at(1, 8), at(2, 8), at(3, 7, "started")]), threads=False)
+    assert [text for text, _ in lines] == [
+        "ranks 0, 1, 2, 3 on h0, h1: train.py:41 in step",
+        "  > train.py:41 in step",
+        "  1 other thread: --threads shows them",
+        "  last collectives of rank 3: all_reduce 7 of [4, 8] (started)",
+        "  last collectives of ranks 0, 1, 2: all_reduce 8 of [4, 8]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("native", "problem", "expected"),
+    [
+        ([ThreadStack("MainThread", [CodeFrame("libc.so.6", 0, "read"), user(5)])], "", "    libc.so.6 in read"),
+        ([], "py-spy: Permission denied", "  no native frames: py-spy: Permission denied"),
+    ],
+)
+def test_native_frames_or_their_lack_are_shown(native: list[ThreadStack], problem: str, expected: str) -> None:
+    held = RankStacks(
+        time=1.0, rank=0, request="1", problem="the interpreter is held", native=native, native_problem=problem
+    )
+    groups = group_stacks([held])
+    (lines,) = group_lines(groups, threads=False)
+    assert expected in [text for text, _ in lines]
+    assert groups[0].line == ("train.py:5 in step" if native else "")

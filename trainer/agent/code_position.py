@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from trainer.contract.outcome import RankReport
-from trainer.contract.record import CodeFrame, ThreadStack
+from trainer.contract.record import CodeFrame, Collective, ThreadStack
 from trainer.contract.record.regular_file import OwnedDescriptor
 from trainer.host.stop_request import STACK_SIGNAL
 from trainer.host.user_code import frames_of, innermost_line, is_user_code, shown_file
@@ -25,6 +25,8 @@ MAX_FRAMES = 100
 """Most calls of a thread that are reported; a deeper stack loses its outermost ones."""
 MAX_THREADS = 32
 """Most threads that are reported."""
+collectives: Callable[[], list[Collective]] = list
+"""Returns the last collectives of this process; set where torch is loaded, which this module never imports."""
 
 
 class CodePosition:
@@ -90,6 +92,7 @@ def _watch(report: Callable[[RankReport], None], requests: Connection | None, ma
                 time.sleep(left_s)
             elif _is_asked(requests, descriptor, left_s):
                 report(RankReport(stacks=stacks(main)))
+                report(RankReport(collectives=collectives()))  # second: it takes a lock of torch
         # The printing of stacks on the signal is no handler of Python: only a script's own handler is one.
         if callable(signal.getsignal(STACK_SIGNAL)) != handled:
             handled = not handled

@@ -15,10 +15,11 @@ import time
 from collections.abc import Mapping
 from typing import NoReturn
 
-from trainer.agent import worker_entry
+from trainer.agent import code_position, worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import CodePosition, stacks
 from trainer.agent.local_ranks import LocalRanks
+from trainer.agent.native_stacks import read_native_stacks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
 from trainer.contract.errors import ExitCode, message_line
@@ -31,7 +32,7 @@ from trainer.contract.outcome import (
     describe_stop,
     exit_code_of,
 )
-from trainer.contract.record import EventWriter, Failure, RankStacks, RunDir, read_stack_request
+from trainer.contract.record import NATIVE, EventWriter, Failure, RankStacks, RunDir, read_stack_request
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import adopt_orphans, kill_descendants
@@ -135,8 +136,16 @@ class _InProcessAgent:
             if request and request != before:
                 before = request
                 answer = RankStacks(
-                    time=time.time(), rank=assignment.rank, request=request, pid=os.getpid(), threads=stacks(main)
+                    time=time.time(),
+                    rank=assignment.rank,
+                    host=assignment.host,
+                    request=request,
+                    pid=os.getpid(),
+                    threads=stacks(main),
+                    collectives=code_position.collectives(),
                 )
+                if request.endswith(NATIVE):
+                    answer.native, answer.native_problem = read_native_stacks(os.getpid())
                 writer = EventWriter(run_dir.node_events(assignment.node), shared=True)
                 writer.write(answer)
                 writer.close()
@@ -146,7 +155,7 @@ class _InProcessAgent:
         if report.line is not None:
             self._position.set(report.line)
             return
-        if report.handles_stack_signal is not None:
+        if report.handles_stack_signal is not None or report.collectives is not None:
             return
         self._stoppable |= report.stoppable
         if report.step_s is not None:

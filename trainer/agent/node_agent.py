@@ -228,9 +228,9 @@ class _NodeAgent:
                 if report.handles_stack_signal is not None:
                     rank.handles_stack_signal = report.handles_stack_signal
                     continue
-                if report.stacks:
+                if report.stacks or report.collectives is not None:
                     if self._stacks is not None:
-                        self._stacks.answered(rank, report.stacks)
+                        self._stacks.take(rank, report)
                     continue
                 rank.stoppable |= report.stoppable
                 rank.step_s = rank.step_s if report.step_s is None else report.step_s

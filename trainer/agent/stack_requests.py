@@ -10,13 +10,26 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec import structs
+
 from trainer.agent.code_position import without_start
+from trainer.agent.native_stacks import NativeReader
 from trainer.agent.worker_process import WorkerProcess
-from trainer.contract.record import CodeFrame, EventWriter, RankStacks, RunDir, ThreadStack, read_stack_request
+from trainer.contract.outcome import RankReport
+from trainer.contract.record import (
+    NATIVE,
+    CodeFrame,
+    Collective,
+    EventWriter,
+    RankStacks,
+    RunDir,
+    ThreadStack,
+    read_stack_request,
+)
 from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.proc_files import PROC, read_text
 from trainer.host.processes import is_held
@@ -40,8 +53,13 @@ class StackRequests:
         self._request = read_stack_request(run_dir)
         self._due: dict[int, float] = {}
         """Rank to the time at which its answer is due, on the monotonic clock."""
+        self._threads: dict[int, list[ThreadStack]] = {}
+        """Rank to its stacks, for ranks whose collectives are still to come."""
         self._log_from: dict[int, int] = {}
         """Rank to the size of its log before the signal, for ranks that have got one."""
+        self._native = NativeReader()
+        self._answers: dict[int, RankStacks] = {}
+        """Rank to its answer, to which its native frames are to be added."""
 
     def poll(self, ranks: Iterable[WorkerProcess]) -> None:
         """Pass a new request on to the running ranks, and answer for those that have not."""
@@ -50,6 +68,7 @@ class StackRequests:
         if (request := read_stack_request(self._dir)) != self._request and request:
             self._request = request
             self._log_from.clear()
+            self._threads.clear()
             self._due = dict.fromkeys(running, now + ANSWER_S)
             for rank in running.values():
                 rank.request_stacks()
@@ -58,37 +77,68 @@ class StackRequests:
                 del self._due[number]
             elif now >= due:
                 self._overdue(running[number])
+        for number, stacks in self._native.take().items():
+            self._writer.write(
+                structs.replace(
+                    self._answers.pop(number), time=time.time(), native=stacks.threads, native_problem=stacks.problem
+                )
+            )
 
     @property
     def due_in_s(self) -> float | None:
         """Time until the next look for answers; None if none is due."""
-        return POLL_S if self._due else None
+        return POLL_S if self._due or self._native.is_reading else None
 
-    def answered(self, rank: WorkerProcess, threads: list[ThreadStack], problem: str = "") -> None:
+    def take(self, rank: WorkerProcess, report: RankReport) -> None:
+        """Take a rank's report of its stacks, or of its last collectives, which completes its answer."""
+        number = rank.assignment.rank
+        if report.stacks:
+            self._threads[number] = report.stacks
+        elif number in self._threads:
+            self._answer(rank, self._threads[number], collectives=report.collectives or [])
+
+    def _answer(
+        self,
+        rank: WorkerProcess,
+        threads: list[ThreadStack],
+        problem: str = "",
+        *,
+        collectives: Sequence[Collective] = (),
+    ) -> None:
         """Record the answer of a rank, or why there is none."""
-        if self._due.pop(rank.assignment.rank, None) is not None:
-            self._writer.write(
-                RankStacks(
-                    time=time.time(),
-                    rank=rank.assignment.rank,
-                    request=self._request,
-                    pid=rank.process.pid,
-                    threads=threads,
-                    problem=problem,
-                )
-            )
+        number, pid = rank.assignment.rank, rank.process.pid
+        if self._due.pop(number, None) is None:
+            return
+        answer = RankStacks(
+            time=time.time(),
+            rank=number,
+            host=rank.assignment.host,
+            request=self._request,
+            pid=pid,
+            threads=threads,
+            problem=problem,
+            collectives=list(collectives),
+        )
+        self._writer.write(answer)
+        if self._request.endswith(NATIVE) and pid is not None:
+            self._answers[number] = answer
+            self._native.start(number, pid)
 
     def _overdue(self, rank: WorkerProcess) -> None:
         number, pid = rank.assignment.rank, rank.process.pid
-        if number in self._log_from:
+        if number in self._threads:  # its collectives have not come: torch's lock is taken
+            self._answer(rank, self._threads[number])
+        elif self._native.reads(number):  # its process is stopped meanwhile
+            self._due[number] = time.monotonic() + ANSWER_S
+        elif number in self._log_from:
             threads = printed_stacks(rank.assignment.log, self._log_from[number])
-            self.answered(rank, threads, "the interpreter is held" if threads else "no answer")
+            self._answer(rank, threads, "the interpreter is held" if threads else "no answer")
         elif pid is None or is_held(pid):
-            self.answered(rank, [], "the process is stopped (state T)")
+            self._answer(rank, [], "the process is stopped (state T)")
         elif rank.handles_stack_signal:
-            self.answered(rank, [], f"the interpreter is held, and the script handles {STACK_SIGNAL.name} itself")
+            self._answer(rank, [], f"the interpreter is held, and the script handles {STACK_SIGNAL.name} itself")
         elif rank.assignment.log is None or not _prints_on_signal(pid):
-            self.answered(rank, [], f"the interpreter is held, and the process does not take {STACK_SIGNAL.name}")
+            self._answer(rank, [], f"the interpreter is held, and the process does not take {STACK_SIGNAL.name}")
         else:
             self._log_from[number] = size_of(rank.assignment.log)
             self._due[number] = time.monotonic() + ANSWER_S

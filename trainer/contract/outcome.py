@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.errors import ExitCode, RecordError
-from trainer.contract.record import Failure, RunDir, ThreadStack, write_atomically
+from trainer.contract.record import Collective, Failure, RunDir, ThreadStack, write_atomically
 from trainer.contract.record.events import Count, ExitStatus, Rank
 from trainer.contract.record.regular_file import read_json
 
@@ -69,6 +69,8 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Line of the user's code at which its main thread stays, empty once it has moved on; None in other reports."""
     stacks: list[ThreadStack] = []
     """Answer to a request for its stacks."""
+    collectives: list[Collective] | None = None
+    """Its last collectives, which follow its stacks; None in other reports."""
     handles_stack_signal: bool | None = None
     """Whether the script has taken the signal on which stacks are printed; None in other reports."""
 

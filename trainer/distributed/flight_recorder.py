@@ -1,4 +1,4 @@
-"""Write torch's flight recorder, the last collectives of this process, into the run directory, and describe them.
+"""Read torch's flight recorder, the last collectives of this process; write it into the run directory.
 
 NCCL's watchdog writes its own file when it aborts; a rank that waits long or fails writes one here.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+from trainer.agent import code_position
+from trainer.contract.record import Collective
 
 ENTRIES = "2000"
 """Size of the recorder: the default of newer torch versions; older ones record nothing by default."""
@@ -24,6 +27,8 @@ OLD_NAMES = {
 """Environment variables of torch, and their names in earlier versions."""
 RENAMED_IN = (2, 10)
 """First version of torch that warns about the old names."""
+LAST = 3
+"""Collectives that are described, and that an answer to a request for stacks has."""
 
 _file: Path | None = None
 
@@ -67,23 +72,57 @@ def dump() -> str:
     return ""
 
 
+def last_collectives() -> list[Collective]:
+    """Return the last collectives of this process, the oldest first; empty where torch records none.
+
+    Never waits for a collective and never raises: the training goes on meanwhile.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    with contextlib.suppress(Exception):
+        return collectives_of(msgspec.json.decode(_recorded()))
+    return []
+
+
+code_position.collectives = last_collectives
+
+
+def collectives_of(recorded: Mapping[str, Any]) -> list[Collective]:
+    """Return the last collectives of torch's record, the oldest first."""
+    entries = sorted(recorded.get("entries", ()), key=lambda entry: int(entry["record_id"]))
+    return [_collective(entry, _status(recorded, entry)) for entry in entries[-LAST:]]
+
+
 def describe_collectives(recorded: dict[str, Any]) -> str:
     """Describe the last collectives of a record in one line; empty if it has none."""
-    entries: Sequence[dict[str, Any]] = sorted(recorded.get("entries", ()), key=lambda entry: int(entry["record_id"]))
-    if not entries:
+    if not (last := collectives_of(recorded)):
         return ""
-    shown = 3  # collectives named in one line
-    last = ", ".join(_entry(entry) for entry in entries[-shown:])
-    status = recorded.get("pg_status", {}).get(str(entries[-1]["pg_id"]), {})
+    status = _status(recorded, max(recorded["entries"], key=lambda entry: int(entry["record_id"])))
     begun, done = status.get("last_enqueued_collective"), status.get("last_completed_collective")
     progress = f"; {done} of {begun} are complete" if begun is not None and done is not None else ""
-    return f"its last collectives are {last}{progress}"
+    return f"its last collectives are {', '.join(each.text for each in last)}{progress}"
 
 
-def _entry(entry: dict[str, Any]) -> str:
-    name = str(entry["profiling_name"]).rpartition(":")[2]
-    sizes = " ".join(str(size) for size in entry.get("input_sizes", ()))
-    return f"{name} {entry['collective_seq_id']}" + (f" of {sizes}" if sizes else "")
+def _status(recorded: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the progress of the process group of an entry."""
+    status: Mapping[str, Any] = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})
+    return status
+
+
+def _collective(entry: Mapping[str, Any], status: Mapping[str, Any]) -> Collective:
+    is_p2p = bool(entry.get("is_p2p"))
+    number = max(int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]), 0)
+    state = "complete" if entry.get("state") == "completed" else str(entry.get("state", "scheduled"))
+    # gloo's entries stay "scheduled": only the group's count tells which are complete.
+    if not is_p2p and number <= int(status.get("last_completed_collective", -1)):
+        state = "complete"
+    return Collective(
+        name=str(entry["profiling_name"]).rpartition(":")[2],
+        number=number,
+        state=state,
+        sizes=[[int(size) for size in shape] for shape in entry.get("input_sizes", [])],
+        group=" ".join(map(str, entry.get("process_group", [])[1:])),
+    )
 
 
 def _recorded() -> bytes:

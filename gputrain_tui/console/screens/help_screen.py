@@ -26,6 +26,10 @@ MOVING = {
         ("⇥", "Focus the next panel"),
         ("click", "Select a rank (twice: open it); on a title, sort by it"),
     ),
+    "stacks": (
+        ("↑ ↓ k j", "Scroll the stacks"),
+        ("gg G", "Go to the first or last line"),
+    ),
     "rank": (
         ("↑ ↓ k j", "Scroll the stack or the log"),
         ("gg G", "Go to the first or last line"),
@@ -63,8 +67,9 @@ WITH_LOG = ("run", "rank")
 
 
 TOPICS = {
-    "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "hardware": "gpus",
-    "log": "record", "cluster": "gpus", "launch": "recipe", "welcome": "recipe", "history": "record",
+    "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "stacks": "findings",
+    "hardware": "gpus", "log": "record", "cluster": "gpus", "launch": "recipe", "welcome": "recipe",
+    "history": "record",
 }  # fmt: skip
 """Topic of the help by screen, or by the id of the focused panel of a run."""
 

@@ -269,6 +269,11 @@ class RunScreen(ChartScreen):
         self.select(rank)
         self.app.push_screen(RankScreen(self.live, rank))
 
+    def action_stacks(self) -> None:
+        from gputrain_tui.console.screens.stacks_screen import StacksScreen
+
+        self.app.push_screen(StacksScreen(self.live))
+
     # Actions after the end
 
     def action_resume(self) -> None:

@@ -22,6 +22,7 @@ _TEXTS: dict[type[Any], tuple[str, ...]] = {
     RankState: ("message",),
     RunEnded: ("message",),
     Sample: ("text",),
+    RankStacks: ("native_problem",),
 }
 """Texts of events that a program or its data may have made."""
 _EXCEPTION = re.compile(r"\b[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b", re.ASCII)
@@ -60,15 +61,17 @@ class EventFilter:
                 text = getattr(event, name)
                 if text is not None:
                     setattr(event, name, hide_traceback(text) if name == "traceback" else hide_text(text))
-        for name in ("message", "traceback", "text", "advice", "path", "run_dir", "reason"):
+        for name in ("message", "traceback", "text", "advice", "path", "run_dir", "reason", "native_problem"):
             text = getattr(event, name, None)
             if isinstance(text, str):
                 masked = self._allow.mask(text.encode("utf-8", "surrogatepass"))
                 setattr(event, name, masked.decode("utf-8", "surrogatepass"))
         if isinstance(event, RankStacks):  # names of threads are free texts; a mask keeps the length of what it hides
-            named = [ThreadStack(each.name if self._texts else "", each.frames) for each in event.threads]
-            masked = self._allow.mask(msgspec.json.encode(named))
-            event.threads = msgspec.json.decode(masked, type=list[ThreadStack])
+            for field in ("threads", "native"):
+                stacks = getattr(event, field)
+                named = [ThreadStack(each.name if self._texts else "", each.frames) for each in stacks]
+                masked = self._allow.mask(msgspec.json.encode(named))
+                setattr(event, field, msgspec.json.decode(masked, type=list[ThreadStack]))
         return event
 
     def status(self, status: Status) -> Status:

@@ -16,6 +16,7 @@ from trainer.contract.record.events import (
     Checkpoint as Checkpoint,
     Checksum as Checksum,
     CodeFrame as CodeFrame,
+    Collective as Collective,
     Doing as Doing,
     Event as Event,
     Failure as Failure,
@@ -41,6 +42,7 @@ from trainer.contract.record.events import (
 )
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
 from trainer.contract.record.run_dir import (
+    NATIVE as NATIVE,
     RunDir as RunDir,
     read_stack_request as read_stack_request,
     write_atomically as write_atomically,

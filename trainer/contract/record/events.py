@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from trainer.contract.record.code_stacks import (
+    CodeFrame as CodeFrame,
+    Collective as Collective,
+    ThreadStack as ThreadStack,
+)
+
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
 """State of a rank; a healthy run passes through them in this order."""
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
@@ -363,29 +369,11 @@ class Finding(Event, kw_only=True, tag="finding"):
     advice: str = ""
 
 
-class CodeFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A call on a stack."""
-
-    file: str
-    """Path; below the working folder it is relative."""
-    line: Count
-    function: str
-    user: bool = False
-    """Whether it is code of the user, not of Python, of an installed package or of these packages."""
-
-
-class ThreadStack(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Stack of one thread."""
-
-    name: str
-    frames: list[CodeFrame]
-    """The innermost call first."""
-
-
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):
     """Answer to a request for the Python stacks of a rank."""
 
     rank: Rank
+    host: str | None = None
     request: str
     """The request that is answered."""
     pid: Count | None = None
@@ -393,6 +381,12 @@ class RankStacks(Event, kw_only=True, tag="rank_stacks"):
     """The main thread first; empty if the rank did not answer."""
     problem: str = ""
     """Why there is no stack, or what its process was found to be, in a few words."""
+    collectives: list[Collective] = []
+    """Its last collectives, the oldest first; empty if torch has recorded none."""
+    native: list[ThreadStack] = []
+    """The stacks with their native frames, in a second answer to a request for these."""
+    native_problem: str = ""
+    """Why there are none, in that answer."""
 
 
 class Failure(Event, kw_only=True, tag="failure"):

@@ -81,6 +81,10 @@ class RunDir:
         return self.nodes / f"{node}.json"
 
 
+NATIVE = " native"
+"""End of a request for stacks that asks for the native frames as well."""
+
+
 def read_stack_request(run_dir: RunDir) -> str:
     """Return the newest request for the stacks of all ranks; empty if there is none."""
     max_bytes = 64
