@@ -131,7 +131,7 @@ class RunStatusWriter:
         status.tested = last_test(self._dir)
         if state is not None:
             if state.step:
-                loss = state.figures.loss
+                loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
                 status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr

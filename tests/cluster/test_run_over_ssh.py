@@ -22,6 +22,9 @@ from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 from taken_names import TakenNames
 
+from gputrain_tui.history.record_tail import last_step
+from trainer.contract.record import RunDir
+
 INTERFACES = {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "enp1s0f1"}
 NAMES = ["h1", "h2", "h3"]
 RANKS = [2, 1, 1]
@@ -441,23 +444,39 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
     shutil.rmtree(folder)
 
 
-def test_a_host_whose_disk_is_full_makes_no_stall_and_its_lost_steps_are_told(cluster: SshCluster) -> None:
-    lab, gate = cluster.lab, cluster.lab.folder / "gate"
+def last_recorded(cluster: SshCluster, rank: int) -> int:
+    found = last_step(RunDir(cluster.record), rank)
+    return 0 if found is None else found.step
+
+
+@pytest.mark.parametrize("room", ["none", "again"])
+def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps_are_counted(
+    cluster: SshCluster, room: str
+) -> None:
+    lab, full, end = cluster.lab, cluster.lab.folder / "gate", cluster.lab.folder / "gate-end"
     small = lab.disk_of(cluster.h2) / "small"
-    small.mkdir()
+    small.mkdir(exist_ok=True)
     cluster.h2.run("mount", "-t", "tmpfs", "-o", "size=40m", "none", lab.disk / "small")
     script = TESTS / "faults" / "steps_script.py"
     nodes = [
         '[[cluster.nodes]]\nhost = "h1"\ncpu_ranks = 1\n',
         f'[[cluster.nodes]]\nhost = "h2"\ncpu_ranks = 1\nenv = {{ GPUTRAIN_HOME = "{lab.disk}/small" }}\n',
     ]
-    train = f'[train]\nscript = "{script}"\nargs = ["300", "79", "{gate}"]\n'
+    train = f'[train]\nscript = "{script}"\nargs = ["300", "79", "{full}", "200", "{end}"]\n'
     (lab.folder / "recipe.toml").write_text(f'name = "full"\n{"".join(nodes)}{train}')
+    text = "h2's record ends at step 79: its disk is full"
     try:
         process = cluster.start("run", "recipe.toml")
-        wait_until(lambda: all(gate.with_suffix(f".{rank}").exists() for rank in range(2)), "step 79", [process])
+        wait_until(lambda: all(full.with_suffix(f".{rank}").exists() for rank in range(2)), "step 79", [process])
+        wait_until(lambda: last_recorded(cluster, 1) == 79, "the record here has step 79", [process])
         cluster.h2.run("sh", "-c", f"cat /dev/zero > {lab.disk}/small/others; true")
-        gate.touch()
+        full.touch()
+        wait_until(lambda: cluster.findings("record_incomplete") == ["raised"], "the gap is told", [process])
+        wait_until(lambda: all(end.with_suffix(f".{rank}").exists() for rank in range(2)), "step 200", [process])
+        if room == "again":
+            cluster.h2.run("rm", f"{lab.disk}/small/others")
+            wait_until(lambda: cluster.findings("record_incomplete")[-1] == "cleared", "it is over", [process])
+        end.touch()
         output, _ = process.communicate(timeout=LIMIT_S)
     finally:
         cluster.h2.run("umount", "-l", lab.disk / "small")
@@ -466,10 +485,21 @@ def test_a_host_whose_disk_is_full_makes_no_stall_and_its_lost_steps_are_told(cl
     assert process.returncode == 0, output
     assert "stalled" not in output
     assert "critical" not in output
-    assert re.search(r"^finished in .*; the end of the record is missing: .*; recorded: \d+ steps", output, re.M), (
-        output
-    )
-    assert "the end of the record is missing" in cluster.status()["message"]
+    assert output.count(f"warning: {text}") == 1, output
+    samples = 2 * sum(event["samples"] for event in events(cluster.record, 0) if event["type"] == "step")
+    closing = rf"^finished in .*, 300 steps, {samples:,} samples"
+    status = cluster.status()
+    assert status["step"] == 300
+    if room == "again":
+        assert re.search(closing + "$", output, re.MULTILINE), output
+        assert "is written again and lacks no step" in output
+        assert last_recorded(cluster, 1) == 300
+        assert "message" not in status
+    else:
+        told = f"the end of the record is missing: {text}"
+        assert re.search(f"{closing}; {told}", output, re.MULTILINE), output
+        assert status["message"] == told
+        assert [found["kind"] for found in status["findings"]] == ["record_incomplete"]
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,8 @@ class SshProcess(NodeProcess):
         if name not in replaced_files(self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         with suppress(OSError):
+            if name.startswith("gaps/"):
+                self._run_dir.gaps.mkdir(mode=0o700, exist_ok=True)
             write_atomically(self._run_dir.path / name, data)
 
 
