@@ -419,7 +419,9 @@ class RunState:
         self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
 
     def add_gap(self, time: float, message: str) -> None:
-        """Add the finding that events are missing in the record, so that every view says so."""
+        """Add the finding that events are missing in the record, unless the gaps that stand say the same."""
+        if self.record_gap and message.endswith(self.record_gap):
+            return
         self._finding(record.Finding(time=time, kind=RECORD_INCOMPLETE, message=message, advice=RECORD_ADVICE))
 
     def _run_ended(self, event: record.RunEnded) -> None:
