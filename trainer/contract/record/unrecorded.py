@@ -69,8 +69,20 @@ class UnrecordedSteps:
         elif self.is_open:
             _count(self._waiting, _steps(written), -1)
             if not error and not waiting:
-                self.is_open, self._waiting = False, [0, 0, 0]
+                self.clear()
         self._message = error
+
+    def note_unwritten(self, lines: Sequence[bytes], error: str) -> None:
+        """Note lines that wait to be written by another process."""
+        if self.is_open:
+            for event in _steps(lines):
+                self.add(event, dropped=False)
+        else:
+            self.note_write([], lines, error)
+
+    def clear(self) -> None:
+        """Forget the steps that wait: they are about to be written."""
+        self.is_open, self._waiting, self._message = False, [0, 0, 0], ""
 
     def tell(self, *, at_once: bool) -> None:
         """Overwrite the file if something has changed; ``at_once``: also if that was done a moment ago."""
@@ -78,9 +90,10 @@ class UnrecordedSteps:
             return
         counts = tuple(waiting + dropped for waiting, dropped in zip(self._waiting, self._dropped, strict=True))
         reason, now = (self.is_open, self._message), time.monotonic()
-        if (reason, counts) == self._told or (not at_once and reason == self._told[0] and now < self._tell_at):
+        figures = (self._recorded_step, self._step, *counts)
+        if (reason, figures) == self._told or (not at_once and reason == self._told[0] and now < self._tell_at):
             return
-        self._told, self._tell_at = (reason, counts), now + TELL_S
+        self._told, self._tell_at = (reason, figures), now + TELL_S
         finding = Finding(
             time=time.time(),
             kind=RECORD_INCOMPLETE,
