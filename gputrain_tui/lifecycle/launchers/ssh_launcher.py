@@ -11,7 +11,6 @@ import os
 import random
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -31,6 +30,7 @@ from gputrain_tui.lifecycle.attempt_outcome import disk_is_full
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.launchers.uncopied import UncopiedSteps
+from gputrain_tui.lifecycle.log_line import log_line
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
@@ -220,7 +220,7 @@ class SshProcess(NodeProcess):
             self.host_error = f"{type(error).__name__}: {error}"
             code = ExitCode.FAILED
         if self.host_error:
-            print(f"node {self.node} on {self.host}: {self.host_error}", file=sys.stderr, flush=True)
+            log_line(f"node {self.node} on {self.host}: {self.host_error}")
         self._code = code
         os.eventfd_write(self._changed, 1)
 
@@ -248,7 +248,7 @@ class SshProcess(NodeProcess):
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
                 self.host_error = why
                 return ExitCode.FAILED
-            print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
+            log_line(f"node {self.node} on {self.host}: {why}; connecting again")
             # The next connection sends a stop request that comes meanwhile.
             pause_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
             time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
@@ -335,7 +335,7 @@ class SshProcess(NodeProcess):
             self._unwritten.add(name)
             if uncopied is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 uncopied.begin(part, len(part) - len(data))
-            print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            log_line(f"{path} cannot be written: {error.strerror}")
 
     def _replace(self, name: str, data: bytes) -> None:
         if name not in replaced_files(self.node, self._planned.ranks):
