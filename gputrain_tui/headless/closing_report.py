@@ -114,13 +114,15 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
 
 
 def status_line(state: RunState) -> list[Piece]:
-    """Return the last line of the report: status, duration, steps and samples, of the recorded part if some is lost."""
+    """Return the last line of the report: status, duration, steps and samples, of the record if others are unknown."""
     took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
     samples = sum(view.totals.samples for view in state.ranks.values())
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
-    if state.record_gap:
+    if state.record_gap and state.counts_all_steps:
+        steps = f"{steps}; {state.record_gap}"
+    elif state.record_gap:
         steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
     elif not state.step and (state.unmeasured or status == "finished"):
         steps = f"; {state.unmeasured or 'no step was measured'}"

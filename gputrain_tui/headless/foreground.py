@@ -17,10 +17,12 @@ import msgspec
 from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
 from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, paint
 from gputrain_tui.headless.safe_stream import SafeStream
+from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.record_gaps import RecordGaps
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
@@ -206,6 +208,7 @@ def conclude(
         ended = status.ended or state.time
         how = status.status
         took = None if status.elapsed_s is None else 1e3 * status.elapsed_s
+        state.apply_all(RecordGaps(run.dir, read_plan(run.dir)).check(is_last=True))  # these were lost as well
         state.apply(RunEnded(time=ended, status=how, exit_code=int(code), message=status.message, elapsed_ms=took))  # type: ignore[arg-type]
     colour = use_colour(sys.stderr.isatty(), environ)
     err.drain(is_interrupted=is_interrupted)  # another thread erases the progress line, before the table is printed
@@ -247,7 +250,8 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
         # The failure of the last attempt if it differs from the root cause in the record, or a note on the record.
         lines.append([(status.message, "alarm")])
     lines.append(status_line(state))
-    if status.status == "finished" and status.message:
+    gap = state.record_gap
+    if status.status == "finished" and status.message and not (gap and status.message.endswith(gap)):
         lines.append([(status.message, "alarm")])
     if status.status == "stopped":
         kept, _, left = (status.message or "").partition("processes left: ")

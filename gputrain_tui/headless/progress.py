@@ -30,6 +30,7 @@ from trainer.contract.outcome import (
     SEED_ON_RESUME,
 )
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
+from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
 if TYPE_CHECKING:
     from gputrain_tui.headless.safe_stream import SafeStream
@@ -262,6 +263,8 @@ class ProgressView:
         self._drawn = ""
         self._plain_at = clock()
         self._steps = StepWatch()
+        self._gaps: dict[int | None, str] = {}
+        """By rank, the text of its gap of the record that was printed last."""
         self._first_line: Sequence[Piece] | None = None
         """First line while it is held back; None once written."""
 
@@ -286,6 +289,10 @@ class ProgressView:
             # A log gets every checkpoint; on a terminal the closing report shows the last one.
             if type(event) is Step or (self._live and type(event) is Checkpoint):
                 continue
+            if type(event) is Finding and event.kind == RECORD_INCOMPLETE:
+                if self._gaps.get(event.rank) == event.message:
+                    continue  # only its counts have grown
+                self._gaps[event.rank] = event.message
             if (line := event_line(event)) is not None:
                 self.print_line(line, wrap=type(event) is Finding)
         now, tick = self._now(), self._clock()

@@ -39,6 +39,8 @@ START_S = 10.0
 TOKEN, AGENT, STARTED, BEAT, EXIT = "token", "agent.json", "started", "beat", "exit"
 """Files of an attempt's folder. Their writers: the launching side, the agent at its start, the session that starts it,
 the newest session, the agent at its end."""
+FILE_BYTES = 512
+"""Size of these files, filled up with blanks; readers skip a blank one."""
 HOME = "GPUTRAIN_HOME"
 
 
@@ -68,7 +70,7 @@ def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None
         OSError: the run directory cannot be made or written.
     """
     run_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for part in (".", "events", "logs", "checkpoints", "nodes", "agents", folder):
+    for part in (".", "events", "logs", "checkpoints", "nodes", "gaps", "agents", folder):
         (run_dir / part).mkdir(mode=0o700, exist_ok=True)
     try:
         os.close(os.open(folder / STARTED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -76,6 +78,7 @@ def start_agent(folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None
         return
     (run_dir / "nodes" / f"{request['node']}.json").unlink(missing_ok=True)
     launch = node_launch(request, run_dir)
+    (folder / EXIT).write_bytes(b" " * FILE_BYTES)  # so that the node's end can be told on a full disk
     write_heartbeat(folder, leased=request["leased"])
     child = os.fork()
     if child:
@@ -238,9 +241,16 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a small file; on a full disk overwrite what is there in place, which needs no more space."""
+    data = json.dumps(value).encode().ljust(FILE_BYTES)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        with path.open("r+b", buffering=0) as file:
+            file.write(data)
 
 
 def _size(path: Path) -> int:

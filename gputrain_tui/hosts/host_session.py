@@ -58,7 +58,12 @@ def is_of_node(name: str, node: int, ranks: Sequence[int]) -> bool:
 def replaced_files(node: int, ranks: Sequence[int]) -> list[str]:
     """Return the files of a node's processes that are replaced as a whole: their last collectives and the outcome."""
     collectives = [f"logs/collectives_{rank}{suffix}" for rank in ranks for suffix in ("", ".json")]
-    return [*collectives, f"nodes/{node}.json"]
+    return [*collectives, *gap_files(ranks), f"nodes/{node}.json"]
+
+
+def gap_files(ranks: Sequence[int]) -> list[str]:
+    """Return the files in which ranks tell what their event files lack."""
+    return [f"gaps/{rank}.json" for rank in ranks]
 
 
 def free_port(_: CallServer, __: Mapping[str, Any]) -> int:
@@ -161,9 +166,12 @@ class Session:
                 begin += len(data)
                 total += len(data)
             self._sizes[name] = begin
-        if not total:
-            names = [name for name in replaced_files(self._node, self._ranks) if self._is_replaced(name)]
-            frames += [frame(call, "whole", _part(self.run_dir / name, 0, MAX_DATA_BYTES), name=name) for name in names]
+        # While the record grows only its gaps are sent: what replaces other files belongs to the whole of it.
+        for name in gap_files(self._ranks) if total else replaced_files(self._node, self._ranks):
+            if self._is_replaced(name):
+                data = _part(self.run_dir / name, 0, MAX_DATA_BYTES)
+                if data.strip() or not name.startswith("gaps/"):
+                    frames.append(frame(call, "whole", data, name=name))
         return frames, total
 
     def _is_replaced(self, name: str) -> bool:

@@ -71,9 +71,11 @@ def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[
     ]
 
 
-def describe_missing_record(run_dir: RunDir, nodes: Iterable[int]) -> str:
-    """Describe why the end of the record is missing; empty when the record is complete."""
-    why = next((outcome.not_recorded for outcome in _outcomes(run_dir, nodes) if outcome.not_recorded), "")
+def describe_missing_record(run_dir: RunDir, nodes: Iterable[int], gaps: Sequence[str]) -> str:
+    """Describe why the record is not whole, with what ranks have told of their gaps; empty when it is."""
+    reasons = gaps or [outcome.not_recorded for outcome in _outcomes(run_dir, nodes) if outcome.not_recorded][:1]
+    shown = 3
+    why = "; ".join([*reasons[:shown], *([f"and {len(reasons) - shown} more"] if len(reasons) > shown else [])])
     if disk_is_full(run_dir):
         return f"the disk of the run directory is full: {RECORD_END_MISSING}"
     return f"{RECORD_END_MISSING}: {why}" if why else ""

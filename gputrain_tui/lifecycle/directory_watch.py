@@ -6,13 +6,13 @@ A stop file stops a run whose supervisor is on another host with the same file s
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome
+from gputrain_tui.lifecycle.log_line import log_line
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.record import Failure, Finding, RunDir, read_stack_request, write_atomically
@@ -96,7 +96,7 @@ class DirectoryWatch:
             self._stop_request.ask(level, reason)
         if self.deleted is None and attempt_outcome.is_deleted(self._dir):
             self.deleted = attempt_outcome.deletion_failure(self._dir, time.time())
-            print(self.deleted.message, file=sys.stderr, flush=True)
+            log_line(self.deleted.message)
             self._stop_request.ask(StopLevel.SAVE, self.deleted.message)  # ``save_dir`` may be somewhere else
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from math import isfinite
@@ -14,6 +13,7 @@ from gputrain_tui.history.record_tail import last_test, newest_loss_of
 from gputrain_tui.history.status_file import Status, elapsed_of, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.log_line import log_line
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput
@@ -97,7 +97,7 @@ class RunStatusWriter:
             while line:
                 line = line[os.write(self._events, line) :]
         except OSError as error:
-            print(f"cannot record {type(event).__name__}: {error.strerror}", file=sys.stderr, flush=True)
+            log_line(f"cannot record {type(event).__name__}: {error.strerror}")
 
     def validated(self, state: RunState) -> None:
         """Write the newest validation loss into the status, if it has changed."""
@@ -131,7 +131,7 @@ class RunStatusWriter:
         status.tested = last_test(self._dir)
         if state is not None:
             if state.step:
-                loss = state.figures.loss
+                loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
                 status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr
@@ -172,7 +172,7 @@ class RunStatusWriter:
         try:
             write_status(self._dir, self._status)
         except OSError as error:
-            print(f"cannot write {self._dir.status}: {error.strerror}", file=sys.stderr, flush=True)
+            log_line(f"cannot write {self._dir.status}: {error.strerror}")
 
 
 def _valid(state: RunState) -> float | Literal["nan"] | None:

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
 from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
 from gputrain_tui.lifecycle.node_process import NodeProcess
+from gputrain_tui.lifecycle.record_gaps import RecordGaps
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, rendezvous_port, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
@@ -79,6 +80,7 @@ class Supervisor:
         self._tmp = system_folder()
         self._diagnosis = RunDiagnosis(run_dir)
         self._directory = DirectoryWatch(run_dir, self._stop_request)
+        self._gaps = RecordGaps(run_dir, plan)
         self._over_before: set[int] = set()
         """Nodes that had ended, with unfinished ranks, when the run was adopted."""
         self._silent: set[int] = set()
@@ -164,6 +166,7 @@ class Supervisor:
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
+        self._record(self._gaps.begin_attempt())
         self._launcher.begin_attempt(self.dir)
         env = {RUN: str(self.dir.path)}
         for node in plan.nodes:
@@ -181,9 +184,12 @@ class Supervisor:
             self._poll.register(process, select.POLLIN)
         return attempt
 
+    def _record(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self._status_writer.record(finding)
+
     def _warn(self, problems: Sequence[str]) -> None:
-        for problem in problems:
-            self._status_writer.record(Finding(time=time.time(), kind="not_reported", message=problem))
+        self._record(Finding(time=time.time(), kind="not_reported", message=problem) for problem in problems)
 
     def _adopt(self) -> AttemptResult:
         """Take over the nodes of a killed supervisor and watch them; nodes of a leased run have ended with it."""
@@ -214,7 +220,7 @@ class Supervisor:
         while attempt.running:
             if self._stop_request.level > attempt.stop_level:
                 self._stop(attempt, self._stop_request.level, self._grace_s())
-            due = min(self._directory.due, math.inf if attempt.stop_level else self._diagnosis.due)
+            due = min(self._directory.due, self._gaps.due, math.inf if attempt.stop_level else self._diagnosis.due)
             for descriptor in self._wait(due if attempt.deadline is None else min(attempt.deadline, due)):
                 process = attempt.running.get(descriptor)
                 code = process.poll() if process is not None else None
@@ -225,9 +231,10 @@ class Supervisor:
             if time.monotonic() >= self._directory.due:
                 self._directory.check()
                 self._launcher.request_stacks(attempt.running.values(), self._directory.stack_request)
-                for finding in silence_findings(self._silent, attempt.running.values(), self._plan):
-                    self._status_writer.record(finding)
+                self._record(silence_findings(self._silent, attempt.running.values(), self._plan))
                 self._warn([] if self._report is None else self._report.problems())
+            if time.monotonic() >= self._gaps.due:
+                self._record(self._gaps.check())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
                 self._diagnose(attempt)
             if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
@@ -248,8 +255,7 @@ class Supervisor:
             self._diagnosis.follow()
             failure = self._diagnosis.lost_host(list(attempt.running.values()), self._plan)
         else:
-            for finding in self._diagnosis.check():
-                self._status_writer.record(finding)
+            self._record(self._diagnosis.check())
             self._status_writer.validated(self._diagnosis.state)
             failure = self._diagnosis.ended_by_hang(self._plan)
         if failure is not None:
@@ -316,13 +322,16 @@ class Supervisor:
         delete_temporary_files(self.dir, [node.node for node in self._plan.nodes], self._tmp)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
+        self._record(self._gaps.check(is_last=True))
         self._status_writer.missing_record = attempt_outcome.describe_missing_record(
-            self.dir, [node.node for node in self._plan.nodes]
+            self.dir, [node.node for node in self._plan.nodes], self._gaps.standing()
         )
         level = self._stop_request.level
-        for finding in self._diagnosis.last_findings() if ended.status == "finished" and not self._silent else []:
-            self._status_writer.record(finding)
+        if ended.status == "finished" and not self._silent:
+            self._record(self._diagnosis.last_findings())
         state = self._diagnosis.state_at_end()
+        if state is not None:  # on a full disk the record lacks these, too
+            state.apply_all(self._gaps.findings.values())
         if state is not None and self._status_writer.missing_record:
             state.add_gap(time.time(), self._status_writer.missing_record)
         if self._launcher.continues(ended, self.dir) and not left and state is not None and state.has_progressed:

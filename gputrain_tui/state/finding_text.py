@@ -75,7 +75,7 @@ def finding_summary(finding: Finding) -> str:
 
 def _subject(finding: Finding) -> str:
     """Return the subject of a finding and a blank: a rank, ranks of a node, or a host; empty for the run."""
-    if finding.rank is None:
+    if finding.rank is None or finding.kind == "record_incomplete":
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "

@@ -9,10 +9,13 @@ from typing import Any
 
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
-from trainer.contract.record import Doing, Failure, ModelFlops, RunEnded, Step
+from trainer.contract.record import Doing, Failure, Finding, ModelFlops, RunEnded, Step
+from trainer.contract.record.unrecorded import COUNTS
 
 WINDOW = 50
 """Step events of a rank that its recent means cover."""
+MAX_GAPS = 100
+"""Maximum number of gaps of a rank's record that are told apart."""
 MEMORY_SAMPLES = 600
 """Machine samples, one a second, over which a rank's memory is followed for the diagnosis."""
 
@@ -43,6 +46,10 @@ class RankView:
     first_step_time: float | None = None
     """Time of its first step event, Unix seconds."""
     last: Step | None = None
+    unrecorded: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """Steps, samples and tokens that its record lacks, by the begin of each gap, Unix seconds; the totals have them."""
+    unrecorded_step: int = 0
+    """The last step that it has done, where the record lacks that; else 0."""
     before: Step | None = None
     """The step event before ``last``, for the loss at the newest step of all ranks, which may not be in ``last``."""
     doing: Doing | None = None
@@ -84,7 +91,23 @@ class RankView:
 
     @property
     def step(self) -> int:
-        return self.last.step if self.last is not None else 0
+        return self.unrecorded_step or (self.last.step if self.last is not None else 0)
+
+    def count_unrecorded(self, gap: Finding) -> None:
+        """Add the steps that the record lacks by a ``record_incomplete`` finding, in place of those told before."""
+        began, steps, samples, tokens = (int(gap.evidence.get(key, 0)) for key in ("began", *COUNTS))
+        if not began or (began not in self.unrecorded and len(self.unrecorded) >= MAX_GAPS):
+            return
+        before = self.unrecorded.get(began, (0, 0, 0))
+        self.unrecorded[began] = (steps, samples, tokens)
+        totals = self.totals
+        self.totals = totals._replace(
+            steps=totals.steps + steps - before[0],
+            samples=totals.samples + samples - before[1],
+            tokens=totals.tokens + tokens - before[2],
+        )
+        done = int(gap.evidence.get("step", 0)) if gap.state == "raised" and gap.cause else 0
+        self.unrecorded_step = done if self.last is None or gap.time >= self.last.time else 0
 
     @property
     def loss(self) -> float | None:

@@ -12,14 +12,13 @@ from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan
 from gputrain_tui.state.rank_state import RankView, rank_outcome
+from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
 from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
+from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
-RECORD_INCOMPLETE = "record_incomplete"
-"""Kind of the finding that events of the run are not in its record."""
-RECORD_ADVICE = "free space on the disk of the run directory; figures of the run are of the recorded part"
 KEPT = 1000
 """Memory bound of each list: a view shows the newest few."""
 
@@ -196,8 +195,16 @@ class RunState:
     @property
     def record_gap(self) -> str:
         """Why the record is incomplete, so that its figures are of a part of the run; empty where it is whole."""
-        finding = self.findings.get((RECORD_INCOMPLETE, None))
-        return "" if finding is None else finding.message
+        if (whole := self.findings.get((RECORD_INCOMPLETE, None))) is not None:
+            return whole.message
+        gaps = [each for each in self.findings.values() if each.kind == RECORD_INCOMPLETE and each.severity != "info"]
+        return "; ".join(dict.fromkeys(each.message for each in gaps))
+
+    @property
+    def counts_all_steps(self) -> bool:
+        """Whether steps and samples that the record lacks are counted by what the ranks have told."""
+        views = self.ranks.values()
+        return any(view.unrecorded for view in views) and len({view.step for view in views}) == 1
 
     @property
     def flagged(self) -> set[int]:
@@ -258,6 +265,8 @@ class RunState:
         if view.first_step_time is None:
             view.first_step_time = event.time
             self.joining = None
+        if view.unrecorded_step:
+            view.unrecorded_step = 0
         if event.time > self.step_time:
             self.step_time = event.time
         view.before, view.last = view.last, event
@@ -372,6 +381,8 @@ class RunState:
 
     def _finding(self, event: record.Finding) -> None:
         self.past_findings.append(event)
+        if event.kind == RECORD_INCOMPLETE and event.rank is not None:
+            self.rank(event.rank).count_unrecorded(event)
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
@@ -410,7 +421,9 @@ class RunState:
         self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
 
     def add_gap(self, time: float, message: str) -> None:
-        """Add the finding that events are missing in the record, so that every view says so."""
+        """Add the finding that events are missing in the record, unless the gaps that stand say the same."""
+        if self.record_gap and message.endswith(self.record_gap):
+            return
         self._finding(record.Finding(time=time, kind=RECORD_INCOMPLETE, message=message, advice=RECORD_ADVICE))
 
     def _run_ended(self, event: record.RunEnded) -> None:

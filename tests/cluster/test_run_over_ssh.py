@@ -22,6 +22,9 @@ from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
 from taken_names import TakenNames
 
+from gputrain_tui.history.record_tail import last_step
+from trainer.contract.record import RunDir
+
 INTERFACES = {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "enp1s0f1"}
 NAMES = ["h1", "h2", "h3"]
 RANKS = [2, 1, 1]
@@ -441,35 +444,114 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
     shutil.rmtree(folder)
 
 
-def test_a_host_whose_disk_is_full_makes_no_stall_and_its_lost_steps_are_told(cluster: SshCluster) -> None:
-    lab, gate = cluster.lab, cluster.lab.folder / "gate"
-    small = lab.disk_of(cluster.h2) / "small"
-    small.mkdir()
-    cluster.h2.run("mount", "-t", "tmpfs", "-o", "size=40m", "none", lab.disk / "small")
-    script = TESTS / "faults" / "steps_script.py"
-    nodes = [
-        '[[cluster.nodes]]\nhost = "h1"\ncpu_ranks = 1\n',
-        f'[[cluster.nodes]]\nhost = "h2"\ncpu_ranks = 1\nenv = {{ GPUTRAIN_HOME = "{lab.disk}/small" }}\n',
-    ]
-    train = f'[train]\nscript = "{script}"\nargs = ["300", "79", "{gate}"]\n'
-    (lab.folder / "recipe.toml").write_text(f'name = "full"\n{"".join(nodes)}{train}')
+def last_recorded(record: Path, rank: int) -> int:
+    found = last_step(RunDir(record), rank)
+    return 0 if found is None else found.step
+
+
+class SmallDisk:
+    """A run of a script of 300 steps that waits before two of them, with a small disk on one host."""
+
+    def __init__(self, cluster: SshCluster, host: NamespaceHost) -> None:
+        self.cluster, self.host, folder = cluster, host, cluster.lab.folder
+        self.small = cluster.lab.disk / f"small-{host.name}"
+        (cluster.lab.disk_of(host) / self.small.name).mkdir(exist_ok=True)
+        host.run("mount", "-t", "tmpfs", "-o", "size=40m", "none", self.small)
+        self.gates = {79: folder / "gate", 200: folder / "gate-end"}
+        nodes = ""
+        for name in ("h1", "h2"):
+            home = f'env = {{ GPUTRAIN_HOME = "{self.small}" }}\n' if name == host.name else ""
+            nodes += f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 1\n{home}'
+        args = json.dumps(["300", *(word for step, gate in self.gates.items() for word in (str(step), str(gate)))])
+        script = TESTS / "faults" / "steps_script.py"
+        (folder / "recipe.toml").write_text(f'name = "full"\n{nodes}[train]\nscript = "{script}"\nargs = {args}\n')
+
+    def await_step(self, step: int, process: subprocess.Popen[str]) -> None:
+        gate = self.gates[step]
+        wait_until(lambda: all(gate.with_suffix(f".{rank}").exists() for rank in range(2)), f"step {step}", [process])
+
+    def fill(self) -> None:
+        self.host.run("sh", "-c", f"cat /dev/zero > {self.small}/others; true")
+
+    def empty(self) -> None:
+        self.host.run("rm", f"{self.small}/others")
+
+    def close(self) -> None:
+        self.host.run("umount", "-l", self.small)
+        for path in self.cluster.lab.folder.glob("gate*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("room", ["none", "again"])
+def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps_are_counted(
+    cluster: SshCluster, room: str
+) -> None:
+    disk = SmallDisk(cluster, cluster.h2)
     try:
         process = cluster.start("run", "recipe.toml")
-        wait_until(lambda: all(gate.with_suffix(f".{rank}").exists() for rank in range(2)), "step 79", [process])
-        cluster.h2.run("sh", "-c", f"cat /dev/zero > {lab.disk}/small/others; true")
-        gate.touch()
+        disk.await_step(79, process)
+        wait_until(lambda: last_recorded(cluster.record, 1) == 79, "the record here has step 79", [process])
+        disk.fill()
+        disk.gates[79].touch()
+        wait_until(lambda: cluster.findings("record_incomplete") == ["raised"], "the gap is told", [process])
+        disk.await_step(200, process)
+        if room == "again":
+            disk.empty()
+            wait_until(lambda: cluster.findings("record_incomplete")[-1] == "cleared", "it is over", [process])
+        disk.gates[200].touch()
         output, _ = process.communicate(timeout=LIMIT_S)
     finally:
-        cluster.h2.run("umount", "-l", lab.disk / "small")
-        for path in lab.folder.glob("gate*"):
-            path.unlink()
+        disk.close()
     assert process.returncode == 0, output
     assert "stalled" not in output
     assert "critical" not in output
-    assert re.search(r"^finished in .*; the end of the record is missing: .*; recorded: \d+ steps", output, re.M), (
-        output
-    )
-    assert "the end of the record is missing" in cluster.status()["message"]
+    [told] = re.findall(r"^warning: (h2's record ends at step (\d+): its disk is full)", output, re.MULTILINE)
+    closing = r"^finished in .*, 300 steps, 4,800 samples"
+    status = cluster.status()
+    assert status["step"] == 300
+    if room == "again":
+        assert re.search(closing + "$", output, re.MULTILINE), output
+        assert "is written again and lacks no step" in output
+        assert last_recorded(cluster.record, 1) == 300
+        assert "message" not in status
+    else:
+        assert 79 <= int(told[1]) == last_recorded(cluster.record, 1) < 300
+        assert re.search(f"{closing}; {told[0]}$", output, re.MULTILINE), output
+        assert status["message"] == f"the end of the record is missing: {told[0]}"
+        assert [found["kind"] for found in status["findings"]] == ["record_incomplete"]
+
+
+@pytest.mark.parametrize("room", ["none", "again"])
+def test_a_full_disk_of_the_launching_host_is_told_and_all_steps_are_counted(cluster: SshCluster, room: str) -> None:
+    disk = SmallDisk(cluster, cluster.h0)
+    reason = "the disk of the run directory is full"
+    try:
+        process = cluster.start("run", "recipe.toml", GPUTRAIN_HOME=str(disk.small))
+        disk.await_step(79, process)
+        [record] = Path(f"/proc/{cluster.h0.holder}/root{disk.small}/runs").iterdir()
+        wait_until(lambda: all(last_recorded(record, rank) == 79 for rank in range(2)), "step 79 is here", [process])
+        disk.fill()
+        disk.gates[79].touch()
+        disk.await_step(200, process)
+        wait_until(lambda: reason in (record / "gaps" / "1.json").read_text(), "the copy has ended", [process])
+        if room == "again":
+            disk.empty()
+            wait_until(lambda: all(last_recorded(record, rank) >= 199 for rank in range(2)), "it goes on", [process])
+        disk.gates[200].touch()
+        output, _ = process.communicate(timeout=LIMIT_S)
+        status = json.loads((record / "status.json").read_text())
+        recorded = [last_recorded(record, rank) for rank in range(2)]
+    finally:
+        disk.close()
+    assert process.returncode == 0, output
+    closing = r"^finished in .*, 300 steps, 4,800 samples"
+    assert status["step"] == 300
+    if room == "again":
+        assert re.search(closing + "$", output, re.MULTILINE), output
+        assert recorded == [300, 300]
+    else:
+        assert re.search(f"{closing}; {reason}: the end of the record is missing", output, re.MULTILINE), output
+        assert max(recorded) < 300
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A user's script of many short steps, which waits at one of them for a file."""
+"""A user's script of many short steps, which waits at some of them for a file: ``STEPS (BEFORE FILE)...``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    steps, before, gate = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    steps = int(sys.argv[1])
+    gates = {int(before): Path(gate) for before, gate in zip(sys.argv[2::2], sys.argv[3::2], strict=True)}
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
-        if step == before:
+        if (gate := gates.get(step)) is not None:
             gate.with_suffix(f".{dist.get_rank()}").touch()
             while not gate.exists():
                 time.sleep(0.01)

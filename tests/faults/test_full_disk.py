@@ -154,9 +154,9 @@ def test_a_script_whose_record_lost_steps_says_so_in_every_face_and_is_called_no
     assert "critical" not in err
     assert process.returncode == 0, err
     reason = "the disk of the run directory is full: the end of the record is missing"
-    assert re.search(rf"^finished in .*; {reason}; recorded: \d+ steps, [\d,]+ samples", err, re.MULTILINE), err
+    assert re.search(rf"^finished in .*, 300 steps, 4,800 samples; {reason}", err, re.MULTILINE), err
     (ended,) = bench.runs()
-    assert ended.status.message == reason
+    assert (ended.status.message, ended.status.step) == (reason, 300)
     seen = RunState()
     reader = RunReader(run.dir)
     while events := reader.poll():
@@ -224,6 +224,11 @@ def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> Non
     (run,) = bench.runs()
     assert run.dir.rank_events(0).stat().st_size == limit
     assert (process.returncode, run.state) == (0, "finished"), err
-    assert run.status.message == "the end of the record is missing: File too large"
-    assert run.status.message in err
+    told = last_step(run.dir)
+    assert told is not None
+    assert run.status.message == (
+        f"the end of the record is missing: the record ends at step {told.step}: File too large"
+    )
+    assert f", {updates} steps, " in err
+    assert run.status.message.partition(": ")[2] in err
     assert last_checkpoint_step(bench.folder / "kept") == updates

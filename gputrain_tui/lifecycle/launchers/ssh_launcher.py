@@ -6,11 +6,11 @@ is opened again; host agent and node continue meanwhile. Nodes on this machine a
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -26,8 +26,11 @@ from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.lifecycle.attempt_outcome import disk_is_full
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
+from gputrain_tui.lifecycle.launchers.uncopied import UncopiedSteps
+from gputrain_tui.lifecycle.log_line import log_line
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
@@ -61,6 +64,8 @@ NOT_FORWARDED = (
     HOME,
 )
 """Variables with these prefixes that concern this machine only."""
+ROOM_S = 1.0
+"""Time between two looks for room on a disk that was full."""
 HELLO_S = 30.0
 """Time limit from the start of ssh until the node is started, start-up files of the host included."""
 BEAT_S = 1.0
@@ -182,6 +187,9 @@ class SshProcess(NodeProcess):
         self._code: int | None = None
         self._unwritten: set[str] = set()
         """Files that could not be written here; skipped until the next connection."""
+        self._uncopied = {f"events/{rank}.ndjson": UncopiedSteps(run_dir, rank) for rank in node.ranks}
+        self._room_at = 0.0
+        """Time of the next look for room for them, monotonic seconds."""
         self._thread = threading.Thread(target=self._run, name=f"node-{node.node}", daemon=True)
         self._thread.start()
 
@@ -225,7 +233,7 @@ class SshProcess(NodeProcess):
             self.host_error = f"{type(error).__name__}: {error}"
             code = ExitCode.FAILED
         if self.host_error:
-            print(f"node {self.node} on {self.host}: {self.host_error}", file=sys.stderr, flush=True)
+            log_line(f"node {self.node} on {self.host}: {self.host_error}")
         self._code = code
         os.eventfd_write(self._changed, 1)
 
@@ -253,7 +261,7 @@ class SshProcess(NodeProcess):
             if (self.identity is None and failures >= FIRST_TRIES) or time.monotonic() >= self._give_up_at:
                 self.host_error = why
                 return ExitCode.FAILED
-            print(f"node {self.node} on {self.host}: {why}; connecting again", file=sys.stderr, flush=True)
+            log_line(f"node {self.node} on {self.host}: {why}; connecting again")
             # The next connection sends a stop request that comes meanwhile.
             pause_s = RETRY_S[min(failures, len(RETRY_S)) - 1]
             time.sleep(min(pause_s, max(self._give_up_at - time.monotonic(), 0.0)))
@@ -264,8 +272,12 @@ class SshProcess(NodeProcess):
         sent_request = self._stack_request
         beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
         self._unwritten.clear()
+        for uncopied in self._uncopied.values():
+            uncopied.clear()
         while True:
             now = time.monotonic()
+            if now >= self._room_at:
+                self._await_room()
             if now >= self._give_up_at:
                 raise HostError("it does not answer; its agent stops the node when its ranks record no more steps")
             if not is_started and now > hello_deadline:
@@ -296,16 +308,29 @@ class SshProcess(NodeProcess):
                     case "whole":
                         self._replace(arrived.name, arrived.data)
                     case _:
+                        self._await_room()
                         return decoded(arrived, EXIT_CODE)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_event)
+
+    def _await_room(self) -> None:
+        """Tell the steps that could not be copied; raise if there is room for them again, to get them once more."""
+        self._room_at = time.monotonic() + ROOM_S
+        standing = [uncopied for uncopied in self._uncopied.values() if uncopied.stands]
+        if standing and not disk_is_full(self._run_dir):
+            raise HostError("the disk of the run directory has room again for the rest of its record")
+        for uncopied in standing:
+            uncopied.tell()
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
         """Write a part of a file of the node at its offset; repeated parts overwrite equal bytes, gaps are refused."""
         if not is_of_node(name, self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         path = f"{self._run_dir.path}/{name}"  # a string: a Path per frame is slow
+        part, uncopied = data, self._uncopied.get(name)
         if name in self._unwritten:
+            if uncopied is not None and uncopied.stands:
+                uncopied.add(part)
             return
         if offset > size_of(path):
             raise HostError(f"it sent {name} from byte {offset}, but only {size_of(path)} bytes are here")
@@ -321,12 +346,16 @@ class SshProcess(NodeProcess):
                 os.close(descriptor)
         except OSError as error:  # a full disk or a deleted run directory must not end the run
             self._unwritten.add(name)
-            print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            if uncopied is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                uncopied.begin(part, len(part) - len(data))
+            log_line(f"{path} cannot be written: {error.strerror}")
 
     def _replace(self, name: str, data: bytes) -> None:
         if name not in replaced_files(self.node, self._planned.ranks):
             raise HostError(f"it sent {name!r}, which is not a file of node {self.node}")
         with suppress(OSError):
+            if name.startswith("gaps/"):
+                self._run_dir.gaps.mkdir(mode=0o700, exist_ok=True)
             write_atomically(self._run_dir.path / name, data)
 
 

@@ -36,6 +36,8 @@ class RunDir:
     checkpoints = _Entry("checkpoints")
     nodes = _Entry("nodes")
     """Outcomes of the nodes, ``<node>.json``."""
+    gaps = _Entry("gaps")
+    """Counts of the steps that a rank has made and its event file lacks, ``<rank>.json``."""
     attempt = _Entry("attempt.json")
     """Identities of the node agents' processes, with which another supervisor can adopt the run."""
     agents = _Entry("agents")

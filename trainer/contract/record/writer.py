@@ -9,17 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.contract.record.downsampled import Downsampler
-from trainer.contract.record.events import Event, Lost
+from trainer.contract.record.events import Event, Lost, Step
 from trainer.contract.record.json_lines import encode_event
 from trainer.contract.record.regular_file import OwnedDescriptor
+from trainer.contract.record.unrecorded import UnrecordedSteps
 
 
 class EventWriter:
     """Writer of one event file that never blocks the caller.
 
     A thread writes queued events, ten times a second at most. While the disk is full or stalled, events wait in the
-    queue; once that is full too, further events are dropped and counted, and a ``lost`` event marks the gap. Without a
-    path every call does nothing.
+    queue; once that is full too, further events are dropped and counted, and a ``lost`` event marks the gap. The steps
+    that a rank's file lacks are told in a file of their own. Without a path every call does nothing.
     """
 
     interval_s = 0.1
@@ -50,6 +51,8 @@ class EventWriter:
         self._urgent = False
         """Whether ``write_now`` waits for the next write."""
         self._before_write: Callable[[bool], None] | None = None
+        self._unrecorded: UnrecordedSteps | None = None
+        """None for other files than those of the ranks in a run directory."""
         self._thread: threading.Thread | None = None
         self._file: OwnedDescriptor
         self._downsampler: Downsampler | None = None
@@ -63,6 +66,8 @@ class EventWriter:
                 size += 1
             if path.parent.name == "events" and not shared:
                 self._downsampler = Downsampler(path.parent.with_name("digest"), path.stem, size)
+            if path.parent.name == "events" and rank is not None and path.stem == str(rank):
+                self._unrecorded = UnrecordedSteps(path.parent.with_name("gaps") / f"{rank}.json", rank)
             self._thread = threading.Thread(target=self._run, args=(path,), name="event-writer", daemon=True)
             self._thread.start()
 
@@ -82,12 +87,15 @@ class EventWriter:
             return
         line = encode_event(event)
         with self._lock:
-            if len(self._pending) >= self.capacity:
+            is_dropped = len(self._pending) >= self.capacity
+            if is_dropped:
                 self._lost += 1
                 self._reason = self.write_error or "the disk is too slow"
             else:
                 self._record_gap()
                 self._queue(event, line)
+            if self._unrecorded is not None and type(event) is Step:
+                self._unrecorded.add(event, dropped=is_dropped)
 
     def _queue(self, event: Event, line: bytes) -> None:
         """Queue a line; the caller holds the lock."""
@@ -148,6 +156,8 @@ class EventWriter:
             if urgent:
                 self._urgent = False
             self._write_downsampled(closing)
+            if self._unrecorded is not None:
+                self._unrecorded.tell(at_once=closing or urgent)
             if closing:
                 break
             self._wake.wait(until_next(time.time(), self.interval_s))
@@ -169,6 +179,8 @@ class EventWriter:
                 done += 1
             with self._lock:
                 del self._pending[:done]
+                if self._unrecorded is not None:
+                    self._unrecorded.note_write(lines[:done], self._pending, self.write_error)
                 if written:  # a part of a line; the rest of it comes next
                     self._pending[0] = self._pending[0][written:]
             if done < len(lines):
