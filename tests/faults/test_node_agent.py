@@ -442,9 +442,12 @@ def test_messages_about_a_lost_peer_are_recognised_and_put_into_words(message: s
             "another rank did not answer within 600 s",
         ),
         ("DistStoreError: wait timeout after 2500ms, keys: /a", "another rank did not answer within 2.5 s"),
-        ("gloo/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8", "the ranks called a collective with tensors of unequal size"),
-        ("ConnectionRefusedError: [Errno 111] Connection refused", "ConnectionRefusedError: [Errno 111] Connection refused"),
+        (
+            "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8",
+            "the ranks called a collective with tensors of unequal size",
+        ),
+        ("ConnectionRefusedError: Connection refused", "ConnectionRefusedError: Connection refused"),
     ],
-)  # fmt: skip
+)
 def test_the_text_of_gloo_and_nccl_is_put_into_words(message: str, words: str) -> None:
     assert lost_peer_text(message) == words

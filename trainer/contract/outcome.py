@@ -162,7 +162,7 @@ _LOST_PEER = re.compile(
 
 _LIBRARY = re.compile(
     r"gloo|nccl|processgroup|c10d|tcpstore|\.(?:cc|cpp):\d+|dist(?:store|network|backend)error|recvvalue|sendbytes|"
-    r"connectfullmesh|timed out waiting \d+ms|connection closed by peer \[",
+    r"connectfullmesh|timed out waiting \d+ms|connection closed by peer \[|heartbeat monitor|watchdog|flight recorder",
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile(
