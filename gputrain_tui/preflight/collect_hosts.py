@@ -130,7 +130,7 @@ def collect_hosts(
     return answers
 
 
-def _require_addresses(addresses: Sequence[str], port: int) -> None:
+def require_addresses(addresses: Sequence[str], port: int) -> None:
     """Raise HostError for invalid addresses of a host: other hosts would fail on them, and the error name those."""
     try:
         for text in addresses:
@@ -222,7 +222,7 @@ class _Collection:
                 "options": dict(self._recipe.task_options),
             },
         )
-        _require_addresses(facts.addresses, facts.probe_port)
+        require_addresses(facts.addresses, facts.probe_port)
         self._answers[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
 
     def _write_token(self, node: PlannedNode) -> None:
@@ -246,7 +246,7 @@ class _Collection:
         host_time = channel.answer(clock_call, CLOCK, QUESTION_TIMEOUT_S)
         received_at = time.time()
         route = channel.answer(route_call, ROUTE, QUESTION_TIMEOUT_S)
-        _require_addresses([text for text in (route.address, route.root) if text], 1)
+        require_addresses([text for text in (route.address, route.root) if text], 1)
         self._routes[node.node] = route
         answer.clock_offset_s = host_time - (sent_at + received_at) / 2
         answer.round_trip_s = received_at - sent_at

@@ -105,8 +105,15 @@ class Launcher(ABC):
         ``identity`` is its process in ``attempt.json``, None if not recorded.
         """
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
-        """Wait until all hosts of a plan answer; return why one does not, empty if all do."""
+    def probe_network(self, plan: Plan) -> Mapping[tuple[str, str], bool]:
+        """Return for each host of a plan and each other one whether it can connect to it; unknown pairs are absent."""
+        return {}
+
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest, network: bool = False) -> str:
+        """Wait until all hosts of a plan answer; return why one does not, empty if all do.
+
+        ``network``: wait as well until all of them reach each other.
+        """
         return ""
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
