@@ -44,5 +44,6 @@ def describe_cut(reach: Mapping[tuple[str, str], bool]) -> str:
             texts.append(f"{begin} cannot reach {end} on tcp" + (f" ({end} can reach {begin})" if back else ""))
     if not texts:
         return ""
-    more = f"; {len(texts) - MAX_PAIRS} more pairs" if len(texts) > MAX_PAIRS else ""
+    count = len(texts) - MAX_PAIRS
+    more = f"; {count} more pair{'s' * (count > 1)}" if count > 0 else ""
     return f"{'; '.join(texts[:MAX_PAIRS])}{more}; a firewall or route between them changed"

@@ -94,7 +94,7 @@ def probe_network(plan: Plan, local: LocalFacts) -> dict[tuple[str, str], bool]:
             list(pool.map(guarded, hosts if step is listen else list(listeners)))
     for channel in channels.values():
         channel.close(at_once=True)
-    return reach
+    return {(host, other): reach[host, other] for host in hosts for other in hosts if (host, other) in reach}
 
 
 def _addresses(node: PlannedNode, backend: str, listener: _Listener) -> list[str]:
