@@ -42,8 +42,13 @@ class Launcher(ABC):
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         return []
 
-    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
-        """Return the facts of the other hosts of a run; none if the launcher cannot ask them."""
+    def query_hosts(
+        self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float, problems: Mapping[str, str]
+    ) -> tuple[HostAnswer, ...]:
+        """Return the facts of the other hosts of a run; none if the launcher cannot ask them.
+
+        ``problems`` are those of hosts that have just not answered, which are not asked again.
+        """
         return ()
 
     def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:

@@ -91,13 +91,15 @@ class SshLauncher(Launcher):
     def __init__(self) -> None:
         self._local = LocalLauncher()
 
-    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
+    def query_hosts(
+        self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float, problems: Mapping[str, str]
+    ) -> tuple[HostAnswer, ...]:
         if all(is_local(node.host, local) for node in plan.nodes):
             return ()
         from gputrain_tui.preflight.collect_hosts import collect_hosts
 
         env = forwarded_environment(os.environ)
-        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s)
+        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s, problems=problems)
 
     def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
         """Start the supervisor, which inherits the idle channels to the hosts of the plan."""
