@@ -8,8 +8,6 @@ from trainer.contract.record import Failure
 
 SUSPECT_KINDS = ("lost_peer", "silent", "stalled")
 """Kinds of failures in which ranks have lost each other, and nothing else is known to have failed."""
-MAX_PAIRS = 2
-"""Most pairs of hosts that are named: one that has lost all others is named once."""
 
 
 def network_failure(failure: Failure, reach: Mapping[tuple[str, str], bool]) -> Failure | None:
@@ -44,6 +42,7 @@ def describe_cut(reach: Mapping[tuple[str, str], bool]) -> str:
             texts.append(f"{begin} cannot reach {end} on tcp" + (f" ({end} can reach {begin})" if back else ""))
     if not texts:
         return ""
-    count = len(texts) - MAX_PAIRS
+    max_pairs = 2  # pairs of hosts that are named: a firewall between many makes as many pairs
+    count = len(texts) - max_pairs
     more = f"; {count} more pair{'s' * (count > 1)}" if count > 0 else ""
-    return f"{'; '.join(texts[:MAX_PAIRS])}{more}; a firewall or route between them changed"
+    return f"{'; '.join(texts[:max_pairs])}{more}; a firewall or route between them changed"
