@@ -24,9 +24,8 @@ class NetworkWatch:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        self._thread: threading.Thread | None = None
-        self._reach: Mapping[tuple[str, str], bool] = {}
-        """The last answer."""
+        self._answer: list[Mapping[tuple[str, str], bool]] | None = None
+        """Filled by a thread with what the hosts answer; None while they are not asked."""
         self._due = 0.0
         """Time before which hosts that reached each other are not asked again, monotonic seconds."""
 
@@ -37,8 +36,8 @@ class NetworkWatch:
         """
         if failure.kind not in SUSPECT_KINDS:
             return failure
-        self._probe(plan)
-        return network_failure(failure, self._reach) or failure
+        self._answer = None
+        return network_failure(failure, self._probe(plan)) or failure
 
     def cut(self, plan: Plan, *, waited_s: float, timeout_s: float) -> Failure | None:
         """Return the network's failure if hosts do not reach each other while no rank makes progress.
@@ -49,22 +48,24 @@ class NetworkWatch:
             timeout_s: ``cluster.host_timeout``, for which an interruption is waited out.
         """
         if waited_s < timeout_s:
+            self._answer = None  # it would be of a stall that is over
             return None
-        if self._thread is None and time.monotonic() >= self._due:
-            self._thread = threading.Thread(target=self._probe, args=(plan,), name="network", daemon=True)
-            self._thread.start()
-        if self._thread is None or self._thread.is_alive():
+        if self._answer is None and time.monotonic() >= self._due:
+            answer = self._answer = []
+            threading.Thread(target=lambda: answer.append(self._probe(plan)), name="network", daemon=True).start()
+        if not self._answer:
             return None
-        self._thread, self._due = None, time.monotonic() + timeout_s
-        failure = network_failure(Failure(time=time.time(), kind="stalled", message=""), self._reach)
+        (reach,) = self._answer
+        self._answer, self._due = None, time.monotonic() + timeout_s
+        failure = network_failure(Failure(time=time.time(), kind="stalled", message=""), reach)
         if failure is None:
             return None
         message = f"{failure.message}; no rank made a step for {int(waited_s)} s"
         return msgspec.structs.replace(failure, message=message)
 
-    def _probe(self, plan: Plan) -> None:
+    def _probe(self, plan: Plan) -> Mapping[tuple[str, str], bool]:
         try:
-            self._reach = self._launcher.probe_network(plan)
-        except (OSError, RequestError) as error:  # no thread or descriptor is left: the cause stays as it is
-            self._reach = {}
+            return self._launcher.probe_network(plan)
+        except (OSError, RuntimeError, RequestError) as error:  # as without a descriptor or thread left
             print(f"the network between the hosts cannot be asked: {error}", file=sys.stderr, flush=True)
+            return {}

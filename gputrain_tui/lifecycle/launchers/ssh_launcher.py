@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gputrain_tui.diagnosis.cut_network import describe_cut
 from gputrain_tui.hosts.host_agent import HOME, TOKEN
 from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedError, decoded
 from gputrain_tui.hosts.host_names import is_local
@@ -139,6 +138,8 @@ class SshLauncher(Launcher):
                         return f"{host} did not answer within {wait_s:g} s: {error}"
                     stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
                     pause_s = min(2 * pause_s, 30.0)
+        from gputrain_tui.diagnosis.cut_network import describe_cut  # imported only for a restart
+
         pause_s = 1.0
         while network and (cut := describe_cut(self.probe_network(plan))):
             if stop_request.reason is not None or time.monotonic() >= deadline:
