@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-FIRST_ANSWER_S = 4.0
-"""Time in which a host must answer once half of all hosts have: hosts that are up need one second, ssh gives up after
-five for each of a host's addresses."""
+FIRST_ANSWER_S = 5.0
+"""Time in which a host must answer once half of all hosts have: hosts that are up need one second, and ssh gives up
+after as long for each of a host's addresses."""
 SLOWEST_MULTIPLE = 3.0
 """Where all hosts are slow, as by their start-up files or a busy machine, the time is this multiple of the slowest."""
 

@@ -181,7 +181,8 @@ class _Collection:
         for node in nodes:
             if node.host in problems:
                 self._answers[node.node] = HostAnswer(node=node.node, host=node.host, problem=problems[node.host])
-        self._first = FirstAnswers(len(nodes) - len(self._answers))
+        asked = [node for node in nodes if node.node not in self._answers and not is_local(node.host, self._local)]
+        self._first = FirstAnswers(len(asked))
         with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
             try:
                 self._on_all(pool, nodes, self._facts)
@@ -218,7 +219,8 @@ class _Collection:
     def _facts(self, node: PlannedNode) -> None:
         on_this_machine = is_local(node.host, self._local)
         channel = self._channels[node.node] = self._ssh.channel(node.host, here=on_this_machine)
-        channel.first_answer(self._first, HOST_TIMEOUT_S)
+        if not on_this_machine:
+            channel.first_answer(self._first, HOST_TIMEOUT_S)
         first, train, script = node.node == 0, self._recipe.train, self._recipe.script
         facts = channel.call(
             "facts",
