@@ -97,6 +97,12 @@ class Diagnosis:
         """Return the failure of a rank that hangs for good, by ``hang.hang``; None if none does."""
         return hang(state, self._activity, now, timeout_s=timeout_s, limit_s=limit_s)
 
+    def waited_s(self, state: RunState, now: float) -> float:
+        """Return the time since the last progress of any rank that runs, seconds; 0 without one."""
+        views = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
+        since = state.silence_changed_at
+        return min((self._activity.silence_s(view, now, since=since) for view in views), default=0.0)
+
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
         """Return all symptoms that are present now; a check that fails does not keep the others from being made."""
         symptoms: list[Symptom] = []

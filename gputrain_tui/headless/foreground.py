@@ -22,7 +22,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.record_gaps import RecordGaps
+from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import select
@@ -19,6 +20,7 @@ import msgspec
 
 import gputrain_tui
 import trainer
+from gputrain_tui.hosts.first_answers import FirstAnswers
 from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
 from gputrain_tui.hosts.host_pipes import SSH_FAILED, HostPipes, explain_failure
 from gputrain_tui.tables import printable
@@ -72,6 +74,8 @@ EXIT_S = 10.0
 """Time that ssh may take to end after its output has ended."""
 
 T = TypeVar("T")
+CLOCK = msgspec.json.Decoder(float)
+"""Made before any thread: msgspec crashes if several threads decode a type for the first time."""
 
 
 class HostError(Exception):
@@ -138,8 +142,21 @@ class HostChannel:
         self._write()
         return self._calls
 
-    def answer(self, call: int, decoder: msgspec.json.Decoder[T], timeout_s: float) -> T:
-        """Return the answer to a call.
+    def first_answer(self, first: FirstAnswers, timeout_s: float) -> None:
+        """Wait for any answer of the host, at most until the deadline of all; raise as ``answer`` does."""
+        began = time.monotonic()
+        self.answer(self.send("clock"), CLOCK, timeout_s, left_s=lambda: first.left_s(began))
+        first.add(began)
+
+    def answer(
+        self,
+        call: int,
+        decoder: msgspec.json.Decoder[T],
+        timeout_s: float,
+        *,
+        left_s: Callable[[], float] = lambda: math.inf,
+    ) -> T:
+        """Return the answer to a call, which is waited for as long as both limits allow.
 
         Make the decoder before any thread: msgspec crashes if several threads decode a type for the first time.
 
@@ -147,11 +164,12 @@ class HostChannel:
             HostError: none came in time, or the decoder refuses it.
             HostRefusedError: the host refuses the call, or another connection would not help.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         while call not in self._answers:
-            remaining_s = deadline - time.monotonic()
+            waited_s = time.monotonic() - began
+            remaining_s = min(timeout_s - waited_s, left_s())
             if remaining_s <= 0:
-                raise HostError(f"it did not answer within {timeout_s:g} s")
+                raise HostError(f"it did not answer within {round(waited_s, 1):g} s")
             for arrived in self.frames(min(remaining_s, CHECK_S)):
                 if arrived.kind in ("answer", "error") and 0 < arrived.call <= self._calls:
                     self._answers[arrived.call] = arrived

@@ -17,7 +17,8 @@ may be on their way. ``node`` is a *stream*: ``started``, then ``file`` (a part 
 file) as the record grows, and the node's exit code as the answer; the other calls are answered meanwhile.
 
     inventory                        of the machine
-    facts, clock, route, token, reach, release    checks before a run
+    facts, clock, route, token       checks before a run
+    listen, reach, release           connections between hosts, before a run and when its ranks lose each other
     node; beat, stop, stacks         start or rejoin a node, and what concerns it
     probe, prepare                   for ``gputrain push``
 

@@ -24,6 +24,7 @@ FUNCTIONS = {
     "clock": "node_facts",
     "route": "node_facts",
     "token": "node_facts",
+    "listen": "node_facts",
     "reach": "node_facts",
     "release": "node_facts",
     "free_port": "host_session",

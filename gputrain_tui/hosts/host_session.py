@@ -91,6 +91,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
         frames, size = session.growth(call)
         server.send(*frames)
         if code is not None and not frames:
+            server.of_node = {}
             return code
         server.serve(POLL_S if code is None and size < ROUND_BYTES else 0)
 

@@ -118,6 +118,13 @@ def facts(server: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def listen(server: CallServer, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Accept connections of the other hosts until ``release``; return the port, and the interface of each address."""
+    listener = server.held.enter_context(listen_on_any_port())
+    addresses = {each.text: each.interface for each in outward_addresses()}
+    return {"port": int(listener.getsockname()[1]), "addresses": addresses}
+
+
 def network_namespace() -> str:
     """Return the kernel's name of the network namespace, one per container with its own network; empty if unknown."""
     try:

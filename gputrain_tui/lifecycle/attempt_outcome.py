@@ -20,6 +20,7 @@ from trainer.contract.outcome import (
     LOST_PEER_KINDS,
     RECORD_END_MISSING,
     NodeOutcome,
+    lost_peer_text,
     node_outcome,
     root_cause,
     signal_name,
@@ -268,7 +269,7 @@ def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> 
     code, names = end.exit_code, rank_names(end.unfinished)
     # A process prints nothing about SIGKILL: its last line is about something else.
     lines = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
-    last_line = lines[-1].removeprefix("gputrain: ").strip() if lines else ""
+    last_line = lost_peer_text(lines[-1].removeprefix("gputrain: ").strip()) if lines else ""
     suffix = f": {last_line}" if lines else ""
     if end.host_error:
         kind, message = "launch", f"node {node} on {end.host}: {end.host_error}"

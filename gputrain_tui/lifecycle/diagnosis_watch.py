@@ -21,6 +21,7 @@ from trainer.contract.record import Failure, Finding, RunDir
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_reader import RunReader
+    from gputrain_tui.lifecycle.network_watch import NetworkWatch
     from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan
 
@@ -154,6 +155,18 @@ class RunDiagnosis(LiveDiagnosis):
         why = f": {first.problem}" if first.problem else ""
         message = f"{' and '.join(names)} lost: no contact for {int(first.silent_s())} s{why}; the other ranks waited"
         return Failure(time=self._now(), kind="node_lost", message=message, host=first.host, rank=ranks[lost[0]][0])
+
+    def ended_by_network(self, network: NetworkWatch, plan: Plan) -> Failure | None:
+        """Return the failure of the network for which all ranks wait, unless ``cluster.on_stall`` goes on then."""
+        if not any(kind == "stalled" for kind, _ in self.state.findings):
+            return None
+        from gputrain_tui.lifecycle import restart  # imported only after a stall
+
+        options = restart.cluster_options(self._dir)
+        if restart.on_stall(options) == "report":
+            return None
+        waited_s = _guarded(lambda: self._diagnosis.waited_s(self.state, self._now())) or 0.0
+        return network.cut(plan, waited_s=waited_s, timeout_s=options.host_timeout)
 
     def ended_by_hang(self, plan: Plan) -> Failure | None:
         """Return the failure of a rank that hangs for good, if ``cluster.on_stall`` ends the attempt then."""

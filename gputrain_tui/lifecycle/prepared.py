@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +15,7 @@ from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.plan.planner import Plan, plan as make_plan
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
-from gputrain_tui.preflight.result import warning
+from gputrain_tui.preflight.result import error, warning
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
@@ -40,17 +40,19 @@ class Planned:
     """Inventories that the plan needed, by host; ``localhost`` is this machine."""
     warnings: tuple[str, ...] = ()
     """A line for each host whose list of GPUs was accepted because it did not answer."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """Why hosts whose inventories are needed did not answer; with one the plan is for the checks only."""
 
 
 def plan_recipe(recipe: Recipe) -> Planned:
-    """Plan a run that is to start: a missing device is a failed check.
+    """Plan a run that is to be checked: a missing device is a failed check, and so is a host that does not answer.
 
     Raises:
         NotReadyError: a machine does not have the devices.
         RequestError: the recipe contradicts itself.
     """
     try:
-        return plan_with_inventories(recipe)
+        return plan_with_inventories(recipe, allow_silent=True)
     except DeviceUnavailableError as error:
         what, _, fix = error.reason.partition("; ")
         key = error.where.rpartition(" ")[2]
@@ -59,13 +61,17 @@ def plan_recipe(recipe: Recipe) -> Planned:
 
 
 def plan_with_inventories(
-    recipe: Recipe, *, query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None
+    recipe: Recipe,
+    *,
+    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
+    allow_silent: bool = False,
 ) -> Planned:
     """Plan a recipe on its machines in their current state.
 
     The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
     ``all``, ``free``, ``ranks`` or a list of GPUs. A count of GPUs is accepted unchecked, and so is a list if the host
-    does not answer.
+    does not answer. ``allow_silent``: a host without an answer whose inventory is needed gets ranks on its CPU, and is
+    one of the plan's ``problems``.
 
     Raises:
         RequestError: the machines do not have the devices of the recipe, the recipe contradicts itself, or a host
@@ -74,7 +80,7 @@ def plan_with_inventories(
     local = local_facts(node.host for node in recipe.cluster.nodes)
     inventories: dict[str, Inventory] = {}
     warnings = []
-    nodes = [] if recipe.is_for_slurm else recipe.cluster.nodes  # Slurm assigns the GPUs
+    nodes = [] if recipe.is_for_slurm else list(recipe.cluster.nodes)  # Slurm assigns the GPUs
     # NVML takes longer than everything else here: it is read only if ranks may use the GPUs.
     if any(node.cpu_ranks is None and is_local(node.host, local) for node in nodes):
         from gputrain_tui.hosts.inventory import take_inventory
@@ -92,13 +98,20 @@ def plan_with_inventories(
             inventories[host] = report.inventory
         elif isinstance(node.gpus, tuple):
             warnings.append(f"{host}: {report.problem}; its list of GPUs is used unchecked")
+        elif allow_silent:
+            ranks = node.ranks if isinstance(node.ranks, int) else 1
+            nodes[index] = msgspec.structs.replace(node, gpus=None, ranks=None, cpu_ranks=ranks)
         else:
             key, value = ("gpus", node.gpus) if node.gpus is not None else ("ranks", node.ranks)
             reason = f"is {value!r}, but the GPUs of {host} are not known: {report.problem}"
             where = recipe.where("cluster", "nodes", index, key)
             raise DeviceUnavailableError(where, f"{reason}; a count or a list of GPUs is accepted unchecked")
+    problems = {host: report.problem for host, report in reports.items() if report.inventory is None}
+    if allow_silent and problems:
+        cluster = msgspec.structs.replace(recipe.cluster, nodes=tuple(nodes))
+        recipe = replace(recipe, cluster=cluster)
     plan = make_plan(recipe, inventories, local=local)
-    return Planned(plan=plan, local=local, inventories=inventories, warnings=tuple(warnings))
+    return Planned(plan=plan, local=local, inventories=inventories, warnings=tuple(warnings), problems=problems)
 
 
 def _query(
@@ -139,7 +152,8 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
         raise RequestError(problem)
     chosen = launcher(planned.plan.launcher)
     results = chosen.check(recipe, planned.plan)
-    answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s)
+    problems = planned.problems
+    answers = chosen.query_hosts(recipe, planned.plan, planned.local, max_age_s=max_age_s, problems=problems)
     answered = {
         answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
     }
@@ -156,8 +170,10 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
 
         results += check_hosts(recipe, planned.plan, answers)
     results += [warning("other hosts", line) for line in planned.warnings]
+    unasked = problems.keys() - {answer.host for answer in answers}
+    results += [error("ssh", problems[host], host=host) for host in sorted(unasked)]
     if errors(results):
-        raise NotReadyError(results, plan=planned.plan)
+        raise NotReadyError(results, plan=None if problems else planned.plan)
     return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
 
 

@@ -33,8 +33,9 @@ from gputrain_tui.lifecycle.attempt import (
 from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
 from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
+from gputrain_tui.lifecycle.network_watch import NetworkWatch
 from gputrain_tui.lifecycle.node_process import NodeProcess
-from gputrain_tui.lifecycle.record_gaps import RecordGaps
+from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan, rendezvous_port, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
@@ -79,6 +80,7 @@ class Supervisor:
         self._status_writer = RunStatusWriter(run_dir, self._plan)
         self._tmp = system_folder()
         self._diagnosis = RunDiagnosis(run_dir)
+        self._network = NetworkWatch(node_launcher)
         self._directory = DirectoryWatch(run_dir, self._stop_request)
         self._gaps = RecordGaps(run_dir, plan)
         self._over_before: set[int] = set()
@@ -159,10 +161,12 @@ class Supervisor:
 
     def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:
         """Wait until all hosts of the next attempt answer; return why one does not, empty if all do."""
-        if failure.kind == "node_lost":
-            text = f"waiting up to {wait_s:g} s until all hosts answer, to start again"
+        network = failure.kind == "network"
+        if network or failure.kind == "node_lost":
+            awaited = "reach each other" if network else "answer"
+            text = f"waiting up to {wait_s:g} s until all hosts {awaited}, to start again"
             self._status_writer.record(Finding(time=time.time(), kind=AWAITS_HOSTS, severity="info", message=text))
-        return self._launcher.await_hosts(plan, wait_s=wait_s, stop_request=self._stop_request)
+        return self._launcher.await_hosts(plan, wait_s=wait_s, stop_request=self._stop_request, network=network)
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
@@ -257,7 +261,8 @@ class Supervisor:
         else:
             self._record(self._diagnosis.check())
             self._status_writer.validated(self._diagnosis.state)
-            failure = self._diagnosis.ended_by_hang(self._plan)
+            failure = self._diagnosis.ended_by_network(self._network, self._plan)
+            failure = failure or self._diagnosis.ended_by_hang(self._plan)
         if failure is not None:
             attempt.failure = failure
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
@@ -297,7 +302,7 @@ class Supervisor:
         self._directory.check()
         if self._directory.deleted is not None:
             return AttemptResult(status="failed", failure=self._directory.deleted)
-        return attempt_result(
+        result = attempt_result(
             attempt,
             self._plan,
             self.dir,
@@ -306,6 +311,10 @@ class Supervisor:
             over_before=self._over_before,
             missing_rank=self._diagnosis.missing_rank,
         )
+        if result.failure is None:
+            return result
+        cause = self._network.cause(result.failure, self._plan)
+        return result if cause is result.failure else replace(result, failure=cause, recorded=False)
 
     # --------------------------------------------------------------------------------------------------- the end
 

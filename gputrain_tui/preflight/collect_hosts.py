@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from gputrain_tui.hosts import environment_facts
 from gputrain_tui.hosts.environment_facts import Environment
+from gputrain_tui.hosts.first_answers import FirstAnswers
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory
@@ -107,13 +109,20 @@ WRITTEN, UNREACHABLE = msgspec.json.Decoder(bool), msgspec.json.Decoder(dict[int
 
 
 def collect_hosts(
-    recipe: Recipe, plan: Plan, local: LocalFacts, *, env: Mapping[str, str], max_age_s: float = 0.0
+    recipe: Recipe,
+    plan: Plan,
+    local: LocalFacts,
+    *,
+    env: Mapping[str, str],
+    max_age_s: float = 0.0,
+    problems: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[HostAnswer, ...]:
     """Return the facts of the hosts of a plan that is started over ssh, or the problem of a host that does not answer.
 
     There is an answer for each host, folder, setup, interpreter and environment, by its first node. An edited form
     repeats a request after every key: ``max_age_s`` is the greatest age of answers to the same request. ``env`` are the
-    variables that the launch passes to other hosts.
+    variables that the launch passes to other hosts; ``problems`` are those of hosts that have just not answered, which
+    are not asked again.
 
     Raises:
         RequestError: ``GPUTRAIN_SSH`` is no command line.
@@ -121,16 +130,18 @@ def collect_hosts(
     nodes = _distinct(plan, local)
     commands = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
     train = recipe.train
-    request = repr((commands, plan.init_method, train.task, train.save_dir, recipe.script, recipe.task_options, env))
+    request = repr(
+        (commands, plan.init_method, train.task, train.save_dir, recipe.script, recipe.task_options, env, problems)
+    )
     with _COLLECTING:
         if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
             return _CACHE["answers"]  # type: ignore[no-any-return]
-        answers = _Collection(recipe, plan, local, env).run(nodes)
+        answers = _Collection(recipe, plan, local, env).run(nodes, problems)
         _CACHE.update(request=request, time=time.monotonic(), answers=answers)
     return answers
 
 
-def _require_addresses(addresses: Sequence[str], port: int) -> None:
+def require_addresses(addresses: Sequence[str], port: int) -> None:
     """Raise HostError for invalid addresses of a host: other hosts would fail on them, and the error name those."""
     try:
         for text in addresses:
@@ -163,9 +174,15 @@ class _Collection:
         self._answers: dict[int, HostAnswer] = {}
         self._routes: dict[int, _Route] = {}
         self._file, self._host, self._port = rendezvous_of(plan)
+        self._first = FirstAnswers(0)
         self._token = str(self._file.with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
 
-    def run(self, nodes: Sequence[PlannedNode]) -> tuple[HostAnswer, ...]:
+    def run(self, nodes: Sequence[PlannedNode], problems: Mapping[str, str]) -> tuple[HostAnswer, ...]:
+        for node in nodes:
+            if node.host in problems:
+                self._answers[node.node] = HostAnswer(node=node.node, host=node.host, problem=problems[node.host])
+        asked = [node for node in nodes if node.node not in self._answers and not is_local(node.host, self._local)]
+        self._first = FirstAnswers(len(asked))
         with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
             try:
                 self._on_all(pool, nodes, self._facts)
@@ -202,6 +219,8 @@ class _Collection:
     def _facts(self, node: PlannedNode) -> None:
         on_this_machine = is_local(node.host, self._local)
         channel = self._channels[node.node] = self._ssh.channel(node.host, here=on_this_machine)
+        if not on_this_machine:
+            channel.first_answer(self._first, HOST_TIMEOUT_S)
         first, train, script = node.node == 0, self._recipe.train, self._recipe.script
         facts = channel.call(
             "facts",
@@ -222,7 +241,7 @@ class _Collection:
                 "options": dict(self._recipe.task_options),
             },
         )
-        _require_addresses(facts.addresses, facts.probe_port)
+        require_addresses(facts.addresses, facts.probe_port)
         self._answers[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
 
     def _write_token(self, node: PlannedNode) -> None:
@@ -246,7 +265,7 @@ class _Collection:
         host_time = channel.answer(clock_call, CLOCK, QUESTION_TIMEOUT_S)
         received_at = time.time()
         route = channel.answer(route_call, ROUTE, QUESTION_TIMEOUT_S)
-        _require_addresses([text for text in (route.address, route.root) if text], 1)
+        require_addresses([text for text in (route.address, route.root) if text], 1)
         self._routes[node.node] = route
         answer.clock_offset_s = host_time - (sent_at + received_at) / 2
         answer.round_trip_s = received_at - sent_at

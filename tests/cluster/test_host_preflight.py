@@ -96,6 +96,36 @@ def test_three_hosts_in_order_are_checked_within_three_seconds(lab: SshLab) -> N
     assert took_s < 3.0 or os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
+def test_a_host_that_is_down_is_named_and_the_others_are_asked_at_the_same_time(lab: SshLab) -> None:
+    h1, h5 = lab.hosts[0], lab.hosts[4]
+    up = ["h2", "h3", "h4"]
+    for name in up:  # each waits for all the others: hosts that are asked one after the other would never answer
+        barrier = f"touch {lab.folder}/asked.{name}; "
+        barrier += f'while [ "$(ls {lab.folder}/asked.* | wc -l)" -lt {len(up)} ]; do sleep 0.05; done'
+        start_up(lab, name, barrier)
+    # Its packets are dropped: without the address of its card the kernel would answer for it.
+    neighbour = ("ip", "neigh", "replace", h5.address, "dev", h1.interface)
+    h1.run(*neighbour, "lladdr", "02:00:00:00:00:05", "nud", "permanent")
+    h5.link("down")
+    try:
+        for ranks in ("cpu_ranks", "ranks"):  # without and with an inventory
+            for path in lab.folder.glob("asked.*"):
+                path.unlink()
+            nodes = ", ".join(f'{{host="{host}", {ranks}=1}}' for host in ("h1", *up, "h5"))
+            code, stdout, stderr = typed(lab, "check --json", ["h1"], f"cluster.nodes=[{nodes}]")
+            assert (code, stderr) == (3, "")
+            results = json.loads(stdout)["results"]
+            (problem,) = [each for each in results if each["status"] == "error"]
+            assert (problem["check"], problem["host"], problem["key"]) == ("ssh", "h5", "cluster.nodes[4].host")
+            assert problem["what"].startswith(("it does not answer", "it did not answer within "))
+            assert "h1, h2, h3, h4 answered" in [each["what"] for each in results]
+            assert any("the same code on 4 hosts" in each["what"] for each in results)
+    finally:
+        h5.link("up")
+        h1.run(*neighbour, "lladdr", "02:00:00:00:00:05", "nud", "failed", check=False)
+        h1.run("ip", "neigh", "flush", "dev", h1.interface)
+
+
 @contextmanager
 def mounted(host: NamespaceHost, *words: str | Path) -> Iterator[None]:
     """Mount something on one host for as long as the body runs."""

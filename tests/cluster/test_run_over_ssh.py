@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +317,65 @@ def test_a_lost_host_ends_the_run_on_all_others_and_the_host_ends_its_ranks_itse
     cluster.h3.link("up")
     print(took_s, fenced_s)
     assert cluster.status()["exit_code"] == 1
+
+
+@contextmanager
+def cut_between(host: NamespaceHost, other: NamespaceHost, *, both: bool) -> Iterator[None]:
+    """Drop what goes from a host to another one, on their own connections only: ssh comes from a third one.
+
+    Not ``both``: the connections that exist, and new ones of the first host; the other one can make new ones.
+    """
+    if both:
+        host.run("ip", "route", "add", "blackhole", other.address)
+        try:
+            yield
+        finally:
+            host.run("ip", "route", "del", "blackhole", other.address)
+        return
+    connections = host.run("ss", "-Htn", "dst", other.address).stdout.split("\n")
+    ports = [line.split()[3].rpartition(":")[2] for line in connections if line]
+    rules = [f"tcp sport {{ {', '.join(ports)} }} drop", "tcp flags & (syn | ack) == syn drop"]
+    host.run("nft", "add", "table", "inet", "cut")
+    host.run("nft", "add", "chain", "inet", "cut", "out", "{ type filter hook output priority 0 ; }")
+    for rule in rules:
+        host.run("nft", "add", "rule", "inet", "cut", "out", "ip", "daddr", other.address, *rule.split())
+    try:
+        yield
+    finally:
+        host.run("nft", "delete", "table", "inet", "cut")
+
+
+@pytest.mark.parametrize(
+    ("both", "distributed_timeout", "cause"),
+    [
+        # The stall ends it, and the time-out of gloo.
+        (True, 600, "h2 and h3 cannot reach each other on tcp"),
+        (False, 4, "h2 cannot reach h3 on tcp (h3 can reach h2)"),
+    ],
+)
+def test_a_network_that_is_cut_between_two_hosts_is_named_and_nothing_of_gloo(
+    cluster: SshCluster, both: bool, distributed_timeout: int, cause: str
+) -> None:
+    if not both and shutil.which("nft") is None:
+        pytest.skip("needs nft")
+    cluster.write("host_timeout = 8", **ENDLESS, distributed_timeout=distributed_timeout)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    with cut_between(cluster.h2, cluster.h3, both=both):
+        output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 1, output
+    cause += "; a firewall or route between them changed"
+    assert f"\n  {cause}" in output, output
+    (failure,) = [event for event in events(cluster.record, "run") if event["type"] == "failure"]
+    assert failure["kind"] == "network"
+    assert failure["message"].startswith(cause)
+    assert cluster.status()["message"] == failure["message"]
+    for rank in range(4):
+        recorded = [event for event in events(cluster.record, rank) if event["type"] == "failure"]
+        assert not any("gloo" in event["message"] or ".cc:" in event["message"] for event in recorded), recorded
+    code, runs = cluster.run("runs", "--json")
+    assert (code, json.loads(runs)[0]["message"]) == (0, failure["message"])
+    assert cluster.nothing_is_left()
 
 
 @pytest.mark.slow

@@ -366,11 +366,13 @@ mark = sys.argv[-1]
 memory = {"total_bytes": 1, "available_bytes": 1}
 inventory = {"host": "\\x1b]0;x\\x07", "time": 0.0, "cpus": {}, "memory": memory}
 limits = {"processes": None, "files": None, "memory_bytes": None}
+facts = {"machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])}
 for line in sys.stdin.buffer:
-    if b'"name": "facts"' in line[-1000:]:
-        data = json.dumps({"machine": "m", "inventory": inventory, "limits": limits, **json.loads(sys.argv[1])})
-        header = {"call": 1, "kind": "answer", "name": "", "offset": 0, "bytes": len(data)}
-        print(mark + json.dumps(header), data, sep="\\n", end="", flush=True)
+    for call, (name, answer) in enumerate((("clock", 7.0), ("facts", facts)), 1):
+        if b'"name": "%s"' % name.encode() in line[-1000:]:
+            data = json.dumps(answer)
+            header = {"call": call, "kind": "answer", "name": "", "offset": 0, "bytes": len(data)}
+            print(mark + json.dumps(header), data, sep="\\n", end="", flush=True)
 """
 
 

@@ -14,7 +14,7 @@ from trainer.agent.rank_failure import last_error
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, root_cause, signal_name
+from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, lost_peer_text, root_cause, signal_name
 from trainer.contract.record import EventWriter, Failure, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import read_tail
 from trainer.host.memory import oom_kills, read_memory_group
@@ -35,12 +35,14 @@ class FailureAttribution:
 
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
         """Add the failure that a rank has reported."""
-        kind = failure.kind
-        if kind == "exception" and is_lost_peer(failure.message):
-            kind = "lost_peer"
-        self.failures.append(
-            (time_ns, msgspec.structs.replace(failure, kind=kind, rank=assignment.rank, host=assignment.host))
-        )
+        if failure.kind == "exception" and is_lost_peer(failure.message):
+            failure = msgspec.structs.replace(
+                failure,
+                kind="lost_peer",
+                message=lost_peer_text(failure.message),
+                traceback=failure.traceback or failure.message,
+            )
+        self.failures.append((time_ns, msgspec.structs.replace(failure, rank=assignment.rank, host=assignment.host)))
 
     def fail(self, assignment: RankAssignment, kind: str, message: str) -> None:
         """Record a failure that the rank could not record itself."""
@@ -75,11 +77,11 @@ class FailureAttribution:
             message = f"the process ended with exit code {rank.exit_code} before its training was complete"
             # A script that lost a peer ends with an exception about the connection.
             kind = "lost_peer" if is_lost_peer(error) else "exit"
-            self.fail(rank.assignment, kind, f"{message}: {error}" if error else message)
+            self.fail(rank.assignment, kind, f"{message}: {lost_peer_text(error)}" if error else message)
             return
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
         kind, sender = self._kill_cause(-rank.exit_code)
-        message += sender or (error and f": {error}")
+        message += sender or (error and f": {lost_peer_text(error)}")
         # NCCL's watchdog ends a process whose collective took too long.
         if rank.assignment.run_dir is not None:
             collectives = RunDir(rank.assignment.run_dir).rank_collectives(rank.assignment.rank)

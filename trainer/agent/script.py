@@ -28,7 +28,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.rank_failure import error_line, failure_of, last_error
 from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import is_lost_peer
+from trainer.contract.outcome import is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir
 from trainer.contract.record.regular_file import size_of
 from trainer.host.import_path import python_path
@@ -108,7 +108,7 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
             text = f"the script exited with: {error.code}".splitlines()[0]
         else:
             line = last_error(log, since=log_start, any_line=True)
-            text = f"the script called sys.exit({exit_code})" + (line and f": {line}")
+            text = f"the script called sys.exit({exit_code})" + (line and f": {lost_peer_text(line)}")
         where = innermost_user_line(error.__traceback__)
         return exit_code, assignment.failure("exit", text + (where and f" ({type(error).__name__} at {where})"))
     except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
@@ -120,7 +120,7 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
         return ExitCode.FAILED, failure_of(
             error,
             kind=_kind(error),
-            message=error_line(error) + (where and f" ({where})"),
+            message=lost_peer_text(error_line(error)) + (where and f" ({where})"),
             rank=assignment.rank,
             host=assignment.host,
         )

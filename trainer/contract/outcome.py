@@ -164,9 +164,37 @@ _LOST_PEER = re.compile(
 )
 
 
+_LIBRARY = re.compile(
+    r"gloo|nccl|processgroup|c10d|tcpstore|\.(?:cc|cpp):\d+|dist(?:store|network|backend)error|recvvalue|sendbytes|"
+    r"connectfullmesh|timed out waiting \d+ms|connection closed by peer \[|heartbeat monitor|watchdog|flight recorder",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(
+    r"timed out waiting (\d+)ms|wait timeout after (\d+)ms|collective operation timeout(?:.*?Timeout\(ms\)=(\d+))?|"
+    r"wait timeout|timed out|got stuck|due to collective timeout",
+    re.IGNORECASE,
+)
+
+
 def is_lost_peer(message: str) -> bool:
     """Return whether an error message is only about the loss of another rank."""
     return _LOST_PEER.search(message) is not None
+
+
+def lost_peer_text(message: str) -> str:
+    """Return in words what a message of gloo, NCCL or a store says about a lost peer; any other message unchanged.
+
+    Theirs names files of C++ and a neighbour that is often one more victim; it stays in the rank's log.
+    """
+    if not (_LIBRARY.search(message) and is_lost_peer(message)):
+        return message
+    if re.search(r"op\.\w+\.length|size doesn't match", message):
+        return "the ranks called a collective with tensors of unequal size"
+    timed_out = _TIMED_OUT.search(message)
+    if timed_out is None:
+        return "the connection to another rank was lost"
+    milliseconds = next((text for text in timed_out.groups() if text), "")
+    return "another rank did not answer" + (f" within {int(milliseconds) / 1e3:g} s" if milliseconds else " in time")
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:

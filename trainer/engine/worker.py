@@ -21,7 +21,7 @@ from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
 from trainer.contract.options import Training, TrainingSpec
-from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer
+from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
@@ -322,8 +322,7 @@ class _Rank:
         if kind != "lost_peer":
             distributed.report_failure(failure.message)
             return failure
-        if lost := distributed.describe_lost_peers():
-            failure.message = f"{lost} ({failure.message})"
+        failure.message = distributed.describe_lost_peers() or lost_peer_text(failure.message)
         if last:
             failure.message += f"; {last}"
         return failure

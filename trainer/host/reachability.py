@@ -65,19 +65,26 @@ def find_route(
     """Connect to another machine at one of its addresses; return that address and the local one of the connection.
 
     Candidates that this machine has too, such as the address of Docker's bridge, lead back to it and are skipped. The
-    time-out is for each address.
+    time-out is for all addresses of this machine's networks, which are preferred, and again for all others.
     """
     local = {each.text for each in own}
     remote = [text for text in candidates if text not in local]
     same_network = [text for text in remote if any(_is_in_network(text, each) for each in own)]
-    for text in [*same_network, *(text for text in remote if text not in same_network)]:
-        with contextlib.suppress(OSError), socket.create_connection((text, port), timeout=timeout_s) as connection:
-            return text, plain(str(connection.getsockname()[0]))
+    for texts in (same_network, [text for text in remote if text not in same_network]):
+        failed = unreachable({index: (text, port) for index, text in enumerate(texts)}, timeout_s, any_suffices=True)
+        for text in (text for index, text in enumerate(texts) if index not in failed):
+            with contextlib.suppress(OSError), socket.create_connection((text, port), timeout=timeout_s) as connection:
+                return text, plain(str(connection.getsockname()[0]))
     return None
 
 
-def unreachable(endpoints: Mapping[int, tuple[str, int]], timeout_s: float) -> dict[int, str]:
-    """Connect to all addresses and ports at once; return the error of each that failed, by its key."""
+def unreachable(
+    endpoints: Mapping[int, tuple[str, int]], timeout_s: float, *, any_suffices: bool = False
+) -> dict[int, str]:
+    """Connect to all addresses and ports at once; return the error of each that failed, by its key.
+
+    ``any_suffices``: return as soon as one is connected; the others count as failed.
+    """
     failed: dict[int, str] = {}
     pending: dict[socket.socket, int] = {}
     deadline = time.monotonic() + timeout_s
@@ -93,6 +100,8 @@ def unreachable(endpoints: Mapping[int, tuple[str, int]], timeout_s: float) -> d
             elif error:
                 failed[index] = os.strerror(error)
         while pending and time.monotonic() < deadline:
+            if any_suffices and len(failed) + len(pending) < len(endpoints):
+                break
             for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
                 attempt = key.fileobj  # type: ignore[assignment]
                 selector.unregister(attempt)

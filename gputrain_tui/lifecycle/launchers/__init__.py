@@ -48,8 +48,13 @@ class Launcher(ABC):
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         return []
 
-    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
-        """Return the facts of the other hosts of a run; none if the launcher cannot ask them."""
+    def query_hosts(
+        self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float, problems: Mapping[str, str]
+    ) -> tuple[HostAnswer, ...]:
+        """Return the facts of the other hosts of a run; none if the launcher cannot ask them.
+
+        ``problems`` are those of hosts that have just not answered, which are not asked again.
+        """
         return ()
 
     def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
@@ -129,8 +134,15 @@ class Launcher(ABC):
         ``identity`` is its process in ``attempt.json``, None if not recorded.
         """
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
-        """Wait until all hosts of a plan answer; return why one does not, empty if all do."""
+    def probe_network(self, plan: Plan) -> Mapping[tuple[str, str], bool]:
+        """Return for each host of a plan and each other one whether it can connect to it; unknown pairs are absent."""
+        return {}
+
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest, network: bool = False) -> str:
+        """Wait until all hosts of a plan answer; return why one does not, empty if all do.
+
+        ``network``: wait as well until all of them reach each other.
+        """
         return ""
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:

@@ -99,13 +99,15 @@ class SshLauncher(Launcher):
     def __init__(self) -> None:
         self._local = LocalLauncher()
 
-    def query_hosts(self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float) -> tuple[HostAnswer, ...]:
+    def query_hosts(
+        self, recipe: Recipe, plan: Plan, local: LocalFacts, *, max_age_s: float, problems: Mapping[str, str]
+    ) -> tuple[HostAnswer, ...]:
         if all(is_local(node.host, local) for node in plan.nodes):
             return ()
         from gputrain_tui.preflight.collect_hosts import collect_hosts
 
         env = forwarded_environment(os.environ)
-        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s)
+        return collect_hosts(recipe, plan, local, env=env, max_age_s=max_age_s, problems=problems)
 
     def start(self, run: Run, recipe: Recipe, plan: Plan, *, leased: bool) -> subprocess.Popen[bytes]:
         """Start the supervisor, which inherits the idle channels to the hosts of the plan."""
@@ -133,7 +135,12 @@ class SshLauncher(Launcher):
         (folder / TOKEN).touch(mode=0o600)
         return SshProcess(node, run_dir, folder.name, start=True, leased=leased)
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
+    def probe_network(self, plan: Plan) -> Mapping[tuple[str, str], bool]:
+        from gputrain_tui.preflight.host_network import probe_network  # imported only when ranks have lost each other
+
+        return probe_network(plan, local_facts([node.host for node in plan.nodes]))
+
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest, network: bool = False) -> str:
         """Wait until all hosts of a plan answer, with growing pauses; return why one does not, empty if all do."""
         deadline = time.monotonic() + wait_s
         local = local_facts([node.host for node in plan.nodes])
@@ -149,6 +156,14 @@ class SshLauncher(Launcher):
                         return f"{host} did not answer within {wait_s:g} s: {error}"
                     stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
                     pause_s = min(2 * pause_s, 30.0)
+        from gputrain_tui.diagnosis.cut_network import describe_cut  # imported only for a restart
+
+        pause_s = 1.0
+        while network and (cut := describe_cut(self.probe_network(plan))):
+            if stop_request.reason is not None or time.monotonic() >= deadline:
+                return f"after {wait_s:g} s still {cut}"
+            stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
+            pause_s = min(2 * pause_s, 30.0)
         return ""
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
@@ -247,7 +262,11 @@ class SshProcess(NodeProcess):
             channel = None
             try:
                 channel = self._ssh.channel(self.host)
-                return self._talk(channel, request)
+                code = self._talk(channel, request)
+                if code != ExitCode.FINISHED:  # the network may be asked, and the next attempt started, on it
+                    self._ssh.keep(channel)
+                    channel = None
+                return code
             except HostRefusedError as refused:
                 self.host_error = str(refused)
                 return ExitCode.FAILED

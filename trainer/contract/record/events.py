@@ -394,8 +394,8 @@ class Failure(Event, kw_only=True, tag="failure"):
 
     kind: str
     """``exception``, ``out_of_memory``, ``signal``, ``exit``, ``join_timeout``, ``non_finite``, ``lost_peer``,
-    ``request``, ``launch``, ``training``, ``checkpoint_lost``, ``node_lost``; for a rank that others have lost:
-    ``stalled``, ``left_early``, ``silent``."""
+    ``request``, ``launch``, ``training``, ``checkpoint_lost``, ``node_lost``, ``network``; for a rank that others have
+    lost: ``stalled``, ``left_early``, ``silent``."""
     message: str
     """One line."""
     rank: Rank | None = None
