@@ -26,9 +26,13 @@ from trainer.contract.outcome import (
     LOST_PEER_KINDS,
     NO_UPDATE_LEFT,
     REQUEUED,
+    RESTARTED,
     SEED_ON_RESUME,
 )
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
+
+SHOWN = (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS, RESTARTED)
+"""Kinds of findings that only inform and get a line."""
 
 if TYPE_CHECKING:
     from gputrain_tui.headless.safe_stream import SafeStream
@@ -200,7 +204,7 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             return [(f"{event.split} ", "dim"), (text, "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.kind in (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS):
+        case Finding() if event.kind in SHOWN:
             return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
             message = event.message or event.kind.replace("_", " ")

@@ -124,15 +124,15 @@ class Supervisor:
             restarts = restarts or restart.Restarts(options, done=self._status_writer.status.restarts)
             if restarts.is_over(ended.failure) or self._stop_request.reason is not None or self._sweep():
                 return ended
-            if (repeated := restarts.repeated(ended.failure)) is not None:
-                return replace(ended, failure=repeated)
+            if (lasting := restarts.lasting(ended.failure)) is not None:
+                return replace(ended, failure=lasting)
             if not ended.recorded:
                 self._status_writer.record(ended.failure)
             if problem := self._await_hosts(plan, ended.failure, options.restart_wait):
                 if self._stop_request.reason is not None:
                     return AttemptResult(status="stopped", reason=self._stop_request.reason)
                 return replace(ended, failure=restart.not_restarted(ended.failure, problem), recorded=True)
-            self._status_writer.restarting()
+            self._status_writer.restarting(ended.failure)
             plan = restart.next_plan(plan, self.dir)
 
     def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:

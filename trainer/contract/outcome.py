@@ -31,6 +31,8 @@ REQUEUED = "requeued"
 """Kind of the finding that the run waits in a scheduler's queue to go on, and why."""
 AWAITS_HOSTS = "awaits_hosts"
 """Kind of the finding that the next attempt waits until all hosts answer."""
+RESTARTED = "restarted"
+"""Kind of the finding that another attempt begins, why the one before ended, and what changes for it."""
 RECORD_END_MISSING = "the end of the record is missing"
 """Part of a run's final message where events could not be written, as on a full disk."""
 STOP_STEPS = 3
