@@ -18,6 +18,7 @@ file) as the record grows, and the node's exit code as the answer; the other cal
 
     inventory                        of the machine
     facts, clock, route, token, reach, release    checks before a run
+    exists                           of a file, for a spare host
     node; beat, stop, stacks         start or rejoin a node, and what concerns it
     probe, prepare                   for ``gputrain push``
 

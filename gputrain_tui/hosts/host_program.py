@@ -26,6 +26,7 @@ FUNCTIONS = {
     "token": "node_facts",
     "reach": "node_facts",
     "release": "node_facts",
+    "exists": "node_facts",
     "node": "host_session",
     "probe": "push_target",
     "prepare": "push_target",

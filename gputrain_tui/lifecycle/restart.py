@@ -13,6 +13,7 @@ from gputrain_tui.plan.planner import Plan, with_flags
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.record import Failure, RunDir
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
+from trainer.contract.schema import check
 from trainer.host.addresses import is_loopback
 from trainer.host.ports import free_port
 
@@ -27,7 +28,7 @@ def cluster_options(run_dir: RunDir) -> ClusterOptions:
     cluster = recorded_table(run_dir, "cluster")
     own = {name: value for name, value in cluster.items() if name in ClusterOptions.__struct_fields__}
     try:
-        return msgspec.convert(own, ClusterOptions)
+        return check(ClusterOptions, own, where=str)
     except ValueError:
         return ClusterOptions()
 

@@ -74,7 +74,7 @@ class RunStatusWriter:
         """Write into the status and the record that another attempt begins, why, and what changes for it."""
         self._status.restarts += 1
         attempt, where = self._status.restarts, f" on {failure.host}" if failure.host else ""
-        why = f"attempt {attempt} ended: {failure_summary(failure)}{where}"
+        cause = f"{failure.host} lost" if where and failure.kind == "node_lost" else failure_summary(failure) + where
         self.record(
             Finding(
                 time=self._now(),
@@ -82,7 +82,7 @@ class RunStatusWriter:
                 severity="info",
                 host=failure.host,
                 cause=failure.kind,
-                message="; ".join([why, *changes, f"attempt {attempt + 1} begins"]),
+                message="; ".join([f"attempt {attempt} ended: {cause}", *changes, f"attempt {attempt + 1} begins"]),
                 evidence={"attempt": float(attempt)},
             )
         )

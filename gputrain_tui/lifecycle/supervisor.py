@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace as replace_fields
+
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
@@ -49,6 +51,7 @@ from trainer.host.temporary_folder import system_folder
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.report import RunReport
     from gputrain_tui.lifecycle.restart import Restarts
+    from gputrain_tui.lifecycle.spare_hosts import SpareHosts
 
 STOP_GRACE_S = 5.0
 """Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
@@ -107,6 +110,7 @@ class Supervisor:
         except RequestError as error:
             return failed("request", str(error))
         restarts: Restarts | None = None
+        spare_hosts: SpareHosts | None = None
         while True:
             attempt = self._launch(plan)
             if restarts is None:  # after the launch, so that it does not delay the first step
@@ -128,15 +132,29 @@ class Supervisor:
                 return replace(ended, failure=lasting)
             if not ended.recorded:
                 self._status_writer.record(ended.failure)
-            if problem := self._await_hosts(plan, ended.failure, options.restart_wait):
+            changes: list[str] = []
+            if lost := self._await_hosts(plan, ended.failure, options.restart_wait):
                 if self._stop_request.reason is not None:
                     return AttemptResult(status="stopped", reason=self._stop_request.reason)
-                return replace(ended, failure=restart.not_restarted(ended.failure, problem), recorded=True)
-            self._status_writer.restarting(ended.failure)
-            plan = restart.next_plan(plan, self.dir)
+                from gputrain_tui.lifecycle.spare_hosts import SpareHosts  # imported only where a host is lost
 
-    def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:
-        """Wait until all hosts of the next attempt answer; return why one does not, empty if all do."""
+                spare_hosts = spare_hosts or SpareHosts(self.dir, options.spare)
+                try:
+                    plan, changes = spare_hosts.replace(plan, lost)
+                except RequestError as error:
+                    return replace(ended, failure=restart.not_restarted(ended.failure, str(error)), recorded=True)
+            self._status_writer.restarting(ended.failure, *changes)
+            self._clear_silence()
+            plan = self._plan = restart.next_plan(plan, self.dir)
+
+    def _clear_silence(self) -> None:
+        """Clear the findings about silent hosts: those of the next attempt have answered."""
+        for finding in list(self._diagnosis.state.findings.values()):
+            if finding.kind == "host_silent":
+                self._status_writer.record(replace_fields(finding, time=time.time(), state="cleared"))
+
+    def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> dict[str, str]:
+        """Wait until all hosts of the next attempt answer; return those that do not, each with the reason."""
         if failure.kind == "node_lost":
             text = f"waiting up to {wait_s:g} s until all hosts answer, to start again"
             self._status_writer.record(Finding(time=time.time(), kind=AWAITS_HOSTS, severity="info", message=text))

@@ -105,9 +105,9 @@ class Launcher(ABC):
         ``identity`` is its process in ``attempt.json``, None if not recorded.
         """
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
-        """Wait until all hosts of a plan answer; return why one does not, empty if all do."""
-        return ""
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> dict[str, str]:
+        """Wait until all hosts of a plan answer; return those that do not, each with the reason."""
+        return {}
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
         """Pass a request for the stacks of all ranks on to node agents that cannot see this run directory."""

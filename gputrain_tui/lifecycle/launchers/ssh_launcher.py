@@ -35,7 +35,7 @@ from gputrain_tui.plan.planner import distributed_timeout
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, read_stack_request, write_atomically
-from trainer.contract.record.regular_file import open_regular, size_of
+from trainer.contract.record.regular_file import open_regular, read_tail, size_of
 from trainer.contract.stop_level import StopLevel
 from trainer.host.import_path import ASIDE
 from trainer.host.process_identity import ProcessIdentity
@@ -115,8 +115,9 @@ class SshLauncher(Launcher):
         (folder / TOKEN).touch(mode=0o600)
         return SshProcess(node, run_dir, folder.name, start=True, leased=leased)
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
-        """Wait until all hosts of a plan answer, with growing pauses; return why one does not, empty if all do."""
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> dict[str, str]:
+        """Wait until all hosts of a plan answer, with growing pauses; return those that do not, with the reasons."""
+        silent: dict[str, str] = {}
         deadline = time.monotonic() + wait_s
         local = local_facts([node.host for node in plan.nodes])
         for host in dict.fromkeys(node.host for node in plan.nodes if not is_local(node.host, local)):
@@ -128,10 +129,11 @@ class SshLauncher(Launcher):
                     break
                 except HostError as error:
                     if stop_request.reason is not None or time.monotonic() >= deadline:
-                        return f"{host} did not answer within {wait_s:g} s: {error}"
+                        silent[host] = f"{host} did not answer within {wait_s:g} s: {error}"
+                        break
                     stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
                     pause_s = min(2 * pause_s, 30.0)
-        return ""
+        return silent
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
         """Pass on a request for the stacks of all ranks."""
@@ -321,12 +323,14 @@ def session_request(
     node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
 ) -> dict[str, Any]:
     """Return the request that opens a session of the host agent."""
-    sizes = {}
+    sizes, torn = {}, []
     for folder in (run_dir.events, run_dir.logs, run_dir.digest):
         for path in folder.glob("*"):
             name = f"{folder.name}/{path.name}"
             if is_of_node(name, node.node, node.ranks):
                 sizes[name] = size_of(path)
+                if start and sizes[name] and not read_tail(path, 1).endswith(b"\n"):
+                    torn.append(name)
     return {
         "node": node.node,
         "ranks": node.ranks,
@@ -341,6 +345,7 @@ def session_request(
         "leased": leased,
         "idle_s": min(distributed_timeout(node.argv), 2 * host_timeout(run_dir)),
         "sizes": sizes,
+        "torn": torn,
     }
 
 
