@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from math import isfinite
@@ -74,7 +75,9 @@ class RunStatusWriter:
         """Write into the status and the record that another attempt begins, why, and what changes for it."""
         self._status.restarts += 1
         attempt, where = self._status.restarts, f" on {failure.host}" if failure.host else ""
-        cause = f"{failure.host} lost" if where and failure.kind == "node_lost" else failure_summary(failure) + where
+        cause = f"{failure_summary(failure)}{where}: {textwrap.shorten(failure.message, 120, placeholder=' …')}"
+        if where and failure.kind == "node_lost":
+            cause = f"{failure.host} lost"
         self.record(
             Finding(
                 time=self._now(),

@@ -45,7 +45,10 @@ class SpareHosts:
             RequestError: there are too few spare hosts that pass the checks, or the plan cannot be written.
         """
         reasons = list(lost.values())
-        recipe = load(str(self._dir.recipe)) if self._left else None
+        try:
+            recipe = load(str(self._dir.recipe)) if self._left else None
+        except RequestError as error:  # as of a task whose code has changed
+            raise RequestError("; ".join([*reasons, str(error)])) from None
         while recipe is not None and len(self._left) >= len(lost):
             chosen = dict(zip(lost, self._left, strict=False))
             placed, refused = self._placed(recipe, plan, chosen)

@@ -303,7 +303,10 @@ def test_the_cause_of_a_restarted_run_is_that_of_its_last_attempt(make_run: Make
     assert state.root_cause is not None
     assert state.ended.message == state.root_cause.message == "ended by SIGKILL 3"
     before = [finding.message for finding in state.past_findings if finding.kind == "restarted"]
-    assert before == [f"attempt {n} ended: rank 1 killed (SIGKILL) at step 2; attempt {n + 1} begins" for n in (1, 2)]
+    assert before == [
+        f"attempt {n} ended: rank 1 killed (SIGKILL) at step 2: ended by SIGKILL {n}; attempt {n + 1} begins"
+        for n in (1, 2)
+    ]
 
 
 def test_a_last_attempt_in_which_no_rank_starts_is_the_cause_and_not_the_first(make_run: MakeRun) -> None:
