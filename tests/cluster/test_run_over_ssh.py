@@ -390,6 +390,32 @@ def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshC
 
 
 @pytest.mark.slow
+def test_a_run_on_a_spare_host_is_taken_over_and_stopped(cluster: SshCluster) -> None:
+    cluster.names, cluster.ranks = ["h1", "h2"], [2, 1]
+    settings = ('spare = ["h3"]', "host_timeout = 8", "restart_wait = 0", "max_restarts = 1")
+    cluster.write(*settings, **ENDLESS, save_every_updates=50)
+    code, output = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, output
+    cluster.train()
+    cluster.h2.link("down")
+    try:
+        wait_until(lambda: len(pids(cluster.record, 2)) == 2, "its rank is on the spare")
+        moved = time.time()
+        wait_until(lambda: recorded_after(cluster.record, 2, moved + 1), "it trains")
+        os.kill(cluster.supervisor(), signal.SIGKILL)
+        code, output = cluster.run("stop", "last")
+        assert code == 0, output
+        assert "is stopped at step " in output
+        assert "processes left: none" in output
+        assert not any("trainer" in words for words in cluster.on(cluster.h3).values())
+        wait_until(
+            lambda: not any("trainer" in words for words in cluster.on(cluster.h2).values()), "it ends its ranks"
+        )
+    finally:
+        cluster.h2.link("up")
+
+
+@pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpoints(cluster: SshCluster) -> None:
     code, output = lose(cluster, cluster.h1, save_dir=str(cluster.lab.folder / "shared" / "kept"))
     assert code == 0, output
