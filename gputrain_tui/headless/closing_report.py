@@ -12,6 +12,7 @@ from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import failure_words, run_mark
 from gputrain_tui.tables import TableColumn, duration, on_ranks, table, width as cells
+from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Failure
 
 MAX_TABLE_RANKS = 32
@@ -20,6 +21,8 @@ LOG_LINES = 12
 """Last lines of the failed rank's output that are shown: the end of most tracebacks."""
 MAX_FINDINGS = 10
 """Maximum number of findings, so that they do not scroll the results away."""
+MAX_ATTEMPTS = 5
+"""Maximum number of attempts before the last one, for the same reason."""
 Lateness = Mapping[int, float]
 """Lateness in ms by rank, from ``RunState.lateness``."""
 COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...] = (
@@ -111,6 +114,14 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
         lines.append([title, (since + text, "alarm" if stands else "dim")])
     hidden = len(lines) - MAX_FINDINGS
     return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
+
+
+def attempt_lines(state: RunState) -> list[list[Piece]]:
+    """Return a line for each attempt before the last one, with its cause; of many, the last ones."""
+    ended = [finding for finding in state.past_findings if finding.kind == RESTARTED]
+    hidden = len(ended) - MAX_ATTEMPTS
+    more: list[list[Piece]] = [[(f"… and {hidden} attempts before", "dim")]] if hidden > 0 else []
+    return more + [[(finding.message, "dim")] for finding in ended[-MAX_ATTEMPTS:]]
 
 
 def status_line(state: RunState) -> list[Piece]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from gputrain_tui.headless.closing_report import LOG_LINES, closing_lines, failure_block, status_line
+from gputrain_tui.headless.closing_report import LOG_LINES, attempt_lines, closing_lines, failure_block, status_line
 from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, paint
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.history.plan_file import read_plan
@@ -240,7 +240,7 @@ def _last_status(run: Run, state: RunState) -> Status:
 
 def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
     """Return the failure with its log tail, the status line and the processes that are left."""
-    lines: list[list[Piece]] = []
+    lines = attempt_lines(state)
     failure = state.root_cause
     if status.status == "failed" and failure is not None:
         node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0

@@ -19,6 +19,7 @@ file) as the record grows, and the node's exit code as the answer; the other cal
     inventory                        of the machine
     facts, clock, route, token       checks before a run
     listen, reach, release           connections between hosts, before a run and when its ranks lose each other
+    exists                           of a file, for a spare host
     node; beat, stop, stacks         start or rejoin a node, and what concerns it
     probe, prepare                   for ``gputrain push``
 

@@ -28,6 +28,7 @@ FUNCTIONS = {
     "reach": "node_facts",
     "release": "node_facts",
     "free_port": "host_session",
+    "exists": "node_facts",
     "node": "host_session",
     "probe": "push_target",
     "prepare": "push_target",

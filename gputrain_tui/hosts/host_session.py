@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
     call, session = server.call, Session(request)
     server.held.close()
     if request["start"]:
+        session.extend_record(request["torn"])
         start_agent(session.folder, session.run_dir, request)
     agent = session.agent = await_agent(session.folder)
     server.node_runs = True
@@ -114,6 +115,22 @@ class Session:
         self._replaced: dict[str, tuple[int, int]] = {}
         """Modification time in ns and size of each replaced file when it was last sent."""
         self._stop_level = StopLevel.NONE
+
+    def extend_record(self, torn: Collection[str]) -> None:
+        """Give the node's files here the sizes that they have on the launching side, where the record is whole.
+
+        On a host that takes the place of a lost one they are shorter. The offsets of what it appends are then those of
+        the one record; what is before them is a hole here. ``torn`` are files whose last line is not complete.
+        """
+        if self.shared:
+            return
+        for name, size in self._sizes.items():
+            path = self.run_dir / name
+            if size and not path.name.startswith("machine-") and (not path.exists() or path.stat().st_size < size):
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.truncate(size - 1)
+                    file.write(b"\0" if name in torn else b"\n")
 
     # --- calls --------------------------------------------------------------------------------------------------
 

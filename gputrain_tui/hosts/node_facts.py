@@ -152,6 +152,11 @@ def _delete(path: str) -> None:
         Path(path).unlink()
 
 
+def exists(_: CallServer, request: Mapping[str, Any]) -> bool:
+    """Return whether a path exists on this host."""
+    return Path(request["path"]).exists()
+
+
 def release(server: CallServer, _: Mapping[str, Any]) -> None:
     """End what the checks keep open on this host: its port, and the token."""
     server.held.close()

@@ -150,6 +150,17 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
     """
     if problem := endless_reason(recipe):
         raise RequestError(problem)
+    results, answers = run_preflight(recipe, planned, max_age_s=max_age_s)
+    results += [warning("other hosts", line) for line in planned.warnings]
+    if errors(results):
+        raise NotReadyError(results, plan=None if planned.problems else planned.plan)
+    return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
+
+
+def run_preflight(
+    recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0
+) -> tuple[list[CheckResult], tuple[HostAnswer, ...]]:
+    """Check the machines of a planned run; return the results, and the answers of its hosts over ssh."""
     chosen = launcher(planned.plan.launcher)
     results = chosen.check(recipe, planned.plan)
     problems = planned.problems
@@ -169,12 +180,9 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
         from gputrain_tui.preflight.host_checks import check_hosts
 
         results += check_hosts(recipe, planned.plan, answers)
-    results += [warning("other hosts", line) for line in planned.warnings]
     unasked = problems.keys() - {answer.host for answer in answers}
     results += [error("ssh", problems[host], host=host) for host in sorted(unasked)]
-    if errors(results):
-        raise NotReadyError(results, plan=None if problems else planned.plan)
-    return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
+    return results, answers
 
 
 def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:

@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,7 +101,7 @@ T = TypeVar("T")
 
 
 def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[Destination]:
-    """Return the hosts of a recipe that are not this machine."""
+    """Return the hosts of a recipe that are not this machine; a spare has the folders of all nodes."""
     by_host = {}
     for index in range(len(recipe.cluster.nodes)):
         node = recipe.cluster.of_node(index)
@@ -109,7 +109,9 @@ def destinations(recipe: Recipe, is_here: Callable[[str | None], bool]) -> list[
             workdir = node.workdir or str(Path.cwd())
             own = node.python not in (None, sys.executable)
             by_host[node.host] = Destination(host=node.host, workdir=workdir, own_python=own)
-    return list(by_host.values())
+    as_nodes = list(by_host.values())
+    spares = [replace(node, host=host) for host in recipe.cluster.spare if not is_here(host) for node in as_nodes]
+    return as_nodes + list(dict.fromkeys(spares))
 
 
 def data_of(recipe: Recipe) -> set[Path]:

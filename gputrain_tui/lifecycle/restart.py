@@ -6,11 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from gputrain_tui.diagnosis.restart_cause import class_of, code_line, place_of
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table, resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import INIT_FLAG, Plan, with_flag
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.record import Failure, RunDir
 from trainer.contract.rendezvous_url import LAST_PORT, parse_rendezvous_url, tcp_url
+from trainer.contract.schema import check
 from trainer.host.addresses import is_loopback
 from trainer.host.ports import free_port
 
@@ -24,7 +26,7 @@ def cluster_options(run_dir: RunDir) -> ClusterOptions:
     cluster = recorded_table(run_dir, "cluster")
     own = {name: value for name, value in cluster.items() if name in ClusterOptions.__struct_fields__}
     try:
-        return msgspec.convert(own, ClusterOptions)
+        return check(ClusterOptions, own, where=str)
     except ValueError:
         return ClusterOptions()
 
@@ -41,21 +43,24 @@ class Restarts:
         """Begin; ``done`` restarts were made before, as by the jobs of a requeued run."""
         self._options = options
         self._left = options.max_restarts - done
-        self._failed_before: Failure | None = None
+        self._places: set[str] = set()
+        """Of the failures before."""
 
     def is_over(self, failure: Failure) -> bool:
         """Whether the failure is the end by ``cluster.on_stall`` and ``cluster.max_restarts``."""
         return self._left <= 0 or (failure.kind == "stalled" and on_stall(self._options) != "restart")
 
-    def repeated(self, failure: Failure) -> Failure | None:
-        """Count a restart; return an exception that also ended the attempt before after the same step, with a note."""
-        before, self._failed_before = self._failed_before, failure
+    def lasting(self, failure: Failure) -> Failure | None:
+        """Count a restart; return a failure that another attempt does not heal, with a note, else None."""
         self._left -= 1
-        same = before is not None and (failure.step, failure.message) == (before.step, before.message)
-        if not same or failure.kind != "exception":
-            return None
-        at = f" after step {failure.step}" if failure.step else ""
-        return not_restarted(failure, f"it happened twice{at}")
+        cause, place = class_of(failure), place_of(failure)
+        if cause == "will_not_heal":
+            return not_restarted(failure, "another attempt would end alike")
+        if cause == "once" and place in self._places:
+            line = code_line(failure).rpartition("/")[2]
+            return not_restarted(failure, f"it happened twice{f' at {line}' if line else ''}")
+        self._places.add(place)
+        return None
 
 
 def not_restarted(failure: Failure, why: str) -> Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Callable
 from math import isfinite
@@ -17,10 +18,10 @@ from gputrain_tui.lifecycle.unfailing_print import log_line
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput
-from gputrain_tui.state.finding_text import marking
+from gputrain_tui.state.finding_text import failure_summary, marking
 from trainer.contract.errors import ExitCode
-from trainer.contract.outcome import REQUEUED, exit_code_of
-from trainer.contract.record import Event, Finding, RunDir, RunEnded, RunStarted, encode_event
+from trainer.contract.outcome import REQUEUED, RESTARTED, exit_code_of
+from trainer.contract.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, encode_event
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.boot import BootMoment
 from trainer.host.process_identity import identify
@@ -70,8 +71,24 @@ class RunStatusWriter:
             )
         )
 
-    def restarting(self) -> None:
+    def restarting(self, failure: Failure, *changes: str) -> None:
+        """Write into the status and the record that another attempt begins, why, and what changes for it."""
         self._status.restarts += 1
+        attempt, where = self._status.restarts, f" on {failure.host}" if failure.host else ""
+        cause = f"{failure_summary(failure)}{where}: {textwrap.shorten(failure.message, 120, placeholder=' …')}"
+        if where and failure.kind == "node_lost":
+            cause = f"{failure.host} lost"
+        self.record(
+            Finding(
+                time=self._now(),
+                kind=RESTARTED,
+                severity="info",
+                host=failure.host,
+                cause=failure.kind,
+                message="; ".join([f"attempt {attempt} ended: {cause}", *changes, f"attempt {attempt + 1} begins"]),
+                evidence={"attempt": float(attempt)},
+            )
+        )
         self._write_status()
 
     def stopping(self) -> None:

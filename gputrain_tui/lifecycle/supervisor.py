@@ -37,10 +37,10 @@ from gputrain_tui.lifecycle.network_watch import NetworkWatch
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.plan.planner import Plan, rendezvous_port, stop_grace
+from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
-from trainer.contract.outcome import AWAITS_HOSTS, PORT_TAKEN, SAVE_TIMEOUT_S, answer_s, exit_code_of
-from trainer.contract.record import Failure, Finding, RunDir
+from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s
+from trainer.contract.record import Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host.descendants import adopt_orphans, kill_descendants, reap
@@ -49,16 +49,14 @@ from trainer.host.stop_request import NOW_SIGNAL, StopRequest
 from trainer.host.temporary_folder import system_folder
 
 if TYPE_CHECKING:
+    from gputrain_tui.lifecycle.next_attempt import NextAttempt
     from gputrain_tui.lifecycle.report import RunReport
-    from gputrain_tui.lifecycle.restart import Restarts
 
 STOP_GRACE_S = 5.0
 """Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
 ranks to answer and to save."""
 FAILURE_GRACE_S = 1.5
 """Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
-MAX_TAKEN_PORTS = 3
-"""Free ports that may be taken by another program before the ranks meet there; then the run fails."""
 SWEEP_S = 5.0
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
@@ -112,61 +110,28 @@ class Supervisor:
             plan = self._plan = self._launcher.place(self._plan, self.dir)
         except RequestError as error:
             return failed("request", str(error))
-        restarts: Restarts | None = None
-        ports = 0  # that were taken before the ranks met there
+        next_attempt: NextAttempt | None = None
         while True:
             attempt = self._launch(plan)
-            is_first = restarts is None and not ports
-            if is_first:  # after the launch, so that it does not delay the first step
+            if next_attempt is None:  # after the launch, so that it does not delay the first step
                 self._status_writer.started()
             write_attempt(self.dir, attempt)
-            if is_first:
+            if next_attempt is None:
                 self._begin_report()
             self._watch(attempt)
             ended = self._result_of(attempt)
-            if ended.failure is not None and ports < MAX_TAKEN_PORTS and self._has_lost_port(plan, attempt):
-                ports += 1
-                plan = self._at_another_port(plan)
-                continue
-            if ended.failure is None or exit_code_of(ended.failure) != ExitCode.FAILED:
+            if ended.failure is None or self._stop_request.reason is not None or self._sweep():
                 return ended
-            from gputrain_tui.lifecycle import restart  # imported only after a failure
+            if next_attempt is None:
+                from gputrain_tui.lifecycle.next_attempt import NextAttempt  # imported only after a failure
 
-            options = restart.cluster_options(self.dir)
-            restarts = restarts or restart.Restarts(options, done=self._status_writer.status.restarts)
-            if restarts.is_over(ended.failure) or self._stop_request.reason is not None or self._sweep():
-                return ended
-            if (repeated := restarts.repeated(ended.failure)) is not None:
-                return replace(ended, failure=repeated)
-            if not ended.recorded:
-                self._status_writer.record(ended.failure)
-            if problem := self._await_hosts(plan, ended.failure, options.restart_wait):
-                if self._stop_request.reason is not None:
-                    return AttemptResult(status="stopped", reason=self._stop_request.reason)
-                return replace(ended, failure=restart.not_restarted(ended.failure, problem), recorded=True)
-            self._status_writer.restarting()
-            plan = self._launcher.with_free_port(restart.next_plan(plan, self.dir))
-
-    def _has_lost_port(self, plan: Plan, attempt: Attempt) -> bool:
-        """Whether an attempt failed because another program took the port that the launch had found free."""
-        port = rendezvous_port(plan) if plan.finds_port and self._stop_request.reason is None else None
-        return port is not None and attempt_outcome.is_port_in_use(self.dir, attempt.since, port) and not self._sweep()
-
-    def _at_another_port(self, plan: Plan) -> Plan:
-        again = self._launcher.with_free_port(plan)
-        where = f"port {rendezvous_port(plan)} of {plan.nodes[0].host} was taken before the ranks met there"
-        text = f"{where}; starting again at port {rendezvous_port(again)}"
-        self._status_writer.record(Finding(time=time.time(), kind=PORT_TAKEN, severity="info", message=text))
-        return again
-
-    def _await_hosts(self, plan: Plan, failure: Failure, wait_s: float) -> str:
-        """Wait until all hosts of the next attempt answer; return why one does not, empty if all do."""
-        network = failure.kind == "network"
-        if network or failure.kind == "node_lost":
-            awaited = "reach each other" if network else "answer"
-            text = f"waiting up to {wait_s:g} s until all hosts {awaited}, to start again"
-            self._status_writer.record(Finding(time=time.time(), kind=AWAITS_HOSTS, severity="info", message=text))
-        return self._launcher.await_hosts(plan, wait_s=wait_s, stop_request=self._stop_request, network=network)
+                next_attempt = NextAttempt(
+                    self.dir, self._launcher, self._status_writer, self._stop_request, self._diagnosis
+                )
+            again = next_attempt.plan(plan, ended, attempt.since)
+            if isinstance(again, AttemptResult):
+                return again
+            plan = self._plan = again
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)

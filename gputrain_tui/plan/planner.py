@@ -101,6 +101,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         nodes=[],
         finds_port=world_size > 1 and recipe.cluster.port == 0 and recipe.cluster.init_method in ("auto", "env://"),
     )
+    _check_spare(recipe, run, machines, local)
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
     first_rank = 0
     for index, assigned in enumerate(assignments):
@@ -322,6 +323,19 @@ def _launcher(recipe: Recipe, machines: Sequence[str], local: LocalFacts) -> Lit
     return "slurm" if local.slurm else "ssh"
 
 
+def _check_spare(recipe: Recipe, run: Plan, machines: Sequence[str], local: LocalFacts) -> None:
+    """Raise for spare hosts of a run that is not started over ssh, and for this machine as one that is no spare."""
+    where = recipe.where("cluster", "spare")
+    if recipe.cluster.spare and run.launcher != "ssh":
+        raise RequestError(f"{where} needs nodes on other hosts, started over ssh, but the launcher is {run.launcher}")
+    nodes = {address_of(node.host).lower() for node in recipe.cluster.nodes if node.host is not None}
+    for host in recipe.cluster.spare:
+        if address_of(host).lower() in nodes:
+            raise RequestError(f"{where} has {quoted(host)}, which is a node: name a host once, in nodes or in spare")
+        if is_loopback(address_of(host)) or (THIS_MACHINE in machines and is_local(host, local)):
+            raise RequestError(f"{where} has {quoted(host)}, which is this machine: name a host that all others reach")
+
+
 def _environment(
     recipe: Recipe, assigned: NodeDevices, init_method: str | None, machines: Sequence[str], local: LocalFacts
 ) -> dict[str, str]:
@@ -329,12 +343,20 @@ def _environment(
     if init_method == "env://":
         host, port = _rendezvous_address(recipe, machines, local)
         env |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    if assigned.visible:
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in assigned.visible)
+    env |= visible_devices(assigned)
     if recipe.script is not None and len(machines) > 1:
         env["GROUP_WORLD_SIZE"] = str(len(machines))  # as torchrun; a node cannot compute it where nodes are unequal
     return env
+
+
+def visible_devices(assigned: NodeDevices) -> dict[str, str]:
+    """Return the variables that limit the ranks of a node to its GPUs; none where the environment's value stays."""
+    if not assigned.visible:
+        return {}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in assigned.visible),
+    }
 
 
 def shell_commands(plan: Plan) -> str:

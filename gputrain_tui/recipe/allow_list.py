@@ -133,7 +133,7 @@ class AllowList:
 
     def _is_name(self, key: tuple[str, ...], value: str) -> bool:
         """Whether a value is the name of a run, a host, a task's class or a rendezvous, which the record has too."""
-        if key[0] == "cluster" and key[-1] == "host":
+        if key[0] == "cluster" and key[-1] in ("host", "spare"):
             return _HOST_NAME.fullmatch(value) is not None
         if key == ("cluster", "init_method"):
             return _RENDEZVOUS.fullmatch(value) is not None

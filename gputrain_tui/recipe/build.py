@@ -83,6 +83,7 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     if slurm is not None and slurm.requeue and cluster.launcher not in ("auto", "slurm"):
         where = source.where(("slurm", "requeue"))
         raise RequestError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
+    _check_spare(cluster, slurm, source)
     if script is None:
         require_consistent(
             train, typed_options, where=lambda name: source.where(("train", name)), named=lambda name: f"train.{name}"
@@ -177,6 +178,27 @@ def _cluster(source: Source) -> Cluster:
         raise RequestError(f"{where} is empty: name at least one node, or leave it out to use this machine")
     nodes = tuple(_node(source, index, node) for index, node in enumerate(nodes))
     return msgspec.structs.replace(cluster, nodes=nodes)
+
+
+def _check_spare(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> None:
+    """Raise for spare hosts that are no hosts, are nodes or spares already, or would never take a place."""
+    where, (pattern, rule) = source.where(("cluster", "spare")), PATTERNS["host"]
+    if not cluster.spare:
+        return
+    nodes = {node.host for node in cluster.nodes}
+    for index, host in enumerate(cluster.spare):
+        if not re.fullmatch(pattern, host):
+            raise RequestError(f"{where} has {quoted(host)}, but each must be {rule}")
+        if host in nodes or host in cluster.spare[:index]:
+            twice = "is a node" if host in nodes else "is named twice"
+            raise RequestError(f"{where} has {quoted(host)}, which {twice}: name a host once, in nodes or in spare")
+    launcher = "slurm" if slurm is not None and cluster.launcher == "auto" else cluster.launcher
+    if launcher not in ("auto", "ssh"):
+        raise RequestError(
+            f'{where} needs cluster.launcher = "ssh", but it is "{launcher}": change it, or remove spare'
+        )
+    if not cluster.max_restarts:
+        raise RequestError(f"{where} is used at a restart, but cluster.max_restarts is 0: set it to 1 or more")
 
 
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:

@@ -125,6 +125,9 @@ def _cluster() -> dict[str, Any]:
             rule |= places.get(name, {})
         table["properties"]["env"] = env
     cluster["properties"]["init_method"] |= init_method
+    one, listed = cluster["properties"]["spare"]["anyOf"]
+    one |= places["host"]
+    listed["items"] |= places["host"]
     node["properties"]["gpus"] = gpus
     node["oneOf"] = [{"required": [name]} for name in RANK_KEYS]
     cluster["properties"]["nodes"] = {"type": "array", "minItems": 1, "items": node}

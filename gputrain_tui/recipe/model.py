@@ -147,6 +147,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     restart_wait: Annotated[
         float, Meta(ge=0, le=86400, description="seconds that a restart waits for a lost host to answer again")
     ] = 600.0
+    spare: Annotated[
+        tuple[str, ...], Meta(description="hosts that take the places of lost ones at a restart, in this order")
+    ] = ()
     port: Annotated[
         int, Meta(ge=0, le=65535, description="port on the first node; 0: a free one, found there at the launch")
     ] = 0

@@ -405,8 +405,16 @@ class RunState:
             self._update_outcome(view)
 
     def _attribute(self) -> bool:
-        """Attribute the failures of the last attempt to their root cause; return whether that has changed."""
-        recent = [failure for failure in self.failures if failure.time >= self._attempt_began]
+        """Attribute the failures of the last attempt to their root cause; return whether that has changed.
+
+        Once the run has ended, it is the failure that the supervisor names: the last attempt may have had no rank.
+        """
+        named = self.ended.message or "" if self.ended is not None and self.ended.status == "failed" else ""
+        recent = [failure for failure in self.failures if failure.message and named.startswith(failure.message)]
+        if recent:
+            recent = [max(recent, key=lambda failure: (len(failure.message), failure.time))]
+        else:
+            recent = [failure for failure in self.failures if failure.time >= self._attempt_began]
         before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in recent)
         if self.root_cause is not before:
             self._update_outcomes()
@@ -430,6 +438,7 @@ class RunState:
         self.ended = event
         if RECORD_END_MISSING in (event.message or ""):
             self.add_gap(event.time, event.message or "")
+        self._attribute()
         self._update_outcomes()
 
     def _update_outcomes(self) -> None:

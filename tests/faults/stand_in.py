@@ -30,6 +30,8 @@ def main(words: list[str]) -> int:
         mode = "fail"
     elif mode == "once":
         mode = "finish"
+    if mode == "vanishes" and (run_dir.path / "attempts").exists():
+        return 7
     if mode == "request":
         print("trainer: --batch-size is 0, but must be an integer >= 1", file=sys.stderr)
         return 2
@@ -47,15 +49,15 @@ def main(words: list[str]) -> int:
         states("finished")
     if mode == "abort":
         os.abort()
-    if mode in ("fail", "gated-failure", "fails", "fails-and-hangs"):
+    if mode in ("fail", "gated-failure", "fails", "fails-and-hangs", "vanishes"):
         attempts = run_dir.path / "attempts"
         with attempts.open("a") as file:
             file.write("x")
         nth = f" {attempts.stat().st_size}" if mode == "fails" else ""  # another message for each attempt
-        append_events(
-            ranks[-1],
-            Failure(time=time.time(), kind="exception", rank=ranks[-1], message=f"ValueError: bad batch{nth}", step=2),
+        kind, message = (
+            ("signal", f"ended by SIGKILL{nth}") if mode == "fails" else ("exception", "ValueError: bad batch")
         )
+        append_events(ranks[-1], Failure(time=time.time(), kind=kind, rank=ranks[-1], message=message, step=2))
         if mode == "fails-and-hangs":
             time.sleep(600)
         return 1

@@ -298,18 +298,32 @@ def test_the_restarts_come_to_an_end(make_run: MakeRun) -> None:
 def test_the_cause_of_a_restarted_run_is_that_of_its_last_attempt(make_run: MakeRun) -> None:
     run = make_run("fails", recipe="[cluster]\nmax_restarts = 2\n")
     state = supervise(run)
-    assert [failure.message for failure in state.failures] == [f"ValueError: bad batch {n}" for n in (1, 2, 3)]
+    assert [failure.message for failure in state.failures] == [f"ended by SIGKILL {n}" for n in (1, 2, 3)]
     assert state.ended is not None
     assert state.root_cause is not None
-    assert state.ended.message == state.root_cause.message == "ValueError: bad batch 3"
+    assert state.ended.message == state.root_cause.message == "ended by SIGKILL 3"
+    before = [finding.message for finding in state.past_findings if finding.kind == "restarted"]
+    assert before == [
+        f"attempt {n} ended: rank 1 killed (SIGKILL) at step 2: ended by SIGKILL {n}; attempt {n + 1} begins"
+        for n in (1, 2)
+    ]
 
 
-def test_an_exception_that_comes_again_at_the_same_step_ends_the_restarts(make_run: MakeRun) -> None:
+def test_a_last_attempt_in_which_no_rank_starts_is_the_cause_and_not_the_first(make_run: MakeRun) -> None:
+    run = make_run("vanishes", recipe="[cluster]\nmax_restarts = 1\n")
+    state = supervise(run)
+    assert state.ended is not None
+    assert state.root_cause is not None
+    assert "ended with exit code 7" in (state.ended.message or "")
+    assert state.root_cause.message == state.ended.message
+
+
+def test_an_exception_that_comes_again_ends_the_restarts(make_run: MakeRun) -> None:
     state = supervise(make_run("fail", recipe="[cluster]\nmax_restarts = 9\n"))
     assert state.status == "failed"
     assert len(state.failures) == 2
     assert state.ended is not None
-    assert state.ended.message == ("ValueError: bad batch; it happened twice after step 2, so the run is not restarted")
+    assert state.ended.message == "ValueError: bad batch; it happened twice, so the run is not restarted"
 
 
 def test_a_detached_run_outlives_its_supervisor_and_is_adopted(make_run: MakeRun) -> None:

@@ -10,6 +10,32 @@ from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES
 from gputrain_tui.hosts.host_session import Session
 
 
+def test_on_a_new_host_the_record_goes_on_at_the_offsets_of_the_launching_side(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "run"
+    (run_dir / "events").mkdir(parents=True)
+    (run_dir / "events" / "1.ndjson").write_bytes(b"longer than there")
+    sizes = {
+        "events/0.ndjson": 9,
+        "logs/0.log": 5,
+        "events/1.ndjson": 3,
+        "logs/1.log": 0,
+        "events/machine-h2.ndjson": 7,
+    }
+    request = {"run_dir": str(run_dir), "env": {"GPUTRAIN_HOME": str(tmp_path)}, "node": 0, "ranks": [0, 1]}
+    session = Session({**request, "sizes": sizes, "attempt": "first", "leased": False})
+    session.extend_record(["logs/0.log"])
+    assert (run_dir / "events" / "0.ndjson").read_bytes() == 8 * b"\0" + b"\n"
+    assert (run_dir / "logs" / "0.log").read_bytes() == 5 * b"\0"
+    assert (run_dir / "events" / "1.ndjson").read_bytes() == b"longer than there"
+    assert not (run_dir / "events" / "machine-h2.ndjson").exists()
+    with (run_dir / "events" / "0.ndjson").open("ab") as file:
+        file.write(b"{}\n")
+    frames, _ = session.growth(1)
+    assert [(each.name, each.offset, each.data) for each in frames if each.name == "events/0.ndjson"] == [
+        ("events/0.ndjson", 9, b"{}\n")
+    ]
+
+
 @pytest.mark.parametrize(("size", "sent"), [(MAX_DATA_BYTES, True), (MAX_DATA_BYTES + 1, False)])
 def test_a_file_larger_than_a_frame_stays_on_the_host_and_the_session_goes_on(
     tmp_path: Path, size: int, sent: bool

@@ -33,6 +33,8 @@ AWAITS_HOSTS = "awaits_hosts"
 """Kind of the finding that the next attempt waits until all hosts answer."""
 PORT_TAKEN = "port_taken"
 """Kind of the finding that another program took the port of the rendezvous, and the run starts again at another."""
+RESTARTED = "restarted"
+"""Kind of the finding that another attempt begins, why the one before ended, and what changes for it."""
 RECORD_END_MISSING = "the end of the record is missing"
 """Part of a run's final message where events could not be written, as on a full disk."""
 STOP_STEPS = 3

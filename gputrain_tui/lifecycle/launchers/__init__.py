@@ -138,11 +138,12 @@ class Launcher(ABC):
         """Return for each host of a plan and each other one whether it can connect to it; unknown pairs are absent."""
         return {}
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest, network: bool = False) -> str:
-        """Wait until all hosts of a plan answer; return why one does not, empty if all do.
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> dict[str, str]:
+        """Wait until all hosts of a plan answer; return those that do not, each with the reason."""
+        return {}
 
-        ``network``: wait as well until all of them reach each other.
-        """
+    def await_network(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
+        """Wait until all hosts of a plan reach each other; return which do not, empty if all do."""
         return ""
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:

@@ -38,7 +38,7 @@ from gputrain_tui.plan.planner import distributed_timeout
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, read_stack_request, write_atomically
-from trainer.contract.record.regular_file import open_regular, size_of
+from trainer.contract.record.regular_file import open_regular, read_tail, size_of
 from trainer.contract.rendezvous_url import LAST_PORT
 from trainer.contract.stop_level import StopLevel
 from trainer.host.import_path import ASIDE
@@ -140,8 +140,9 @@ class SshLauncher(Launcher):
 
         return probe_network(plan, local_facts([node.host for node in plan.nodes]))
 
-    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest, network: bool = False) -> str:
-        """Wait until all hosts of a plan answer, with growing pauses; return why one does not, empty if all do."""
+    def await_hosts(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> dict[str, str]:
+        """Wait until all hosts of a plan answer, with growing pauses; return those that do not, with the reasons."""
+        silent: dict[str, str] = {}
         deadline = time.monotonic() + wait_s
         local = local_facts([node.host for node in plan.nodes])
         for host in dict.fromkeys(node.host for node in plan.nodes if not is_local(node.host, local)):
@@ -153,13 +154,17 @@ class SshLauncher(Launcher):
                     break
                 except HostError as error:
                     if stop_request.reason is not None or time.monotonic() >= deadline:
-                        return f"{host} did not answer within {wait_s:g} s: {error}"
+                        silent[host] = f"{host} did not answer within {wait_s:g} s: {error}"
+                        break
                     stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
                     pause_s = min(2 * pause_s, 30.0)
+        return silent
+
+    def await_network(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
         from gputrain_tui.diagnosis.cut_network import describe_cut  # imported only for a restart
 
-        pause_s = 1.0
-        while network and (cut := describe_cut(self.probe_network(plan))):
+        pause_s, deadline = 1.0, time.monotonic() + wait_s
+        while cut := describe_cut(self.probe_network(plan)):
             if stop_request.reason is not None or time.monotonic() >= deadline:
                 return f"after {wait_s:g} s still {cut}"
             stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
@@ -382,12 +387,14 @@ def session_request(
     node: PlannedNode, run_dir: RunDir, attempt: str, *, start: bool = False, leased: bool = False
 ) -> dict[str, Any]:
     """Return the request that opens a session of the host agent."""
-    sizes = {}
+    sizes, torn = {}, []
     for folder in (run_dir.events, run_dir.logs, run_dir.digest):
         for path in folder.glob("*"):
             name = f"{folder.name}/{path.name}"
             if is_of_node(name, node.node, node.ranks):
                 sizes[name] = size_of(path)
+                if start and sizes[name] and not read_tail(path, 1).endswith(b"\n"):
+                    torn.append(name)
     return {
         "node": node.node,
         "ranks": node.ranks,
@@ -402,6 +409,7 @@ def session_request(
         "leased": leased,
         "idle_s": min(distributed_timeout(node.argv), 2 * host_timeout(run_dir)),
         "sizes": sizes,
+        "torn": torn,
     }
 
 

@@ -1,0 +1,143 @@
+"""Puts spare hosts in the places of lost ones between two attempts, after the checks of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from gputrain_tui.hosts.host_channel import HostError
+from gputrain_tui.hosts.host_names import LocalFacts, is_local
+from gputrain_tui.hosts.inventory import Inventory, take_inventory
+from gputrain_tui.hosts.local_facts import local_facts
+from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.hosts.survey import query_hosts
+from gputrain_tui.lifecycle.prepared import GLOO_INTERFACE, NCCL_INTERFACE, Planned, run_preflight, with_interfaces
+from gputrain_tui.lifecycle.restart import fresh_init_method
+from gputrain_tui.plan.planner import Plan
+from gputrain_tui.plan.spares import plan_on, recipe_on
+from gputrain_tui.preflight import CheckResult, errors
+from gputrain_tui.recipe.build import load
+from gputrain_tui.recipe.model import Recipe
+from trainer.contract.errors import RequestError
+from trainer.contract.record import RunDir, recorded_checkpoints, write_atomically
+
+EXISTS = msgspec.json.Decoder(bool)
+EXISTS_TIMEOUT_S = 15.0
+"""Time limit of a host's answer about one file, connecting included."""
+OF_LAUNCH = ("save folder", "run folder")
+"""Checks of this machine's folders, in which the run has written already."""
+
+
+class SpareHosts:
+    """The spare hosts of a run, each of which is used once."""
+
+    def __init__(self, run_dir: RunDir, spare: Sequence[str]) -> None:
+        self._dir = run_dir
+        self._left = list(spare)
+
+    def replace(self, plan: Plan, lost: Mapping[str, str]) -> tuple[Plan, list[str]]:
+        """Put spare hosts in the places of lost ones and write the plan; return it, and a line for each change.
+
+        ``lost`` has the reason of each host. A lost host, and a spare that fails a check, is not used again.
+
+        Raises:
+            RequestError: there are too few spare hosts that pass the checks, or the plan cannot be written.
+        """
+        reasons = list(lost.values())
+        try:
+            recipe = load(str(self._dir.recipe)) if self._left else None
+        except RequestError as error:  # as of a task whose code has changed
+            raise RequestError("; ".join([*reasons, str(error)])) from None
+        while recipe is not None and len(self._left) >= len(lost):
+            chosen = dict(zip(lost, self._left, strict=False))
+            placed, refused = self._placed(recipe, plan, chosen)
+            if not refused:
+                del self._left[: len(lost)]
+                self._write(placed)
+                return placed, [f"{host} is replaced by {spare}" for host, spare in chosen.items()]
+            reasons += [f"spare {spare}: {why}" for spare, why in refused.items()]
+            self._left = [spare for spare in self._left if spare not in refused]
+        if self._left:
+            reasons.append(f"{len(self._left)} spare for {len(lost)} lost hosts")
+        raise RequestError("; ".join(reasons))
+
+    def _write(self, plan: Plan) -> None:
+        try:  # a supervisor that adopts the run finds the hosts there
+            write_atomically(self._dir.plan, msgspec.json.encode(plan))
+        except OSError as error:
+            raise RequestError(f"{self._dir.plan} cannot be written: {error.strerror}") from None
+
+    def _placed(self, recipe: Recipe, plan: Plan, chosen: Mapping[str, str]) -> tuple[Plan, dict[str, str]]:
+        """Return the plan with the chosen spares by lost host, and why spares cannot be used."""
+        local = local_facts([*(node.host for node in plan.nodes), *chosen.values()])
+        refused: dict[str, str] = {}
+        first = chosen.get(plan.nodes[0].host)
+        for lost, spare in chosen.items():
+            recipe = recipe_on(recipe, lost, spare)
+            try:
+                inventory = _inventory(spare, local) if _needs_inventory(recipe, spare) else None
+                plan = plan_on(plan, recipe, lost, spare, inventory=inventory, local=local)
+                if spare == first:
+                    self._require_checkpoint(lost, spare, local)
+            except (RequestError, HostError) as error:
+                refused[spare] = str(error)
+        if refused:
+            return plan, refused
+        checked = plan
+        if plan.init_method is not None:  # the port of the failed attempt may still be taken
+            checked = msgspec.structs.replace(plan, init_method=fresh_init_method(plan.init_method))
+        results, answers = run_preflight(recipe, Planned(plan=checked, local=local, inventories={}))
+        for failed in errors(results):
+            about = _spare_of(failed, plan, chosen) or (first if failed.check not in OF_LAUNCH else None)
+            if about is not None:
+                refused.setdefault(about, failed.text.removeprefix(f"{about}: "))
+        found = {answer.host for answer in answers if answer.interface} | set(chosen.values())
+        return with_interfaces(_without_interfaces(plan, recipe, found), answers), refused
+
+    def _require_checkpoint(self, lost: str, spare: str, local: LocalFacts) -> None:
+        """Raise unless the host that gets rank 0 sees the newest checkpoint, or there is none."""
+        newest = next(iter(recorded_checkpoints(self._dir)[-1:]), None)
+        if newest is None:
+            return
+        if is_local(spare, local):
+            exists = newest.exists()
+        else:
+            with Ssh().shared_channel(spare) as channel:
+                exists = channel.call("exists", EXISTS, EXISTS_TIMEOUT_S, path=str(newest))
+        if not exists:
+            raise RequestError(
+                f"the checkpoint {newest} is on {lost} alone; set train.save_dir to a folder that all hosts see"
+            )
+
+
+def _spare_of(error: CheckResult, plan: Plan, chosen: Mapping[str, str]) -> str | None:
+    """Return the spare that a failed check is about: its own, or one of a connection to it; None for another host."""
+    spares = set(chosen.values())
+    if error.host in spares:
+        return error.host
+    keys = {f"cluster.nodes[{node.node}].host": node.host for node in plan.nodes if node.host in spares}
+    return keys.get(error.key)
+
+
+def _needs_inventory(recipe: Recipe, spare: str) -> bool:
+    return any(node.cpu_ranks is None for node in recipe.cluster.nodes if node.host == spare)
+
+
+def _inventory(spare: str, local: LocalFacts) -> Inventory:
+    if is_local(spare, local):
+        return take_inventory()
+    (report,) = query_hosts([spare])
+    if report.inventory is None:
+        raise RequestError(report.problem)
+    return report.inventory
+
+
+def _without_interfaces(plan: Plan, recipe: Recipe, hosts: set[str]) -> Plan:
+    """Return the plan without the network interfaces that were found for hosts; those that the recipe sets stay."""
+    nodes = []
+    for node in plan.nodes:
+        names = {GLOO_INTERFACE, NCCL_INTERFACE} - set(recipe.cluster.of_node(node.node).env)
+        kept = {name: value for name, value in node.env.items() if node.host not in hosts or name not in names}
+        nodes.append(msgspec.structs.replace(node, env=kept))
+    return msgspec.structs.replace(plan, nodes=nodes)

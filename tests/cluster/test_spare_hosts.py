@@ -1,0 +1,123 @@
+"""A spare host takes the place of one that is lost for good, on hosts of a network of namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from host_recipe import ENDLESS, events
+from network_namespaces import LIMIT_S, NamespaceHost, wait_until
+from test_run_over_ssh import INTERFACES, SshCluster, cluster, pids, recorded_after, running_lab
+
+__all__ = ["cluster", "running_lab"]  # fixtures
+
+EPOCH = {"samples": 24_000, "batch": 4}
+
+
+def lose(cluster: SshCluster, host: NamespaceHost, *lines: str, **train: Any) -> tuple[int, str]:
+    """Train an epoch on h1 (two ranks) and h2, with h3 to spare, and cut a host off for good after a checkpoint."""
+    cluster.names, cluster.ranks = ["h1", "h2"], [2, 1]
+    settings = ('spare = ["h3"]', "host_timeout = 8", "restart_wait = 1", "max_restarts = 1", *lines)
+    cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50} | train)
+    command = cluster.start("run", "recipe.toml", "--set", f"task.samples={EPOCH['samples']}")
+    cluster.train(command)
+    wait_until(
+        lambda: '"checkpoint"' in (cluster.record / "events" / "0.ndjson").read_text(), "one is saved", [command]
+    )
+    host.link("down")
+    try:
+        output, _ = command.communicate(timeout=2 * LIMIT_S)
+        wait_until(lambda: not any("trainer" in words for words in cluster.on(host).values()), "it ends its ranks")
+    finally:
+        host.link("up")
+    return command.returncode, output
+
+
+def check_epoch(cluster: SshCluster, hosts: Sequence[str]) -> None:
+    """Since its last start each rank is on its host; all samples after the checkpoint are trained once, equally."""
+    checksums, samples = set(), 0
+    for rank, host in enumerate(hosts):
+        found = events(cluster.record, rank)
+        begin = max(index for index, event in enumerate(found) if event.get("state") == "joining")
+        assert found[begin].get("host", host) == host
+        assert (
+            f"rank {rank} on {host} takes {INTERFACES[host]}\n" in (cluster.record / "logs" / f"{rank}.log").read_text()
+        )
+        steps = [event for event in found[begin:] if event["type"] == "step"]
+        assert steps[-1]["step"] == EPOCH["samples"] / EPOCH["batch"] / len(hosts)
+        resumed = steps[0]["step"] - steps[0].get("steps", 1)
+        assert resumed >= 50
+        assert resumed % 50 == 0
+        assert sum(event.get("steps", 1) for event in steps) == steps[-1]["step"] - resumed
+        samples += sum(event["samples"] for event in steps) + resumed * EPOCH["batch"]
+        checksums.add(str([event["parameters"] for event in found if event["type"] == "checksum"][-1]))
+    assert samples == EPOCH["samples"]
+    assert len(checksums) == 1
+
+
+def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshCluster) -> None:
+    code, output = lose(cluster, cluster.h2)
+    assert code == 0, output
+    assert "attempt 1 ended: h2 lost; h2 is replaced by h3; attempt 2 begins" in output
+    check_epoch(cluster, ["h1", "h1", "h3"])
+    assert cluster.findings("host_silent") == ["raised", "cleared"]
+    assert [node["host"] for node in json.loads((cluster.record / "plan.json").read_text())["nodes"]] == ["h1", "h3"]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_spare_host_is_taken_over_and_stopped(cluster: SshCluster) -> None:
+    cluster.names, cluster.ranks = ["h1", "h2"], [2, 1]
+    settings = ('spare = ["h3"]', "host_timeout = 8", "restart_wait = 0", "max_restarts = 1")
+    cluster.write(*settings, **ENDLESS, save_every_updates=50)
+    code, output = cluster.run("run", "recipe.toml", "--detach")
+    assert code == 0, output
+    cluster.train()
+    cluster.h2.link("down")
+    try:
+        wait_until(lambda: len(pids(cluster.record, 2)) == 2, "its rank is on the spare")
+        moved = time.time()
+        wait_until(lambda: recorded_after(cluster.record, 2, moved + 1), "it trains")
+        os.kill(cluster.supervisor(), signal.SIGKILL)
+        code, output = cluster.run("stop", "last")
+        assert code == 0, output
+        assert "is stopped at step " in output
+        assert "processes left: none" in output
+        assert not any("trainer" in words for words in cluster.on(cluster.h3).values())
+        wait_until(
+            lambda: not any("trainer" in words for words in cluster.on(cluster.h2).values()), "it ends its ranks"
+        )
+    finally:
+        cluster.h2.link("up")
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpoints(cluster: SshCluster) -> None:
+    code, output = lose(cluster, cluster.h1, save_dir=str(cluster.lab.folder / "shared" / "kept"))
+    assert code == 0, output
+    assert "h1 is replaced by h3; attempt 2 begins" in output
+    check_epoch(cluster, ["h3", "h3", "h2"])
+
+
+@pytest.mark.slow
+def test_a_spare_host_is_not_used_where_the_checkpoints_are_lost_with_the_first_host(cluster: SshCluster) -> None:
+    code, output = lose(cluster, cluster.h1)
+    assert code == 1, output
+    assert re.search(r"h1 did not answer within 1 s: .*; spare h3: the checkpoint \S+ is on h1 alone; set", output)
+
+
+@pytest.mark.slow
+def test_a_spare_host_without_the_interpreter_is_not_used(cluster: SshCluster) -> None:
+    for host in (cluster.h1, cluster.h2):
+        python = cluster.lab.disk_of(host) / "python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+    code, output = lose(cluster, cluster.h2, f'python = "{cluster.lab.disk}/python"')
+    assert code == 1, output
+    assert re.search(r"spare h3: there is no interpreter \S+/python; .*so the run is not restarted", output)
