@@ -103,8 +103,6 @@ class Supervisor:
         left = self._sweep()
         return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
 
-    # ------------------------------------------------------------------------------------------------ attempts
-
     def _run_attempts(self) -> AttemptResult:
         try:
             plan = self._plan = self._launcher.place(self._plan, self.dir)
@@ -280,8 +278,6 @@ class Supervisor:
             return result
         cause = self._network.cause(result.failure, self._plan)
         return result if cause is result.failure else replace(result, failure=cause, recorded=False)
-
-    # --------------------------------------------------------------------------------------------------- the end
 
     def _sweep(self) -> list[int]:
         """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
