@@ -265,8 +265,7 @@ class RunState:
         if view.first_step_time is None:
             view.first_step_time = event.time
             self.joining = None
-        if view.unrecorded_step:
-            view.unrecorded_step = 0
+        view.unrecorded_step = 0
         if event.time > self.step_time:
             self.step_time = event.time
         view.before, view.last = view.last, event

@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,100 +29,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
 
-from host_recipe import ENDLESS, ENVIRON, events, is_training, recipe  # noqa: E402
+from fault_places import SAVE_EVERY, Place, Trial, slurm_place, ssh_places  # noqa: E402
+from host_recipe import events, is_training  # noqa: E402
 from network_namespaces import NamespaceHost  # noqa: E402
-from slurm_lab import Slurm, slurm  # noqa: E402
-from ssh_lab import PYTHONPATH, SshLab, ssh_lab  # noqa: E402
+from ssh_lab import SshLab  # noqa: E402
 
-NAMES = ("h1", "h2", "h3")
 PATIENCE_S = 200.0
 """No fault is waited for longer; what is not over then is written as more than this."""
-SAVE_EVERY = 100
-"""Steps between two checkpoints."""
-
-
-@dataclass
-class Place:
-    """Where runs are made: its hosts, how a command is typed there, and the nodes of a recipe."""
-
-    name: str
-    hosts: Sequence[NamespaceHost]
-    typed_on: NamespaceHost
-    folder: Path
-    environ: dict[str, str]
-    home: Path
-    """``GPUTRAIN_HOME`` of the host where commands are typed, as it is seen from here."""
-    node_hosts: Sequence[str | None]
-    ranks: Sequence[int]
-    slurm: Slurm | None = None
-    daemons: frozenset[int] = frozenset()
-
-    def write(self, table: Sequence[str], slurm_table: Sequence[str]) -> None:
-        lines = [*table, f'env = {{ PYTHONPATH = "{PYTHONPATH}" }}']
-        text = recipe(self.node_hosts, self.ranks, **ENDLESS, save_every_updates=SAVE_EVERY)
-        text = text.replace("[train]", "\n".join(["[cluster]", *lines, "[train]"]))
-        if self.slurm is not None:
-            text += "\n".join(["[slurm]", *slurm_table]) + "\n"
-        (self.folder / "recipe.toml").write_text(text)
-
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        return self.typed_on.start(
-            sys.executable, "-m", "gputrain_tui", *words, cwd=self.folder, env=self.environ,
-            stdout=(self.folder / "output").open("w"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def processes(self) -> dict[int, str]:
-        """What runs on the hosts besides their daemons."""
-        found = {pid: words for host in self.hosts for pid, words in host.processes().items()}
-        return {
-            pid: words
-            for pid, words in found.items()
-            if pid not in self.daemons and not words.startswith(("sshd", "slurmstepd"))
-        }
-
-
-@dataclass
-class Trial:
-    """One run with a fault."""
-
-    place: Place
-    command: subprocess.Popen[str]
-    record: Path
-    struck: float = 0.0
-    """Moment of the fault, Unix seconds."""
-
-    def host(self, node: int) -> NamespaceHost:
-        names = {host.name: host for host in self.place.hosts}
-        name = self.place.node_hosts[node] or f"n{node + 1}"
-        return names.get(name, self.place.typed_on)
-
-    def pid_of(self, rank: int) -> int:
-        """The newest process of a rank."""
-        spawned = [
-            event
-            for path in (self.record / "events").glob("node-*.ndjson")
-            for event in events(self.record, path.stem)
-            if event.get("state") == "spawned" and event["rank"] == rank
-        ]
-        return int(max(spawned, key=lambda event: float(event["time"]))["pid"])
-
-    def agent(self, node: int) -> int:
-        """The process of a node's agent: the parent of its ranks' parent, or their parent."""
-        pid = self.pid_of(node)
-        while "trainer" not in _words(parent := _parent(pid)) or "forkserver" in _words(parent):
-            pid = parent
-        return parent
-
-    def status(self) -> dict[str, Any]:
-        return dict(json.loads((self.record / "status.json").read_text()))
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _words(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +65,19 @@ def supervisor(trial: Trial) -> int:
 
 def job(trial: Trial) -> str:
     return str(json.loads((trial.record / "slurm.json").read_text())["number"])
+
+
+def cut(trial: Trial, action: str) -> None:
+    """Add or delete a route on the last host, with which it reaches the second one no more."""
+    second, last = trial.host(1), trial.host(2)
+    last.run("ip", "route", action, "blackhole", f"{second.address}/32")
+
+
+def be_silent_for_10_s(trial: Trial) -> None:
+    trial.host(2).link("down")
+    time.sleep(10)
+    trial.host(2).link("up")
+    trial.struck = time.time()  # what is recorded after it counts
 
 
 def in_slurm(*words: str) -> Callable[[Trial], None]:
@@ -205,6 +131,23 @@ FAULTS = (
         make=lambda trial: trial.host(2).link("down"),
         mend=lambda trial: trial.host(2).link("up"),
         cause=r"h3 with rank 2 lost",
+        places=("ssh",),
+    ),
+    Fault(
+        name="host silent, spare = h4",
+        make=lambda trial: trial.host(2).link("down"),
+        mend=lambda trial: trial.host(2).link("up"),
+        cause="",
+        places=("ssh",),
+        table=("max_restarts = 1", "restart_wait = 5", 'spare = ["h4"]'),
+        goes_on=True,
+    ),
+    Fault(name="host silent for 10 s: no loss", make=be_silent_for_10_s, cause="", places=("ssh",), goes_on=True),
+    Fault(
+        name="network between two hosts cut",
+        make=lambda trial: cut(trial, "add"),
+        mend=lambda trial: cut(trial, "delete"),
+        cause=r"h2 and h3 cannot reach each other on tcp",
         places=("ssh",),
     ),
     Fault(name="scancel", make=in_slurm("scancel", "JOB"), cause=r"cancelled in Slurm.*saved", places=("Slurm",)),
@@ -401,38 +344,6 @@ def torchrun_trial(lab: SshLab, make: Callable[[int, NamespaceHost], None]) -> R
         for process in processes:
             process.wait()
     return result
-
-
-@contextmanager
-def ssh_places() -> Iterator[tuple[SshLab, list[Place]]]:
-    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
-    with ssh_lab(folder, dict.fromkeys(["h0", *NAMES], "eth0")) as lab:
-        home = lab.disk_of(lab.hosts[0]) / "home"
-        common: dict[str, Any] = {
-            "hosts": lab.hosts, "typed_on": lab.hosts[0], "folder": folder, "environ": lab.environ, "home": home,
-        }  # fmt: skip
-        yield (
-            lab,
-            [
-                Place("machine", node_hosts=[None], ranks=[3], **common),
-                Place("ssh", node_hosts=NAMES, ranks=[1, 1, 1], **common),
-            ],
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def slurm_place() -> Iterator[Place]:
-    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
-    home = folder / "home"
-    environ = dict(ENVIRON) | {"GPUTRAIN_HOME": str(home)}
-    with slurm(folder, {"n1": "eth0", "n2": "eth0", "n3": "eth0"}, environ=environ) as cluster:
-        hosts = [cluster.login, *cluster.nodes]
-        daemons = frozenset(pid for host in hosts for pid in host.processes())
-        yield Place(
-            "Slurm", hosts, cluster.login, folder, dict(cluster.environ), home, [None] * 3, [1, 1, 1], cluster, daemons
-        )
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass
