@@ -10,6 +10,8 @@ FIRST_ANSWER_S = 5.0
 after as long for each of a host's addresses."""
 SLOWEST_MULTIPLE = 3.0
 """Where all hosts are slow, as by their start-up files or a busy machine, the time is this multiple of the slowest."""
+MIN_ANSWERS = 3
+"""Fewer answers do not tell how long a login takes here: one of two hosts may need a home folder mounted first."""
 
 
 class FirstAnswers:
@@ -26,8 +28,8 @@ class FirstAnswers:
         self._took_s.append(self._now() - began)
 
     def left_s(self, began: float) -> float:
-        """Return the seconds left to a host that was asked at ``began``; infinite until half of all have answered."""
+        """Return the seconds left to a host that was asked at ``began``; infinite until half of all, and three, have answered."""
         took_s = list(self._took_s)
-        if 2 * len(took_s) < self._hosts:
+        if len(took_s) < max(MIN_ANSWERS, self._hosts / 2):
             return float("inf")
         return began + max(FIRST_ANSWER_S, SLOWEST_MULTIPLE * max(took_s)) - self._now()

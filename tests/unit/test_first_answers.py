@@ -11,11 +11,12 @@ from gputrain_tui.hosts.first_answers import FIRST_ANSWER_S, FirstAnswers
     ("hosts", "took_s", "now", "left_s"),
     [
         (4, [], 30.0, math.inf),
-        (4, [1.0], 30.0, math.inf),
-        (4, [1.0, 0.5], 3.0, FIRST_ANSWER_S - 3.0),
-        (4, [1.0, 0.5, 1.2], FIRST_ANSWER_S, 0.0),
-        (4, [1.0, 8.0], 9.0, 15.0),  # all are slow
-        (3, [8.0], 9.0, math.inf),
+        (4, [1.0, 0.5], 30.0, math.inf),
+        (4, [1.0, 0.5, 1.2], 3.0, FIRST_ANSWER_S - 3.0),
+        (6, [1.0, 0.5, 1.2], FIRST_ANSWER_S, 0.0),
+        (6, [1.0, 1.0, 8.0], 9.0, 15.0),  # all are slow
+        (7, [1.0, 1.0, 8.0], 9.0, math.inf),
+        (2, [1.0], 30.0, math.inf),
         (1, [], 30.0, math.inf),
     ],
 )
