@@ -365,11 +365,12 @@ def test_any_flags_of_the_trainer_are_refused_in_order(folder: Path, words: list
 
 HOSTILE_SSH = """
 import json, sys
-answer = json.dumps({inventory!r}).encode()
+inventory = json.dumps({inventory!r}).encode()
 for line in sys.stdin.buffer:
     if line.startswith(b'{{"call"'):  # not the program, which comes first
         call = json.loads(line)
         sys.stdin.buffer.read(call["bytes"])
+        answer = b"1e300" if call["name"] == "clock" else inventory
         header = {{**call, "kind": "answer", "bytes": len(answer)}}
         sys.stdout.buffer.write(sys.argv[-1].encode() + json.dumps(header).encode() + b"\\n" + answer)
         sys.stdout.flush()
