@@ -28,7 +28,7 @@ class FirstAnswers:
         self._took_s.append(self._now() - began)
 
     def left_s(self, began: float) -> float:
-        """Return the seconds left to a host asked at ``began``; infinite until ``MIN_ANSWERS`` and half have answered."""
+        """Return the seconds left to a host asked at ``began``; infinite until enough hosts have answered."""
         took_s = list(self._took_s)
         if len(took_s) < max(MIN_ANSWERS, self._hosts / 2):
             return float("inf")
