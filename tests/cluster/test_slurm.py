@@ -169,7 +169,7 @@ def test_a_failed_rank_fails_the_job_and_every_node_reports_the_cause(cluster: S
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "1:0")
     job_output = output(job)
     assert "trainer: rank 2 on n2: ArithmeticError: the answer is not 42\n" in job_output
-    assert "trainer: rank 0 on n1: rank 2 on n2 failed: ArithmeticError: the answer is not 42 (" in job_output
+    assert "trainer: rank 0 on n1: rank 2 on n2 failed: ArithmeticError: the answer is not 42; " in job_output
     results = [json.loads((tmp_path / "record" / "nodes" / f"{node}.json").read_text()) for node in (0, 1)]
     assert [result["exit_code"] for result in results] == [1, 1]
     assert [result["failure"]["kind"] for result in results] == ["lost_peer", "exception"]
