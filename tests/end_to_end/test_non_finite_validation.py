@@ -57,7 +57,9 @@ def findings(events: list[Any]) -> list[tuple[str, int]]:
     return [(each.state, each.step or 0) for each in kinds]
 
 
-@pytest.mark.parametrize(("metric", "infinite"), [("false", "false"), ("true", "true")])
+@pytest.mark.parametrize(
+    ("metric", "infinite"), [pytest.param("false", "false", marks=pytest.mark.slow), ("true", "true")]
+)
 def test_it_is_shown_is_a_finding_and_does_not_use_up_patience(tmp_path: Path, metric: str, infinite: str) -> None:
     best = '"accuracy"' if metric == "true" else '"loss"'
     done, events = train(
@@ -102,7 +104,7 @@ def test_a_training_that_only_patience_ends_fails_once_its_validations_are_nan(t
     assert [each.step for each in events if isinstance(each, Validation)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("metric", ["false", "true"])
+@pytest.mark.parametrize("metric", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_test_that_is_nan_ends_with_1_and_is_recorded(tmp_path: Path, metric: str) -> None:
     done, events = train(tmp_path, "max_epochs = 2", f"split = 'test'\nmetric = {metric}")
     assert done.returncode == 1

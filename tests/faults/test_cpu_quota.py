@@ -107,7 +107,9 @@ def findings_of(folder: Path, cgroup: Path, *, held: list[int]) -> list[Finding]
     return found
 
 
-@pytest.mark.parametrize("held", [[0, 1], [1]], ids=["both ranks", "one rank"])
+@pytest.mark.parametrize(
+    "held", [pytest.param([0, 1], id="both ranks", marks=pytest.mark.slow), pytest.param([1], id="one rank")]
+)
 def test_a_quota_that_holds_ranks_back_is_named_and_neither_others_nor_batches_are_blamed(
     tmp_path: Path, cgroup: MakeCgroup, held: list[int]
 ) -> None:

@@ -83,6 +83,19 @@ def stacks(bench: Bench) -> Iterator[Stacks]:
     run.process.communicate(timeout=LIMIT_S)
 
 
+def check_native_frames(stacks: Stacks) -> None:
+    """They are added where a program for them is installed."""
+    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    installed = any(shutil.which(name, path=folders) for name in ("py-spy", "pystack"))
+    _, answer = stacks.call("--native", "--rank", "2")
+    (group,) = answer["groups"]
+    assert group["problem"] == "the interpreter is held, and the process does not take SIGQUIT"
+    if installed:
+        assert "hold_interpreter" in [frame["function"] for frame in group["native"][0]["frames"] if frame["user"]]
+    else:
+        assert group["native_problem"] == "neither py-spy nor pystack is installed on this host"
+
+
 def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stacks) -> None:
     code, answer = stacks.call()
     of_ranks = {tuple(group["ranks"]): group for group in answer["groups"]}
@@ -98,22 +111,10 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     assert [frame["function"] for frame in of_ranks[4, 5]["threads"][0]["frames"]][-2:] == ["main", "<module>"]
     for _ in range(10):
         assert stacks.call("--rank", "4")[0] == 0
+    check_native_frames(stacks)
     assert stacks.process.poll() is None
     logs = "".join(path.read_text() for path in stacks.run.dir.logs.glob("*.log"))
     assert "the script's own handler ran" not in logs
-
-
-def test_native_frames_are_added_where_a_program_for_them_is_installed(stacks: Stacks) -> None:
-    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    installed = any(shutil.which(name, path=folders) for name in ("py-spy", "pystack"))
-    _, answer = stacks.call("--native", "--rank", "2")
-    (group,) = answer["groups"]
-    assert group["problem"] == "the interpreter is held, and the process does not take SIGQUIT"
-    if installed:
-        assert "hold_interpreter" in [frame["function"] for frame in group["native"][0]["frames"] if frame["user"]]
-    else:
-        assert group["native_problem"] == "neither py-spy nor pystack is installed on this host"
-    assert stacks.process.poll() is None
 
 
 def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: Stacks) -> None:
