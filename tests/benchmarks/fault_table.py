@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         name="supervisor killed",
         make=lambda trial: kill(supervisor(trial)),
-        cause="supervisor was killed, and its ranks with it",
+        cause="supervisor was killed, and its ranks ended with it",
         places=("machine",),
     ),
     Fault(
