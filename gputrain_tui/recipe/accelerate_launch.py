@@ -56,7 +56,7 @@ except SystemExit:
     sys.exit(2)
 except ModuleNotFoundError as error:
     answer = {"missing": error.name or str(error)}
-except BaseException as error:
+except BaseException as error:  # whatever accelerate raises is the answer
     answer = {"problem": " ".join(str(error).split()) or type(error).__name__}
 print(json.dumps(answer))
 """

@@ -24,14 +24,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
 
 from fault_places import SAVE_EVERY, Place, Trial, slurm_place, ssh_places  # noqa: E402
 from host_recipe import events, is_training  # noqa: E402
-from network_namespaces import NamespaceHost  # noqa: E402
+from network_namespaces import NamespaceHost, wait_until  # noqa: E402
 from ssh_lab import SshLab  # noqa: E402
 
 PATIENCE_S = 200.0
@@ -75,7 +74,7 @@ def cut(trial: Trial, action: str) -> None:
 
 def be_silent_for_10_s(trial: Trial) -> None:
     trial.host(2).link("down")
-    time.sleep(10)
+    time.sleep(10)  # the silence itself
     trial.host(2).link("up")
     trial.struck = time.time()  # what is recorded after it counts
 
@@ -183,16 +182,16 @@ def run_trial(fault: Fault, place: Place) -> Result:
     command = place.start("run", "recipe.toml")
     trial = None
     try:
-        record = await_value(lambda: next(iter(set(place.home.glob("runs/[!.]*")) - known), None), "a run directory")
+        record = wait_until(lambda: next(iter(set(place.home.glob("runs/[!.]*")) - known), None), "a run directory")
         trial = Trial(place, command, record)
         count = sum(place.ranks)
-        await_value(lambda: all(is_training(record, rank) for rank in range(count)), "all ranks train")
-        await_value(lambda: last_step(record) > SAVE_EVERY * 3 // 2, "a checkpoint")
+        wait_until(lambda: all(is_training(record, rank) for rank in range(count)), "all ranks train")
+        wait_until(lambda: last_step(record) > SAVE_EVERY * 3 // 2, "a checkpoint")
         before = last_step(record)
         trial.struck = time.time()
         fault.make(trial)
         result = watch(fault, trial, count, before)
-    except TimeoutError as error:
+    except AssertionError as error:
         result = Result(said=f"{error}: {(place.folder / 'output').read_text()}")
     finally:
         if trial is not None and fault.mend is not None:
@@ -256,15 +255,6 @@ def last_step(record: Path) -> int:
     return max(steps, default=0)
 
 
-def await_value(ask: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if value := ask():
-            return value
-        time.sleep(0.05)
-    raise TimeoutError(f"waited in vain for {what}")
-
-
 def end(place: Place, command: subprocess.Popen[str]) -> None:
     """End what a trial has left."""
     if place.slurm is not None:
@@ -319,7 +309,7 @@ def torchrun_trial(lab: SshLab, make: Callable[[int, NamespaceHost], None]) -> R
         processes.append(host.start(*words, env=env, stdout=output, stderr=subprocess.STDOUT))
     result = Result()
     try:
-        await_value(lambda: len(list(folder.glob("rank.*"))) == len(hosts), "all ranks train")
+        wait_until(lambda: len(list(folder.glob("rank.*"))) == len(hosts), "all ranks train")
         struck = time.time()
         make(int((folder / "rank.2").read_text()), hosts[2])
         ours = [host for host in hosts if "silent" not in str(make)]
