@@ -9,7 +9,7 @@ import msgspec
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import RecordError
 from trainer.contract.record import MAX_RANKS, RunDir
-from trainer.contract.record.events import Count
+from trainer.contract.record.numbers import Count
 from trainer.contract.record.regular_file import read_json
 
 

@@ -13,8 +13,8 @@ from gputrain_tui.history.follow import by_rank
 from gputrain_tui.history.run_reader import merged
 from trainer.contract.record import AnyEvent, RunDir, decode_events
 from trainer.contract.record.downsampled import LEVELS, DownsampledBlock, DownsampledNote, block_file, note_file
-from trainer.contract.record.events import MAX_RANKS
 from trainer.contract.record.json_lines import decode_lines, is_within_world
+from trainer.contract.record.numbers import MAX_RANKS
 from trainer.contract.record.regular_file import read_part, read_whole, size_of
 
 READ_WHOLE_BYTES = 40 << 20

@@ -17,7 +17,7 @@ from gputrain_tui.state.elapsed import elapsed_s
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
 from trainer.contract.record import Finding, RunDir, RunStatusName, Validation, write_atomically
-from trainer.contract.record.events import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
+from trainer.contract.record.numbers import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
 from trainer.contract.record.regular_file import open_regular, read_json
 from trainer.host.boot import BootMoment
 from trainer.host.process_identity import ProcessIdentity, is_alive

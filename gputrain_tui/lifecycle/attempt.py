@@ -17,7 +17,7 @@ from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RecordError
 from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
 from trainer.contract.record import Failure, RunDir, write_atomically
-from trainer.contract.record.events import Count, Rank
+from trainer.contract.record.numbers import Count, Rank
 from trainer.contract.record.regular_file import read_json
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import ProcessIdentity

@@ -24,7 +24,7 @@ from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.options import Distributed
 from trainer.contract.outcome import SAVE_TIMEOUT_S, node_outcome
 from trainer.contract.record import RunDir
-from trainer.contract.record.events import MAX_RANKS
+from trainer.contract.record.numbers import MAX_RANKS
 from trainer.host.process_identity import HELD_S, is_alive
 from trainer.host.processes import SUPERVISOR, is_held
 from trainer.host.stop_request import STOP_COMMAND_SIGNAL, STOP_REASONS

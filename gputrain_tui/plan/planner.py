@@ -18,7 +18,7 @@ from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
-from trainer.contract.record.events import Rank, WorldSize
+from trainer.contract.record.numbers import Rank, WorldSize
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
 from trainer.contract.schema import flags_of, to_flags
 from trainer.host.addresses import is_loopback

@@ -16,7 +16,7 @@ import msgspec
 
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.record import Collective, Failure, RunDir, ThreadStack, write_atomically
-from trainer.contract.record.events import Count, ExitStatus, Rank
+from trainer.contract.record.numbers import Count, ExitStatus, Rank
 from trainer.contract.record.regular_file import read_json
 
 NO_UPDATE_LEFT = "no_update_left"

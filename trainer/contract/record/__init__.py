@@ -9,14 +9,23 @@ from trainer.contract.record.checkpoints import (
     checkpoint_to_resume as checkpoint_to_resume,
     recorded_checkpoints as recorded_checkpoints,
 )
+from trainer.contract.record.code_stacks import (
+    CodeFrame as CodeFrame,
+    Collective as Collective,
+    ThreadStack as ThreadStack,
+)
+from trainer.contract.record.collective_groups import (
+    MAX_GROUPS as MAX_GROUPS,
+    OTHER_GROUPS as OTHER_GROUPS,
+    CollectiveCall as CollectiveCall,
+    GroupSync as GroupSync,
+)
 from trainer.contract.record.events import (
-    MAX_RANKS as MAX_RANKS,
     SINGLE_VALUES as SINGLE_VALUES,
     AnyEvent as AnyEvent,
     Checkpoint as Checkpoint,
     Checksum as Checksum,
-    CodeFrame as CodeFrame,
-    Collective as Collective,
+    CollectiveGroup as CollectiveGroup,
     Doing as Doing,
     Event as Event,
     Failure as Failure,
@@ -36,11 +45,11 @@ from trainer.contract.record.events import (
     RunStatusName as RunStatusName,
     Sample as Sample,
     Step as Step,
-    ThreadStack as ThreadStack,
     TrainingPlan as TrainingPlan,
     Validation as Validation,
 )
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
+from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS
 from trainer.contract.record.run_dir import (
     NATIVE as NATIVE,
     RunDir as RunDir,

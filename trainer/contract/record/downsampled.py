@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.record.events import SINGLE_VALUES, AnyEvent, Count, Event, FiniteFloat, NodeSample, Step
+from trainer.contract.record.events import SINGLE_VALUES, AnyEvent, Event, NodeSample, Step
+from trainer.contract.record.numbers import Count, FiniteFloat
 from trainer.contract.record.regular_file import open_to_append
 
 LEVELS = (16, 64, 256, 1024, 4096)

@@ -1,50 +1,33 @@
 """Schema of the events.
 
-A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes. Numbers have
-bounds, checked on reading: a larger number in a damaged line could exhaust a reader's memory or overflow.
+A value that was not measured is absent, never 0; durations are milliseconds, sizes bytes.
 """
 
 from __future__ import annotations
 
 from math import nan
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
-from trainer.contract.record.code_stacks import (
-    CodeFrame as CodeFrame,
-    Collective as Collective,
-    ThreadStack as ThreadStack,
+from trainer.contract.record.code_stacks import Collective, ThreadStack
+from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
+from trainer.contract.record.numbers import (
+    MAX_NUMBER,
+    Count,
+    ExitStatus,
+    FiniteFloat,
+    Rank,
+    Result,
+    StepNumber,
+    StepsCovered,
+    UnixSeconds,
+    WorldSize,
 )
 
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
 """State of a rank; a healthy run passes through them in this order."""
 RunStatusName = Literal["queued", "starting", "running", "stopping", "finished", "failed", "stopped"]
-
-MAX_RANKS = 1 << 16
-"""Maximum ranks of a run: 64 nodes with the 1024 ranks that a recipe allows per node; their state fits in memory."""
-Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-"""Number of a rank, or index of a node, of which there are at most as many."""
-WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-"""A whole number that a double holds exactly."""
-StepNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
-"""Optimizer steps done, from 1."""
-StepsCovered = Annotated[int, Meta(ge=1, le=1 << 24)]
-"""Number of steps that one event covers; the widest block of the fastest steps has 8 million."""
-MAX_NUMBER = 1e100
-FiniteFloat = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-"""A measured or computed number; bounds far beyond single precision, within which sums stay finite."""
-if TYPE_CHECKING:
-    Result = float
-else:
-    Result = FiniteFloat | None
-"""A result that is always measured, but may be no number: NaN, which is null in JSON."""
-UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
-"""Unix time until the year 5138, which every calendar function accepts."""
-ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
-"""An exit code, or a signal's number negated."""
 
 
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False, tag_field="type", tag="event"):
@@ -186,6 +169,11 @@ class Step(Event, kw_only=True, tag="step"):
     sync_buckets: Count | None = None
     bucket_ms: list[FiniteFloat] | None = None
     """Time of each bucket from ready to reduced, in launch order."""
+    groups: list[GroupSync] | None = None
+    """Collectives of each process group, without those of DDP's buckets; their exposed parts are in
+    ``sync_exposed_ms``, and in no phase."""
+    calls: list[CollectiveCall] | None = None
+    """Single calls of these, in order, of the last covered step; recorded on detailed steps only."""
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
     losses: list[FiniteFloat | None] | None = None
@@ -198,6 +186,18 @@ class Step(Event, kw_only=True, tag="step"):
 
 SINGLE_VALUES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}
 """Field with a mean over the covered steps → field with the value of each step."""
+
+
+class CollectiveGroup(Event, kw_only=True, tag="collective_group"):
+    """A process group of a rank, written before the first step that has a collective of it."""
+
+    rank: Rank
+    name: str
+    """Of the mesh dimension where there is one, such as ``tp``; ``world`` for all ranks; else ``group 2``. Unique among
+    the groups of a rank. Groups of different ranks are the same if name and ranks are equal."""
+    ranks: list[Rank]
+    """Ascending; empty for ``OTHER_GROUPS``."""
+    backend: str = ""
 
 
 class Doing(Event, kw_only=True, tag="doing"):
@@ -439,5 +439,5 @@ def _or_nan(value: float | None) -> float:
 
 AnyEvent = (
     RunStarted | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
-    | Checkpoint | Checksum | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
+    | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
 )  # fmt: skip

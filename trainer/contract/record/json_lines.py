@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from trainer.contract.record.events import (
-    MAX_RANKS,
     AnyEvent,
     Event,
     Joining,
@@ -18,6 +17,7 @@ from trainer.contract.record.events import (
     Step,
     TrainingPlan,
 )
+from trainer.contract.record.numbers import MAX_RANKS
 
 T = TypeVar("T")
 
