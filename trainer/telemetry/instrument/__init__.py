@@ -53,6 +53,8 @@ def install(path: Path, rank: int) -> None:
 
             _recording = patches.patch(path, rank)
             after_import("torch._inductor.compile_fx", _recording.await_compiler)
+            for module, patch in patches.patch_later(_recording).items():
+                after_import(module, patch)
         except Exception as error:  # noqa: BLE001 - a script must train with an unknown version of torch too
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
