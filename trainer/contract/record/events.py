@@ -173,7 +173,7 @@ class Step(Event, kw_only=True, tag="step"):
     """Collectives of each process group, without those of DDP's buckets; their exposed parts are in
     ``sync_exposed_ms``, and in no phase."""
     calls: list[CollectiveCall] | None = None
-    """Single calls of these, in order, of the last covered step; recorded on detailed steps only."""
+    """Single calls of these, in order, of the last covered detailed step; absent without one."""
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
     losses: list[FiniteFloat | None] | None = None

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
+from trainer.telemetry.collectives import interception
 from trainer.telemetry.instrument.recording import Recording
 from trainer.telemetry.torch_compile import leave_uncompiled
 
@@ -27,6 +28,7 @@ def patch(path: Path, rank: int) -> Recording:
     recording = Recording(path, rank)
     for module, name, wrap in PATCHES:
         _patch(recording, module, name, wrap)
+    interception.wrap_calls(recording.collectives)
     optimizer = importlib.import_module("torch.optim.optimizer")
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter, Finding
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter, uncounted
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
 from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
@@ -70,6 +71,7 @@ class Recording:
         self.thread: int | None = None
         """The one that trains; None before it has begun."""
         self.optimizer_steps = 0
+        self.collectives = CollectiveMeter()
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
@@ -150,11 +152,13 @@ class Recording:
     def fail(self, error: Exception) -> None:
         if self.on:
             self.on = False
+            self.collectives.close()
             _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Measure nothing in a forked process, such as a data loading process."""
         self.on = False
+        self.collectives.close()
         self._tracker = None
 
     # ------------------------------------------------------------------------------------------ forward, backward
@@ -326,6 +330,9 @@ class Recording:
             register(model, state, functools.wraps(hook)(lambda state, bucket: relay(state, bucket)))
             hooks[-1] = (hook, state)
             self._relays[model] = relay
+        elif self.on:
+            register(model, state, functools.wraps(hook)(uncounted(hook)))
+            hooks[-1] = (hook, state)
         else:
             register(model, state, hook)
 
@@ -353,8 +360,9 @@ class Recording:
         if self._tracker is None:
             self.thread = threading.get_ident()
             self._open_record()
-            self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
-            self._tracker.start()
+            tracker = self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
+            tracker.meter.follow_collectives(self.collectives, lambda: tracker.open_phase == "backward")
+            tracker.start()
         elif self._tracker.laps > max_laps:
             self._discard(self._tracker)
         return self._tracker

@@ -1,0 +1,346 @@
+"""Readings of a rank's collectives, taken in the training thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from trainer.telemetry.clocks import Clock, CudaClock, Mark
+from trainer.telemetry.collectives.group_names import GroupNames, NamedGroup
+from trainer.telemetry.torch_compile import leave_uncompiled
+
+
+class Call:
+    """A collective, from its call to the end of the wait for it."""
+
+    __slots__ = ("bytes", "group", "interval", "operation", "start", "waited")
+
+    def __init__(self, group: int, operation: str, nbytes: int, interval: int, start: Mark) -> None:
+        self.group = group
+        """Index in ``GroupNames.named``."""
+        self.operation = operation
+        self.bytes = nbytes
+        self.interval = interval
+        """Number of phases of the step that were complete at the call."""
+        self.start = start
+        self.waited = False
+        """Whether a wait for it has ended."""
+
+
+class Wait(NamedTuple):
+    """Time for which the training thread, or on a GPU its stream, was blocked in a call or in waiting for it."""
+
+    call: Call
+    interval: int
+    """Number of phases of the step that were complete."""
+    start: Mark
+    end: Mark
+    last: bool
+    """Whether the collective is complete with it."""
+
+
+@dataclass(slots=True)
+class StepCollectives:
+    """Collectives of a step."""
+
+    groups: Sequence[NamedGroup]
+    """Those of ``Call.group``; grows."""
+    detailed: bool
+    """Whether single calls are recorded."""
+    calls: list[Call] = field(default_factory=list)
+    """Made in the step."""
+    waits: list[Wait] = field(default_factory=list)
+    """In the step, also for calls of earlier ones."""
+
+    def marks(self) -> Iterator[Mark]:
+        for call in self.calls:
+            yield call.start
+        for wait in self.waits:
+            yield wait.start
+            yield wait.end
+
+    def spent_marks(self) -> list[Mark]:
+        """Return the marks that no later step needs, each once."""
+        spent = [wait.end for wait in self.waits if wait.end is not wait.start]
+        spent += [wait.start for wait in self.waits if wait.start is not wait.call.start]
+        return spent + [wait.call.start for wait in self.waits if wait.last]
+
+
+_comm_hooks = 0
+"""Comm hooks that are running; their buckets are measured otherwise."""
+
+
+def uncounted(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a comm hook whose collectives no meter follows."""
+
+    def call(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        global _comm_hooks
+        _comm_hooks += 1
+        try:
+            return hook(state, bucket)
+        finally:
+            _comm_hooks -= 1
+
+    leave_uncompiled(call, callees=True)
+    return call
+
+
+class CollectiveMeter:
+    """Followed collectives of the training thread, step by step.
+
+    A call is followed from ``begin`` over ``launched`` to the end of the wait for its work or its tensors. What one
+    function of torch calls for another, such as the two gathers of ``all_gather_object``, is one call.
+
+    Nothing here raises: the first fault ends the measuring.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.fault: str | None = None
+        """Why nothing is measured any more; None without a fault."""
+        self.blocked: Call | None = None
+        """The collective that the training thread is in, or waits for."""
+        self._names = GroupNames()
+        self._clock: Any = None
+        self._thread = 0
+        self._in_backward: Callable[[], bool] = lambda: False
+        self._phases: Sequence[object] = ()
+        self._step = StepCollectives(self._names.named, detailed=False)
+        self._seen = False
+        self._works: dict[int, tuple[ref[Any], Call]] = {}
+        """Calls by the address of their ``Work``."""
+        self._tensors: dict[int, Call] = {}
+        """Calls by the address of the storage of their results."""
+        self._outer: Call | None = None
+        """The call of a function that calls collectives itself."""
+        self._last: dict[int, Call] = {}
+        """Newest call by group."""
+
+    def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
+        """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._in_backward = in_backward
+        self.on = True
+
+    def close(self) -> None:
+        self.on = False
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def begin_step(self, phases: Sequence[object], *, detailed: bool = False) -> None:
+        """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
+        self._phases = phases
+        self._step = StepCollectives(self._names.named, detailed)
+
+    def take(self) -> StepCollectives | None:
+        """Return the collectives of the step that ends; None before the first one, and after a fault."""
+        return self._step if self._seen and self.fault is None else None
+
+    def exclude(self, phases: int) -> None:
+        """Drop the collectives after the first ``phases`` phases of the step."""
+        step = self._step
+        step.calls = [call for call in step.calls if call.interval < phases]
+        step.waits = [wait for wait in step.waits if wait.interval < phases]
+
+    def blocked_in(self) -> str:
+        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
+        call = self.blocked
+        return "" if call is None else f"it waits in {call.operation} of {self._names.named[call.group].name}"
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def begin(self, group: Any, operation: str, tensors: Any) -> Wait | None:
+        """Follow a call that hands its work back; None where it is not measured.
+
+        Args:
+            group: Process group.
+            operation: Such as ``all_gather``.
+            tensors: Tensor or nested lists of them whose bytes count.
+        """
+        if not self._followed():
+            return None
+        try:
+            interval = len(self._phases)
+            if self._outer is not None:
+                call = self._outer
+                call.bytes += bytes_of(tensors)
+                start = self._clock.mark()
+            else:
+                index = self._names.index(group)
+                if index is None:
+                    return None
+                nbytes = bytes_of(tensors)
+                start = self._clock.mark()
+                call = self._add(index, operation, nbytes, start)
+            self.blocked = call
+            return Wait(call, interval, start, start, False)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
+            self.fail(error)
+            return None
+
+    def launched(self, begun: Wait, work: Any, *, passed: bool = True) -> None:
+        """The call has returned, with its work or without one; or it has raised, if not ``passed``."""
+        try:
+            call = begun.call
+            self.blocked = self._outer
+            self._wait(begun, last=work is None)
+            if work is not None and passed:
+                self._works[id(work)] = ref(work), call
+                self._bound()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def begin_wait(self, work: Any) -> Wait | None:
+        """Follow the wait for a work; None where its call is not followed."""
+        known = self._works.pop(id(work), None)
+        if known is None or known[0]() is not work or not self._followed():
+            return None
+        return self._begin_wait(known[1])
+
+    def begin_tensor_wait(self, tensor: Any) -> Wait | None:
+        """Follow the wait for a functional collective's result; None where its call is not followed."""
+        if not self._followed():
+            return None
+        try:
+            call = self._tensors.pop(_storage(tensor), None) or self._outer
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+        return None if call is None else self._begin_wait(call)
+
+    def _begin_wait(self, call: Call) -> Wait | None:
+        try:
+            self.blocked = call
+            start = self._clock.mark()
+            return Wait(call, len(self._phases), start, start, True)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+
+    def end_wait(self, begun: Wait) -> None:
+        try:
+            self.blocked = self._outer
+            self._wait(begun, last=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def open(self, group: Callable[[], Any], operation: str, tensors: Any = ()) -> Call | None:
+        """Follow a function that calls collectives itself, as one call; None within another, or without a group."""
+        if self._outer is not None or not self._followed():
+            return None
+        try:
+            resolved = group()
+            index = None if resolved is None else self._names.index(resolved)
+            if index is None:
+                return None
+            self._outer = self._add(index, operation, bytes_of(tensors), self._clock.mark(waits=False))
+            return self._outer
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+
+    def shut(self, call: Call, results: Any = (), *, gathers: bool = False) -> None:
+        """That function has returned or raised.
+
+        Args:
+            call: As ``open`` returned it.
+            results: Tensors that are to be waited for; none if the function has waited itself.
+            gathers: Whether all ranks' parts arrive, so that the bytes are those of all.
+        """
+        try:
+            self._outer = self.blocked = None
+            if gathers:
+                call.bytes *= len(self._names.named[call.group].ranks) or 1
+            if call.waited or not _flat(results):
+                now = self._clock.mark(waits=False)
+                self._step.waits.append(Wait(call, len(self._phases), now, now, True))
+                return
+            for tensor in _flat(results):
+                self._tensors[_storage(tensor)] = call
+            self._bound()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def coalesced(self, group: Any, work: Any) -> None:
+        """The work of several calls of a group that were put together is that of the last one."""
+        try:
+            index = self._names.index(group) if self._followed() else None
+            if index is not None and work is not None and index in self._last:
+                self._works[id(work)] = ref(work), self._last[index]
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        if self.fault is not None:
+            return
+        self.on = False
+        self.blocked = self._outer = None
+        self.fault = f"collectives are no longer measured: {type(error).__name__}: {error}"
+        print(f"gputrain: {self.fault}", file=sys.stderr)
+
+    # ----------------------------------------------------------------------------------------------------- readings
+
+    def _followed(self) -> bool:
+        if not self.on or _comm_hooks:
+            return False
+        if threading.get_ident() != self._thread and not (
+            # On a GPU the hooks of a backward pass run in a thread of autograd.
+            torch._C._current_graph_task_id() != -1 and self._in_backward()
+        ):
+            return False
+        return not (isinstance(self._clock, CudaClock) and torch.cuda.is_current_stream_capturing())
+
+    def _add(self, group: int, operation: str, nbytes: int, start: Mark) -> Call:
+        call = Call(group, operation, nbytes, len(self._phases), start)
+        self._step.calls.append(call)
+        self._last[group] = call
+        self._seen = True
+        return call
+
+    def _wait(self, begun: Wait, *, last: bool) -> None:
+        call = begun.call
+        end = self._clock.mark()
+        call.waited |= last
+        # A function that calls collectives itself is complete when it returns.
+        self._step.waits.append(Wait(call, begun.interval, begun.start, end, last and call is not self._outer))
+
+    def _bound(self) -> None:
+        # Works and results that nothing waits for stay until here.
+        max_open = 10_000
+        if len(self._works) > max_open:
+            self._works = {key: known for key, known in self._works.items() if known[0]() is not None}
+        if len(self._works) > max_open or len(self._tensors) > max_open:
+            self._works.clear()
+            self._tensors.clear()
+
+
+def bytes_of(tensors: Any) -> int:
+    """Return the bytes of a tensor, or of all in nested lists."""
+    if type(tensors) is Tensor:
+        return tensors.nbytes
+    if isinstance(tensors, Tensor):
+        # Without the subclass's own code, which might count its calls.
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensors.nbytes)
+    if isinstance(tensors, list | tuple):
+        return sum([bytes_of(each) for each in tensors])
+    return 0
+
+
+def _flat(tensors: Any) -> Sequence[Any]:
+    return tensors if isinstance(tensors, list | tuple) else (tensors,)
+
+
+def _storage(tensor: Any) -> int:
+    """Return the address of a tensor's storage; of an ``AsyncCollectiveTensor`` that of the tensor in it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        inner = getattr(tensor, "elem", tensor)
+        return int(inner.untyped_storage()._cdata)
