@@ -56,6 +56,9 @@ ADVICE = {
     "logging, saving and .item() in every step are common causes: do them every few steps",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
+    "communication_bound_groups": "synchronise less often (gradient accumulation), send bf16 (MixedPrecisionPolicy), "
+    "shard in larger parts (fewer fully_shard calls) so that they overlap with computing, keep groups that exchange "
+    "most, as of tensor parallelism, within a host, and check that the fastest network interface is used",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "
     "max_tokens) or balance the tokens over the ranks; otherwise look for occasional work of single ranks: "
     "augmentation, reading, logging, garbage collection",

@@ -12,6 +12,7 @@ from gputrain_tui.diagnosis.statistics import quantile
 from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
+from gputrain_tui.state.process_groups import least_transfer_of_calls_ms
 
 
 def bounds(state: RunState, timeline: Timeline, *, throttled: bool = False) -> list[Symptom]:
@@ -79,6 +80,9 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
     bare_ms = wire_ms(window)
     if bare_ms is None or len(window[0].phases) < 2 or not window[-1].synced:
         return None
+    of_calls_ms = least_transfer_of_calls_ms({rank: view.groups for rank, view in state.ranks.items()})
+    if of_calls_ms is not None:  # ranks that are last in turn within a step wait for each other, not for transfers
+        bare_ms = min(bare_ms, of_calls_ms)
     step_ms = median([row.step_ms for row in window])
     share = bare_ms / step_ms
     if share < limit.CLEAR_SHARE * limit.MIN_WIRE_SHARE:
@@ -95,6 +99,8 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         evidence["sync_bytes"] = float(last.sync_bytes)
     if (bandwidth := state.bus_bytes_per_s) is not None:
         evidence["bus_bytes_per_s"] = bandwidth
+    in_groups = bool(window[-1].group_waits)
+    what = "communication" if in_groups else "gradient exchange"
     return Symptom(
         kind="communication_bound",
         value=share,
@@ -102,9 +108,9 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         severity="critical" if share >= limit.BOUND_CRITICAL_SHARE else "warning",
         cause="communication",
         step=window[-1].step,
-        message=f"gradient exchange that computing does not hide takes {percent(share)} of a step "
+        message=f"{what} that computing does not hide takes {percent(share)} of a step "
         f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits that long"
         + (" (at most: waits for a core were not measured and are included)" if estimate else ""),
         evidence=evidence,
-        advice=ADVICE["communication_bound"],
+        advice=ADVICE["communication_bound_groups" if in_groups else "communication_bound"],
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gputrain_tui.state.rank_state import RankView
 from gputrain_tui.state.step_losses import mean_loss
 from gputrain_tui.state.totals import Phase, Totals
+from trainer.contract.record import GroupSync, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,68 @@ class RunFigures(Throughput):
     """Share of step time in which the ranks computed: forward and backward, 0 to 1."""
     sync_share: float | None = None
     """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFigures:
+    """Collectives of a rank in one process group: means over the steps of its last events, per step."""
+
+    name: str
+    """Of the group; ``DDP`` for the buckets of DDP, whose group the record does not name."""
+    ranks: tuple[int, ...] = ()
+    """Empty where they are not known."""
+    calls: float
+    operations: Mapping[str, float] = field(default_factory=dict)
+    """Calls by operation, the most frequent first."""
+    bytes: float
+    exposed_ms: float | None = None
+    """Time for which the rank was blocked; None: not measured."""
+    share: float | None = None
+    """That time as a share of the step, 0 to 1."""
+
+
+def group_figures(view: RankView) -> list[GroupFigures]:
+    """Return the figures of each group of a rank, those in which it waits longest first.
+
+    Over the same steps their exposed times sum up to the rank's wait for the synchronisation.
+    """
+    events = list(view.groups.recent)
+    steps = sum(event.steps for event in events)
+    step_ms = sum((event.step_ms or 0.0) * event.steps for event in events)
+    of_group: dict[str, list[tuple[int, GroupSync]]] = {}
+    for event in events:
+        waits = [sync.exposed_ms or 0.0 for sync in event.groups or ()]
+        ddp = _ddp_sync(event, sum(waits))
+        for sync in (*(event.groups or ()), *ddp):
+            of_group.setdefault(sync.group, []).append((event.steps, sync))
+    figures = []
+    for name, syncs in of_group.items():
+        operations: dict[str, float] = {}
+        for count, sync in syncs:
+            for operation, calls in sync.operations.items():
+                operations[operation] = operations.get(operation, 0.0) + calls * count / steps
+        waited = [count * sync.exposed_ms for count, sync in syncs if sync.exposed_ms is not None]
+        figures.append(
+            GroupFigures(
+                name=name,
+                ranks=view.groups.group(name).ranks,
+                calls=sum(count * sync.calls for count, sync in syncs) / steps,
+                operations=dict(sorted(operations.items(), key=lambda item: -item[1])),
+                bytes=sum(count * sync.bytes for count, sync in syncs) / steps,
+                exposed_ms=sum(waited) / steps if waited else None,
+                share=sum(waited) / step_ms if waited and step_ms > 0 else None,
+            )
+        )
+    return sorted(figures, key=lambda each: -(each.exposed_ms or 0.0))
+
+
+def _ddp_sync(event: Step, waited_ms: float) -> list[GroupSync]:
+    """Return what DDP's buckets are in an event, whose collectives of other groups waited so long."""
+    if event.sync_buckets is None or event.sync_exposed_ms is None:
+        return []
+    exposed_ms = max(event.sync_exposed_ms - waited_ms, 0.0)
+    calls, size = float(event.sync_buckets), float(event.sync_bytes or 0)
+    return [GroupSync(group="DDP", calls=calls, bytes=size, exposed_ms=exposed_ms, operations={"all_reduce": calls})]
 
 
 def run_figures(views: Iterable[RankView]) -> RunFigures:

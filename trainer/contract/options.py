@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from trainer.contract.fairseq_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 from trainer.contract.schema import Positive, Positives, option_meta
-from trainer.contract.seed_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 
 _launch = partial(option_meta, "")
 _data, _duration, _optimizer = (partial(option_meta, group) for group in ("Data", "Duration", "Optimizer"))

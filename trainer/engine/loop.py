@@ -38,6 +38,7 @@ from trainer.engine.ddp_model import (
     wrap,
 )
 from trainer.engine.ema import WeightAverage
+from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
@@ -46,7 +47,6 @@ from trainer.engine.optimizers import LossScaler, Schedule, training_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
-from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
