@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 
 NESTING = 4
 """Maximum depth of nested lists and dictionaries in which a batch's tensors are searched for."""
+
+BatchSize = tuple[int | None, int | None]
+"""Samples and tokens; None: not known."""
 
 
 class StepTracker:
@@ -54,7 +57,9 @@ class StepTracker:
         self.step = first_step
         self.epoch = 0
         """From 1; 0 before the first."""
-        self.samples = 0
+        self._size: BatchSize | None = None
+        """Of the batches of the step so far; None without any."""
+        self.samples: int | None = None
         self.tokens: int | None = None
         """Of the step so far; None where they are not known."""
         self.loss: Scalar = None
@@ -211,13 +216,20 @@ class StepTracker:
             )
         )
 
+    def add_batch(self, size: BatchSize) -> None:
+        """Count a batch to the step."""
+        self._size = plus(self._size, size)
+        self.samples, tokens = self._size
+        self.tokens = self.tokens if tokens is None else tokens
+
     def discard(self) -> None:
         """Drop the step, because its optimizer step was left out, and start the next one."""
         self._begin_step()
         self.meter.discard()
 
     def _begin_step(self) -> None:
-        self.samples, self.tokens, self.loss, self.grad_scale = 0, None, None, 1.0
+        self._size = None
+        self.samples, self.tokens, self.loss, self.grad_scale = None, None, None, 1.0
         self.laps = self._training_laps = 0
         self.evaluated = self.forward_done = self.synchronises = False
 
@@ -248,17 +260,38 @@ def _is_replicated(model: nn.Module) -> bool:
     return holders == dist.get_world_size()
 
 
-def first_tensor(values: Any, depth: int = NESTING) -> Tensor | None:
-    """Return the first tensor with dimensions among a model's arguments, also in lists and dictionaries."""
+def size_of(batch: Any) -> BatchSize:
+    """Return the size of a batch, or of a model's arguments.
+
+    It has samples if all of its tensors with dimensions, also those in lists and dictionaries, have one leading
+    dimension in common, and tokens, with padding, if the first of them is of integers [samples, tokens].
+    """
+    tensors = _tensors(batch, NESTING)
+    first = next(tensors, None)
+    if first is None or any(other.shape[0] != first.shape[0] for other in tensors):
+        return None, None
+    whole = first.dim() == 2 and not first.is_floating_point() and first.dtype is not torch.bool
+    return first.shape[0], first.numel() if whole else None
+
+
+def plus(one: BatchSize | None, other: BatchSize) -> BatchSize:
+    """Return the size of a step's batches so far and one more; tokens that are not known add nothing."""
+    if one is None:
+        return other
+    tokens = [size[1] for size in (one, other) if size[1] is not None]
+    samples = None if one[0] is None or other[0] is None else one[0] + other[0]
+    return samples, sum(tokens) if tokens else None
+
+
+def _tensors(values: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
-        return values if values.dim() else None
+        if values.dim():
+            yield values
+        return
     if isinstance(values, Mapping):
         values = values.values()
     elif not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        return None
+        return
     if depth:
         for value in values:
-            tensor = first_tensor(value, depth - 1)
-            if tensor is not None:
-                return tensor
-    return None
+            yield from _tensors(value, depth - 1)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-import torch
-
-from trainer.telemetry.step_tracker import first_tensor
+from trainer.telemetry.step_tracker import BatchSize, plus, size_of
 
 
 class FetchedBatches:
@@ -18,8 +16,10 @@ class FetchedBatches:
     """
 
     def __init__(self) -> None:
-        self.size: tuple[int, int | None] = (0, None)
-        """Samples and tokens of the step so far."""
+        self._size: BatchSize | None = None
+        """Of the batches of the step so far; None without any."""
+        self._are_counted = False
+        """Whether there was a batch in any step: a later step without one has no further samples."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -36,7 +36,19 @@ class FetchedBatches:
     def add(self, iterator: Any, batch: Any | None) -> None:
         self._fetched.add(ref(iterator))
         if batch is not None:
-            self.size = plus(self.size, size_of(batch))
+            self._size = plus(self._size, size_of(batch))
+            self._are_counted = True
+
+    def add_first(self, batch: Any) -> None:
+        """Count a batch before the first backward pass: the newest one, as others may only have been looked at."""
+        self._size, self._are_counted = size_of(batch), True
+
+    @property
+    def size(self) -> BatchSize:
+        return self._size or (0 if self._are_counted else None, None)
+
+    def begin_step(self) -> None:
+        self._size = None
 
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
@@ -53,18 +65,3 @@ class FetchedBatches:
             self._trained = {iterator for iterator in self._trained | self._fetched if iterator() is not None}
         self._fetched.clear()
         return begins
-
-
-def size_of(batch: Any) -> tuple[int, int | None]:
-    """Return the samples of a batch and, if it is of integers [samples, tokens], its tokens with padding."""
-    tensor = first_tensor(batch)
-    if tensor is None:
-        return 0, None
-    whole = tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    return tensor.shape[0], tensor.numel() if whole else None
-
-
-def plus(one: tuple[int, int | None], other: tuple[int, int | None]) -> tuple[int, int | None]:
-    """Return the sum of two sizes; tokens that are not known add nothing."""
-    tokens = [size[1] for size in (one, other) if size[1] is not None]
-    return one[0] + other[0], sum(tokens) if tokens else None

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
-from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
+from trainer.telemetry.instrument.fetched_batches import FetchedBatches
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.step_meter import Phase
-from trainer.telemetry.step_tracker import StepTracker
+from trainer.telemetry.step_tracker import StepTracker, size_of
 from trainer.telemetry.torch_compile import CompilationReport
 
 R = TypeVar("R")
@@ -175,8 +175,7 @@ class Recording:
         tracker.epoch += self._batches.train()
         if len(self._models) == 1:
             first = arguments[0] if arguments and not named else None
-            size = size_of(first if type(first) is Tensor else [named, arguments])
-            tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
+            tracker.add_batch(size_of(first if type(first) is Tensor else [named, arguments]))
 
     @_guarded
     def end_forward(self, model: DistributedDataParallel) -> None:
@@ -279,7 +278,7 @@ class Recording:
         """Return whether the wait for a batch of a DataLoader's iterator is measured."""
         tracker = self._tracker
         if tracker is None:
-            return False
+            return torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             tracker.mark_evaluation()
             return False
@@ -291,6 +290,7 @@ class Recording:
     @_guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
+            self._batches.add_first(batch)
             return
         self._tracker.mark("data", then="other" if self._models else "forward")
         self._batches.add(iterator, None if len(self._models) == 1 else batch)
@@ -384,7 +384,8 @@ class Recording:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._backwards, self._losses, self._batches.size = 0, [], (0, None)
+        self._backwards, self._losses = 0, []
+        self._batches.begin_step()
 
 
 def _trains(model: DistributedDataParallel) -> bool:
