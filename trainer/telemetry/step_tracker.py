@@ -26,9 +26,6 @@ from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
 NESTING = 4
 """Maximum depth of nested lists and dictionaries in which a batch's tensors are searched for."""
 
-BatchSize = tuple[int | None, int | None]
-"""Samples and tokens; None: not known."""
-
 
 class StepTracker:
     """Steps of one rank: forward and backward passes, as many as there are, up to the optimizer's step.
@@ -57,11 +54,11 @@ class StepTracker:
         self.step = first_step
         self.epoch = 0
         """From 1; 0 before the first."""
-        self._size: BatchSize | None = None
-        """Of the batches of the step so far; None without any."""
-        self.samples: int | None = None
+        self.samples: int | None = 0
         self.tokens: int | None = None
         """Of the step so far; None where they are not known."""
+        self._counts_samples = False
+        """Whether a step had samples: those of earlier ones are not known."""
         self.loss: Scalar = None
         self.grad_scale: Scalar = 1.0
         """Factor of the gradients in the backward pass."""
@@ -146,11 +143,12 @@ class StepTracker:
         """End the step and start the next one."""
         self.step += 1
         lr = optimizer.param_groups[0]["lr"]
+        self._counts_samples |= bool(self.samples)
         self.meter.end(
             step=self.step,
             epoch=max(1, self.epoch),
             loss=self.loss,
-            samples=self.samples,
+            samples=self.samples if self._counts_samples else None,
             tokens=self.tokens,
             lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
             grad_scale=self.grad_scale,
@@ -216,20 +214,13 @@ class StepTracker:
             )
         )
 
-    def add_batch(self, size: BatchSize) -> None:
-        """Count a batch to the step."""
-        self._size = plus(self._size, size)
-        self.samples, tokens = self._size
-        self.tokens = self.tokens if tokens is None else tokens
-
     def discard(self) -> None:
         """Drop the step, because its optimizer step was left out, and start the next one."""
         self._begin_step()
         self.meter.discard()
 
     def _begin_step(self) -> None:
-        self._size = None
-        self.samples, self.tokens, self.loss, self.grad_scale = None, None, None, 1.0
+        self.samples, self.tokens, self.loss, self.grad_scale = 0, None, None, 1.0
         self.laps = self._training_laps = 0
         self.evaluated = self.forward_done = self.synchronises = False
 
@@ -260,30 +251,8 @@ def _is_replicated(model: nn.Module) -> bool:
     return holders == dist.get_world_size()
 
 
-def size_of(batch: Any) -> BatchSize:
-    """Return the size of a batch, or of a model's arguments.
-
-    It has samples if all of its tensors with dimensions, also those in lists and dictionaries, have one leading
-    dimension in common, and tokens, with padding, if the first of them is of integers [samples, tokens].
-    """
-    tensors = _tensors(batch, NESTING)
-    first = next(tensors, None)
-    if first is None or any(other.shape[0] != first.shape[0] for other in tensors):
-        return None, None
-    whole = first.dim() == 2 and not first.is_floating_point() and first.dtype is not torch.bool
-    return first.shape[0], first.numel() if whole else None
-
-
-def plus(one: BatchSize | None, other: BatchSize) -> BatchSize:
-    """Return the size of a step's batches so far and one more; tokens that are not known add nothing."""
-    if one is None:
-        return other
-    tokens = [size[1] for size in (one, other) if size[1] is not None]
-    samples = None if one[0] is None or other[0] is None else one[0] + other[0]
-    return samples, sum(tokens) if tokens else None
-
-
-def _tensors(values: Any, depth: int) -> Iterator[Tensor]:
+def tensors_of(values: Any, depth: int = NESTING) -> Iterator[Tensor]:
+    """Yield the tensors with dimensions among a model's arguments, also in lists and dictionaries."""
     if isinstance(values, Tensor):
         if values.dim():
             yield values
@@ -294,4 +263,4 @@ def _tensors(values: Any, depth: int) -> Iterator[Tensor]:
         return
     if depth:
         for value in values:
-            yield from _tensors(value, depth - 1)
+            yield from tensors_of(value, depth - 1)

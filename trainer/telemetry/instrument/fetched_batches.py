@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-from trainer.telemetry.step_tracker import BatchSize, plus, size_of
+import torch
+
+from trainer.telemetry.step_tracker import tensors_of
+
+BatchSize = tuple[int | None, int | None]
+"""Samples and tokens; None: not known."""
 
 
 class FetchedBatches:
@@ -16,10 +21,8 @@ class FetchedBatches:
     """
 
     def __init__(self) -> None:
-        self._size: BatchSize | None = None
-        """Of the batches of the step so far; None without any."""
-        self._are_counted = False
-        """Whether there was a batch in any step: a later step without one has no further samples."""
+        self.size: BatchSize = (0, None)
+        """Samples and tokens of the step so far."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -36,19 +39,7 @@ class FetchedBatches:
     def add(self, iterator: Any, batch: Any | None) -> None:
         self._fetched.add(ref(iterator))
         if batch is not None:
-            self._size = plus(self._size, size_of(batch))
-            self._are_counted = True
-
-    def add_first(self, batch: Any) -> None:
-        """Count a batch before the first backward pass: the newest one, as others may only have been looked at."""
-        self._size, self._are_counted = size_of(batch), True
-
-    @property
-    def size(self) -> BatchSize:
-        return self._size or (0 if self._are_counted else None, None)
-
-    def begin_step(self) -> None:
-        self._size = None
+            self.size = plus(self.size, size_of(batch))
 
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
@@ -65,3 +56,24 @@ class FetchedBatches:
             self._trained = {iterator for iterator in self._trained | self._fetched if iterator() is not None}
         self._fetched.clear()
         return begins
+
+
+def size_of(batch: Any) -> BatchSize:
+    """Return the size of a batch, or of a model's arguments.
+
+    It has samples if all of its tensors with dimensions have one leading dimension in common, and tokens, with padding,
+    if the first of them is of integers [samples, tokens].
+    """
+    tensors = tensors_of(batch)
+    first = next(tensors, None)
+    if first is None or any(other.shape[0] != first.shape[0] for other in tensors):
+        return None, None
+    whole = first.dim() == 2 and not first.is_floating_point() and first.dtype is not torch.bool
+    return first.shape[0], first.numel() if whole else None
+
+
+def plus(one: BatchSize, other: BatchSize) -> BatchSize:
+    """Return the sum of two sizes; tokens that are not known add nothing."""
+    tokens = [size[1] for size in (one, other) if size[1] is not None]
+    samples = None if one[0] is None or other[0] is None else one[0] + other[0]
+    return samples, sum(tokens) if tokens else None

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,13 +19,16 @@ from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
-from trainer.telemetry.instrument.fetched_batches import FetchedBatches
+from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.step_meter import Phase
-from trainer.telemetry.step_tracker import StepTracker, size_of
+from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport
 
 R = TypeVar("R")
+UNSEEN_AFTER = 100
+"""Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
+a script that accumulates over more of them is measured from its first step on."""
 
 
 def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
@@ -70,6 +73,8 @@ class Recording:
         self.thread: int | None = None
         """The one that trains; None before it has begun."""
         self.optimizer_steps = 0
+        self._is_unmeasured = False
+        """Whether the record says that no step is seen."""
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
@@ -104,7 +109,7 @@ class Recording:
     def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
         """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
         with self._closing:
-            if self.on and not handed_over and not failed and not self.steps:
+            if self.on and not handed_over and not failed and not self.steps and not self._is_unmeasured:
                 self._report_unmeasured()
             self.on = False
             tracker, other_thread = self._tracker, self.thread != threading.get_ident()
@@ -117,21 +122,12 @@ class Recording:
             return self._writer.write_error
 
     def _report_unmeasured(self) -> None:
-        message = f"{self._unmeasured()}, so nothing of this training is measured"
+        self._is_unmeasured = True
+        missing, measured = self._unmeasured()
+        message = f"{missing}, so nothing of this training is measured; {measured}"
         _print_line(message)
         self._open_record()
-        self._writer.write(
-            Finding(
-                time=time.time(),
-                kind="not_measured",
-                severity="info",
-                rank=self._rank,
-                cause="no_steps",
-                message=message,
-                advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, "
-                "or call trainer.watch in them",
-            )
-        )
+        self._writer.write(_not_measured(self._rank, message))
 
     def _open_record(self) -> None:
         if not self._writer.enabled:
@@ -142,10 +138,14 @@ class Recording:
             self._open_record()
             self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
 
-    def _unmeasured(self) -> str:
-        if not self.optimizer_steps:
-            return "no optimizer's step was seen"
-        return "no call of backward() was seen (torch.autograd.grad is not measured)"
+    def _unmeasured(self) -> tuple[str, str]:
+        """Return what was not seen, and what would be."""
+        if self.optimizer_steps:
+            return "no call of backward() was seen", "seen is loss.backward() outside of torch.compile"
+        seen = "step() of a torch.optim optimizer outside of torch.compile"
+        if self._tracker is None:
+            return "neither backward() nor an optimizer's step was seen", f"seen are backward() and {seen}"
+        return "no optimizer's step was seen", f"seen is {seen}"
 
     def fail(self, error: Exception) -> None:
         if self.on:
@@ -175,7 +175,8 @@ class Recording:
         tracker.epoch += self._batches.train()
         if len(self._models) == 1:
             first = arguments[0] if arguments and not named else None
-            tracker.add_batch(size_of(first if type(first) is Tensor else [named, arguments]))
+            size = size_of(first if type(first) is Tensor else [named, arguments])
+            tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
 
     @_guarded
     def end_forward(self, model: DistributedDataParallel) -> None:
@@ -217,6 +218,8 @@ class Recording:
             return
         if passed:
             self._backwards += 1
+            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._is_unmeasured:
+                self._report_unmeasured()
         else:
             del self._losses[self._losses_before :]
         self._tracker.mark("backward", then="optimizer")
@@ -240,6 +243,8 @@ class Recording:
             return  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
+        if tracker is None and self.optimizer_steps == UNSEEN_AFTER:
+            self._report_unmeasured()
         if tracker is None or self._in_backward:
             return
         tracker.stepping = True
@@ -278,7 +283,7 @@ class Recording:
         """Return whether the wait for a batch of a DataLoader's iterator is measured."""
         tracker = self._tracker
         if tracker is None:
-            return torch.is_grad_enabled()
+            return False
         if not torch.is_grad_enabled():
             tracker.mark_evaluation()
             return False
@@ -290,7 +295,6 @@ class Recording:
     @_guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
-            self._batches.add_first(batch)
             return
         self._tracker.mark("data", then="other" if self._models else "forward")
         self._batches.add(iterator, None if len(self._models) == 1 else batch)
@@ -377,6 +381,9 @@ class Recording:
         if len(self._models) != 1:
             tracker.samples, tracker.tokens = self._batches.size
         tracker.end(optimizer)
+        if self._is_unmeasured:
+            self._is_unmeasured = False
+            self._writer.write(_not_measured(self._rank, "", state="cleared"))
         self._begin_step()
 
     def _discard(self, tracker: StepTracker) -> None:
@@ -384,13 +391,26 @@ class Recording:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._backwards, self._losses = 0, []
-        self._batches.begin_step()
+        self._backwards, self._losses, self._batches.size = 0, [], (0, None)
 
 
 def _trains(model: DistributedDataParallel) -> bool:
     # The flag of the inner model: Lightning sets only that back after an evaluation.
     return model.module.training and torch.is_grad_enabled()
+
+
+def _not_measured(rank: int, message: str, *, state: Literal["raised", "cleared"] = "raised") -> Finding:
+    return Finding(
+        time=time.time(),
+        kind="not_measured",
+        state=state,
+        severity="info",
+        rank=rank,
+        cause="no_steps",
+        message=message,
+        advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, or call "
+        "trainer.watch in them",
+    )
 
 
 def _print_line(line: str) -> None:
