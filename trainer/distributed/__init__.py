@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import tcp_url
-from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous, seed_arguments
+from trainer.distributed import collectives, fairseq_arguments, heartbeat, network_probe, peer_failure, rendezvous
 from trainer.distributed.collectives import (
     all_gather_list as all_gather_list,
     all_reduce as all_reduce,
@@ -86,11 +86,11 @@ def infer_init_method(args: Any, force_distributed: bool = False) -> str | None:
     from trainer.environments.decision import apply_counts
     from trainer.environments.dispatch import SINGLE_NODE_INIT, decide
 
-    settings = seed_arguments.settings_of(args)
+    settings = fairseq_arguments.settings_of(args)
     if not isinstance(args, Distributed) and settings.distributed_init_method is not None:
         return str(settings.distributed_init_method)
     count = torch.cuda.device_count()
-    options = seed_arguments.options_of(args, os.environ, count)
+    options = fairseq_arguments.options_of(args, os.environ, count)
     decision = decide(options, os.environ, count)
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
@@ -98,7 +98,7 @@ def infer_init_method(args: Any, force_distributed: bool = False) -> str | None:
     init_method = decision.init_method
     if init_method == SINGLE_NODE_INIT or (init_method is None and force_distributed):
         init_method = tcp_url("127.0.0.1", free_port())
-    seed_arguments.set_decision(args, decision, init_method)
+    fairseq_arguments.set_decision(args, decision, init_method)
     return init_method
 
 
@@ -139,16 +139,16 @@ def distributed_init(args: Any = None, **group: Any) -> int:
     if args is None:
         join_group(**group)
         return get_rank()
-    settings = seed_arguments.settings_of(args)
+    settings = fairseq_arguments.settings_of(args)
     if dist.is_initialized():
         warnings.warn("this process is in a process group already, and stays in it", stacklevel=2)
     else:
-        on_cpu = seed_arguments.runs_on_cpu(args, torch.cuda.device_count()) or not torch.cuda.is_available()
+        on_cpu = fairseq_arguments.runs_on_cpu(args, torch.cuda.device_count()) or not torch.cuda.is_available()
         defaults = Distributed()
         join_group(
             init_method=settings.distributed_init_method,
             world_size=settings.distributed_world_size or 1,
-            rank=seed_arguments.rank_of(args),
+            rank=fairseq_arguments.rank_of(args),
             backend=getattr(settings, "distributed_backend", None) or defaults.distributed_backend,
             device=bind_device(None if on_cpu else settings.device_id or 0),
             timeout_s=getattr(settings, "distributed_timeout", defaults.distributed_timeout),

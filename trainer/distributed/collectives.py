@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.encoding import decode, encode
+from trainer.distributed.fairseq_arguments import settings_of
 from trainer.distributed.host_copies import HostCopies, begin_copy, host_copies, on_device
-from trainer.distributed.seed_arguments import settings_of
 
 Op = Literal["sum", "max", "min"]
 Number = TypeVar("Number", Tensor, float, int)
