@@ -76,8 +76,9 @@ def known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause
 def _own_code(state: RunState, rank: int) -> Cause:
     """Return the cause of a script's time between the calls of torch that are measured: a task's is not its user's."""
     last = state.ranks[rank].last
-    reads = ", in which it reads its data too: not from a DataLoader" if last is not None and last.data_ms is None else ""
-    return Cause(name="other", because=f"because of {CAUSE_NAMES['other']}{reads}")
+    reads = last is not None and last.data_ms is None
+    how = ", in which it reads its data, too: not from a DataLoader" if reads else ""
+    return Cause(name="other", because=f"because of {CAUSE_NAMES['other']}{how}")
 
 
 def _is_out_of_proportion(phase: str, excess_ms: float, late_ms: float, index: int, window: Sequence[StepRow]) -> bool:

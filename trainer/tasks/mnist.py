@@ -100,6 +100,10 @@ class MnistTask(Task):
         images, digits = batch
         return classification_loss(model(images), digits)
 
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Return the output layer, which Muon does not train."""
+        return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
+
 
 def read_images(folder: Path, split: str) -> Images:
     """Read the images and digits of ``train`` or ``t10k``."""

@@ -97,6 +97,14 @@ class Task:
         """Return the task's own optimizer; None for that of the options."""
         return None
 
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Return groups of parameters with settings of their own; parameters in no group have those of the options.
+
+        A group is a dict of ``params`` and any of ``lr_scale``, a factor of the learning rate; ``weight_decay``; and
+        ``muon``: False keeps ``--optimizer muon`` from training its matrices, such as those of an output layer.
+        """
+        return ()
+
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Return the parameters with few nonzero rows in their gradient, such as a large embedding.
 

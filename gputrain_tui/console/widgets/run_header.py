@@ -165,7 +165,8 @@ def _figures(head: RunHeading, width: int) -> Row:
     if still is not None:
         fields.append((1, [(still.text, "bright" if still.activity else "warning")]))
     if head.status != "lost" and not (still is not None and still.is_long):  # else the rates are out of date
-        fields.append((3, [(_rate(s.samples_per_s), "bright"), (" samples/s", "dim")]))
+        rate, unit = s.rate
+        fields.append((3, [(_rate(rate), "bright"), (f" {unit}", "dim")]))
         if s.tokens_per_s:
             fields.append((9, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
         if s.mfu is not None:

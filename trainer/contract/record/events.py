@@ -126,8 +126,9 @@ class Step(Event, kw_only=True, tag="step"):
     """From 1."""
     steps: StepsCovered
     """Number of optimizer steps that this event covers."""
-    samples: Count
-    """Samples that this rank read in the covered steps."""
+    samples: Count | None = None
+    """Samples that this rank read in the covered steps; absent where they cannot be counted. In records of earlier
+    versions a script's were 0 then."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
     non_finite: list[str] = []

@@ -177,9 +177,13 @@ def _root_pre_forward(recording: Recording, original: Callable[..., Any]) -> Cal
     """FSDP2: called for each sharded module, of which the first one in a forward pass is its root."""
 
     def wrapper(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        if recording.on and self._state_ctx.iter_forward_root is None:
+        begins = recording.on and self._state_ctx.iter_forward_root is None
+        if begins:
             recording.begin_forward(module, args, kwargs, self._device)
-        return original(self, module, args, kwargs)
+        given = original(self, module, args, kwargs)
+        if begins:
+            recording.note_sharding(self)
+        return given
 
     return wrapper
 

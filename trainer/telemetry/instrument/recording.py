@@ -6,22 +6,24 @@ import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import EventWriter, Finding
-from trainer.telemetry.collectives.collective_meter import CollectiveMeter, uncounted
-from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
+from trainer.contract.record import EventWriter
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
-from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
+from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
+from trainer.telemetry.instrument.followed_models import FollowedModels
+from trainer.telemetry.instrument.model_parallel import ModelParallelism
+from trainer.telemetry.instrument.not_measured import not_measured, what_is_missing
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
 from trainer.telemetry.instrument.step_losses import StepLosses, is_made_of, newest_number
@@ -30,6 +32,9 @@ from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport
 
 R = TypeVar("R")
+UNSEEN_AFTER = 100
+"""Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
+a script that accumulates over more of them is measured from its first step on."""
 
 
 def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
@@ -73,23 +78,22 @@ class Recording:
         """The one that trains; None before it has begun."""
         self.optimizer_steps = 0
         self.collectives = CollectiveMeter()
+        self._is_unmeasured = False
+        """Whether the record says that no step is seen."""
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
         self._tracker: StepTracker | None = None
         self._closing = threading.Lock()
-        self._models: WeakKeyDictionary[DistributedDataParallel, BucketHook | None] = WeakKeyDictionary()
-        """Models that are followed, each with the comm hook that it was given."""
-        self._newest: Callable[[], DistributedDataParallel | None] = lambda: None
-        """Reference to the model that was followed last."""
-        self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
-        """Models on a GPU with a comm hook of their own."""
-        self._registering = False
+        self._models = FollowedModels()
         self._wrapped: WeakSet[nn.Module] = WeakSet()
         """Outermost modules that a wrapper told of: DistributedDataParallel, or a root of FSDP."""
         self._bare: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """Modules without a wrapper whose calls were seen, with whether they are trained."""
+        self._parallelism = ModelParallelism()
         self._calls = OutermostCalls(self._begin_bare, self._end_bare)
+        self._misses_calls = False
+        """Whether calls of modules without a wrapper were not seen in this step: its samples are not all known."""
         self._output_place: int | None = None
         """Place in autograd's order of a number that the last forward pass returned; None without one."""
         self._cycle = OptimizerCycle()
@@ -100,7 +104,7 @@ class Recording:
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
         self._losses = StepLosses()
-        self._closure_size: tuple[int, int | None] = (0, None)
+        self._closure_size: BatchSize = (0, None)
         """Samples and tokens of the step after the first call of an optimizer's closure."""
         self._batches = FetchedBatches()
         os.register_at_fork(after_in_child=self._forget)
@@ -112,7 +116,7 @@ class Recording:
     def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
         """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
         with self._closing:
-            if self.on and not handed_over and not failed and not self.steps:
+            if self.on and not handed_over and not failed and not self.steps and not self._is_unmeasured:
                 self._report_unmeasured()
             self.on = False
             tracker, other_thread = self._tracker, self.thread != threading.get_ident()
@@ -125,21 +129,12 @@ class Recording:
             return self._writer.write_error
 
     def _report_unmeasured(self) -> None:
-        message = f"{self._unmeasured()}, so nothing of this training is measured"
+        self._is_unmeasured = True
+        missing, measured = what_is_missing(optimizer_steps=self.optimizer_steps, backward=self._tracker is not None)
+        message = f"{missing}, so nothing of this training is measured; {measured}"
         _print_line(message)
         self._open_record()
-        self._writer.write(
-            Finding(
-                time=time.time(),
-                kind="not_measured",
-                severity="info",
-                rank=self._rank,
-                cause="no_steps",
-                message=message,
-                advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, "
-                "or call trainer.watch in them",
-            )
-        )
+        self._writer.write(not_measured(self._rank, message))
 
     def _open_record(self) -> None:
         if not self._writer.enabled:
@@ -149,11 +144,6 @@ class Recording:
         if self.on and self._tracker is None:
             self._open_record()
             self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
-
-    def _unmeasured(self) -> str:
-        if not self.optimizer_steps:
-            return "no optimizer's step was seen"
-        return "no call of backward() was seen (torch.autograd.grad is not measured)"
 
     def fail(self, error: Exception) -> None:
         if self.on:
@@ -189,8 +179,8 @@ class Recording:
         if tracker is None:
             parameter = next(model.parameters(), None) if device is None else None
             tracker = self._begin(device or (torch.device("cpu") if parameter is None else parameter.device))
-        if isinstance(model, DistributedDataParallel) and self._newest() is not model and model not in self._models:
-            self._follow(model, tracker)
+        if isinstance(model, DistributedDataParallel):
+            self._models.follow(model, tracker)
         if model not in self._wrapped:
             self._wrapped.add(model)
             self._calls.stop()
@@ -198,6 +188,11 @@ class Recording:
         tracker.epoch += self._batches.train()
         if len(self._wrapped) == 1:
             self._count(tracker, model, arguments, named)
+
+    @_guarded
+    def note_sharding(self, state: Any) -> None:
+        """Note over which mesh dimensions FSDP2 shards the parameters, by the state of its root."""
+        self._parallelism.note_sharding(state)
 
     @_guarded
     def end_forward(self, model: nn.Module, output: Any) -> None:
@@ -253,6 +248,7 @@ class Recording:
         output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
         if not isinstance(output, Tensor):
             return False
+        self._misses_calls |= self._tracker is None
         tracker = self._begin(output.device)
         phase = self._open_phase(tracker)
         if tracker.forward_done and is_made_of(output, self._output_place):
@@ -274,6 +270,8 @@ class Recording:
             return
         if passed:
             self._backwards += 1
+            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._is_unmeasured:
+                self._report_unmeasured()
         else:
             self._losses.remove_last()
         self._tracker.mark("backward", then="optimizer")
@@ -309,6 +307,8 @@ class Recording:
             return None  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
+        if tracker is None and self.optimizer_steps == UNSEEN_AFTER:
+            self._report_unmeasured()
         if tracker is not None and not self._in_backward:
             tracker.stepping = True
             if tracker.evaluated or tracker.open_phase != "optimizer":
@@ -387,43 +387,7 @@ class Recording:
         self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
     ) -> None:
         """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
-        measuring_hook = self._models.get(model)
-        hooks: list[Any] | None = getattr(model, "_comm_hooks", None)
-        if hooks is None or hooks or self._registering:
-            register(model, state, hook)
-        elif measuring_hook is not None and measuring_hook.fault is None:
-            check: Any = model._check_comm_hook
-            check(hook)
-            hooks.append((hook, state))
-            measuring_hook.give_way(hook, state)
-            if self._tracker is not None and model.device_type == "cpu":
-                self._tracker.meter.read_log(model)
-        elif self.on and model.device_type != "cpu":
-            relay = HookRelay(hook)
-            # With the name and the annotations of the script's hook, which DDP checks.
-            register(model, state, functools.wraps(hook)(lambda state, bucket: relay(state, bucket)))
-            hooks[-1] = (hook, state)
-            self._relays[model] = relay
-        elif self.on:
-            register(model, state, functools.wraps(hook)(uncounted(hook)))
-            hooks[-1] = (hook, state)
-        else:
-            register(model, state, hook)
-
-    def _follow(self, model: DistributedDataParallel, tracker: StepTracker) -> None:
-        relay = self._relays.get(model)
-        hooks: list[Any] = model._comm_hooks
-        # In these modes DDP does not reduce by a comm hook, or averages over the ranks that still have data.
-        special = model._use_python_reducer or model._delay_all_reduce_all_params or model._join_config.enable
-        own_hooks = len(hooks)
-        self._registering = True
-        try:
-            self._newest = ref(model)
-            self._models[model] = tracker.meter.follow(model, relay=relay, own_hook=bool(hooks) or special)
-        finally:
-            self._registering = False
-            del hooks[own_hooks:]  # the measuring hook: the list is pickled with the model
-        tracker.replicate(model if len(self._models) == 1 else None)
+        self._models.register_comm_hook(register, model, state, hook, on=self.on, tracker=self._tracker)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -450,7 +414,14 @@ class Recording:
         tracker.loss = self._losses.total(tracker.device)
         if len(self._wrapped) != 1 and (self._wrapped or self._batches.size[0]):
             tracker.samples, tracker.tokens = self._batches.size
+        elif self._misses_calls:
+            tracker.samples = tracker.tokens = None
+        if self._parallelism.repeats_batches(optimizer):
+            tracker.samples = tracker.tokens = None
         tracker.end(optimizer)
+        if self._is_unmeasured:
+            self._is_unmeasured = False
+            self._writer.write(not_measured(self._rank, "", state="cleared"))
         self._begin_step()
 
     def _discard(self, tracker: StepTracker) -> None:
@@ -458,8 +429,10 @@ class Recording:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._backwards, self._batches.size = 0, (0, None)
+        self._backwards = 0
         self._losses.clear()
+        self._batches.size = (0, None)
+        self._misses_calls = False
 
 
 def _trains(model: nn.Module) -> bool:
