@@ -119,6 +119,7 @@ class Recording:
             if self.on and not handed_over and not failed and not self.steps and not self._is_unmeasured:
                 self._report_unmeasured()
             self.on = False
+            self._calls.stop()
             tracker, other_thread = self._tracker, self.thread != threading.get_ident()
             if tracker is not None and self._writer.enabled:
                 if not failed and not other_thread:
@@ -148,6 +149,7 @@ class Recording:
     def fail(self, error: Exception) -> None:
         if self.on:
             self.on = False
+            self._calls.stop()
             self.collectives.close()
             _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
