@@ -8,7 +8,7 @@ CAUSE_NAMES = {
     "forward": "its forward pass",
     "backward": "its backward pass",
     "optimizer": "its optimizer step",
-    "other": "the script's own code between the calls of torch that are measured",
+    "other": "the script's own code outside of forward, backward and optimizer",
     "garbage_collection": "Python's garbage collection",
     "cpu_steal": "CPU time that other virtual machines take on its host",
     "core_wait": "waiting for a free core",

@@ -77,7 +77,7 @@ def _own_code(state: RunState, rank: int) -> Cause:
     """Return the cause of a script's time between the calls of torch that are measured: a task's is not its user's."""
     last = state.ranks[rank].last
     reads = last is not None and last.data_ms is None
-    how = ", in which it reads its data, too: not from a DataLoader" if reads else ""
+    how = ", where it also reads its data, without a DataLoader" if reads else ""
     return Cause(name="other", because=f"because of {CAUSE_NAMES['other']}{how}")
 
 

@@ -45,6 +45,10 @@ class HostClock:
     def enter_thread(self) -> None:
         """Prepare a thread other than the training thread to read marks."""
 
+    def stream(self) -> Any:
+        """Return the stream on which a mark would be now; None on the host."""
+        return None
+
     def mark(self, *, waits: bool = True, every_s: float = RUN_DELAY_INTERVAL_S) -> tuple[float, float]:
         """Return a mark after all work that is queued on the device.
 
@@ -116,6 +120,9 @@ class CudaClock:
     def enter_thread(self) -> None:
         # A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
         self._set_device(self._device)
+
+    def stream(self) -> Any:
+        return self._stream()
 
     def mark(self, *, waits: bool = True, every_s: float = 0.0) -> Any:
         try:

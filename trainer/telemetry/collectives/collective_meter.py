@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -108,6 +108,13 @@ class CollectiveMeter:
         self._names = GroupNames()
         self._mark: Callable[[], Mark] = lambda: None
         self._on_gpu = False
+        self._current_stream: Callable[[], Any] = lambda: None
+        self._stream: Any = None
+        """Stream on which the script computes; None on the host."""
+        self._beside: dict[Any, Call] = {}
+        """Other streams on which collectives run, each with its newest call."""
+        self._events: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
+        """Events that these streams have recorded, each with the call before it."""
         self._thread = 0
         self._in_backward: Callable[[], bool] = lambda: False
         self._phases: Sequence[object] = ()
@@ -126,6 +133,7 @@ class CollectiveMeter:
         """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
         self._mark = lambda: clock.mark(every_s=RUN_DELAY_INTERVAL_S)
         self._on_gpu = isinstance(clock, CudaClock)
+        self._current_stream, self._stream = clock.stream, clock.stream()
         self._thread = threading.get_ident()
         self._in_backward = in_backward
         self.on = True
@@ -219,6 +227,31 @@ class CollectiveMeter:
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
+    def recorded(self, stream: Any, event: Any) -> None:
+        """A stream has recorded an event."""
+        call = self._beside.get(stream)
+        if call is not None:
+            self._events[event] = call
+
+    def begin_event_wait(self, stream: Any, event: Any) -> Wait | None:
+        """Follow the wait of the computing stream for an event that was recorded after a collective; else None."""
+        call = self._events.get(event)
+        if call is None or stream != self._stream or self._is_beside() or not self._followed():
+            return None
+        try:
+            start = self._mark()
+            return call, len(self._phases), start, start, False
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+
+    def end_event_wait(self, begun: Wait) -> None:
+        try:
+            call, interval, start, _, last = begun
+            self._step.waits.append((call, interval, start, self._mark(), last))
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
     def open(self, group: Callable[[], Any], operation: str, tensors: Any = ()) -> Call | None:
         """Follow a function that calls collectives itself, as one call; None within another, or without a group."""
         if self._outer is not None or not self._followed():
@@ -299,7 +332,8 @@ class CollectiveMeter:
     def _begin_wait(self, call: Call) -> Call | None:
         try:
             self.blocked = call
-            call.begun = self._mark()
+            if not self._is_beside():
+                call.begun = self._mark()
             return call
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
@@ -308,8 +342,17 @@ class CollectiveMeter:
     def _end(self, call: Call, *, last: bool) -> None:
         """The training thread is no longer blocked in a call, or in the wait for it."""
         self.blocked = outer = self._outer
+        if self._is_beside():
+            self._beside[self._current_stream()] = call
+            now = self._mark()
+            self._step.waits.append((call, len(self._phases), now, now, last and call is not outer))
+            return
         # A function that calls collectives itself is complete when it returns.
         self._step.waits.append((call, len(self._phases), call.begun, self._mark(), last and call is not outer))
+
+    def _is_beside(self) -> bool:
+        """Whether the current stream is not the one that computes, so that its waits delay nothing by themselves."""
+        return self._on_gpu and self._current_stream() != self._stream
 
     def _forget(self) -> None:
         """Forget works and results for which nothing has waited."""

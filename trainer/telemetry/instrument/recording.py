@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+from trainer.telemetry.collectives.stream_waits import wrap_streams
 from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
 from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
@@ -280,11 +281,7 @@ class Recording:
         if self._ends_after_backward is not None:
             optimizer, self._ends_after_backward = self._ends_after_backward, None
             self._end(self._tracker, optimizer)
-        self._await_call()
-
-    def _await_call(self) -> None:
-        if not self._wrapped:
-            self._calls.await_next()
+        self._calls.await_next()
 
     def begin_compiling(self) -> None:
         """Await no calls from here on: torch.compile would trace what awaits them."""
@@ -373,7 +370,7 @@ class Recording:
             return
         self._tracker.mark("data", then="other" if self._wrapped else "forward")
         self._batches.add(iterator, None if len(self._wrapped) == 1 else batch)
-        self._await_call()
+        self._calls.await_next()
 
     @_guarded
     def end_epoch(self, iterator: Any) -> None:
@@ -402,6 +399,8 @@ class Recording:
             self._open_record()
             tracker = self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             tracker.meter.follow_collectives(self.collectives, lambda: tracker.open_phase == "backward")
+            if device.type == "cuda":
+                wrap_streams(self.collectives)
             tracker.start()
         elif self._tracker.laps > max_laps:
             self._discard(self._tracker)
