@@ -68,6 +68,8 @@ def finding_summary(finding: Finding) -> str:
         text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
         at = f" ({finding.line})" if finding.line else ""
         return f"{text}: {cause}{at}" if finding.kind == "stalled" and cause else text
+    if finding.cause == "other":
+        cause = "its own code"
     excess_ms = finding.evidence.get("excess_ms")
     slow = "slow" if excess_ms is None else f"slow +{excess_ms:.0f} ms"
     return f"{subject}{slow}" + (f": {cause}" if cause else "")
