@@ -385,7 +385,7 @@ class RunState:
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
-            self.unmeasured = event.message
+            self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:
