@@ -15,6 +15,7 @@ from gputrain_tui.console.widgets.rank_columns import rate_in_steps, sort_ranks
 from gputrain_tui.console.widgets.rank_facts import facts
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
+from gputrain_tui.console.widgets.step_bars import phases_of
 from gputrain_tui.headless.closing_report import closing_lines, status_line
 from gputrain_tui.headless.progress import paint, plain_line, progress_line
 from gputrain_tui.history.comparison import CurveHistory
@@ -90,6 +91,7 @@ def test_a_rate_is_over_the_steps_whose_samples_are_known() -> None:
 
 def test_data_of_no_loader_has_no_share_and_phases_still_add_up() -> None:
     (view,) = state_of(8).ranks.values()
+    assert phases_of(view) == pytest.approx((0.0, 20.0, 20.0, 0.0, 0.0, 10.0))
     assert (view.sums.share("data"), view.sums.mean_phase_ms("data")) == (None, None)
     assert (view.sums.compute_share, view.sums.share("other")) == (pytest.approx(0.8), pytest.approx(0.2))
 
@@ -131,6 +133,12 @@ def test_a_reason_that_no_step_is_seen_stands_in_the_header_until_a_step_is() ->
     assert "no x was seen" in row_text(draw_header(head, 120, 2)[1])
     state.apply(Finding(time=2.0, kind="not_measured", state="cleared", rank=0, cause="no_steps", severity="info"))
     assert state.unmeasured == ""
+
+
+def test_a_finding_marks_all_ranks_that_it_is_about() -> None:
+    state = state_of(8, 8, 8)
+    state.apply(Finding(time=200.0, kind="non_finite", severity="critical", rank=0, ranks=[0, 1, 2], cause="loss"))
+    assert state.flagged == {0, 1, 2}
 
 
 X, Y, LONG = torch.zeros(8, 3), torch.zeros(8), torch.zeros(9, 2)
