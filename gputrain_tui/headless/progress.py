@@ -161,7 +161,7 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     elif any(view.phase == "compile" for view in state.ranks.values()):
         text = f"{count}, compiling"
     else:
-        text = f"{count} started, no step yet"
+        text = f"{count} started, {state.unmeasured.partition(',')[0] or 'no step yet'}"
     return [(text, ""), (waited, "dim")]
 
 

@@ -127,6 +127,12 @@ def _state(finding: Finding) -> str:
     return f"NaN{since}{on}"
 
 
+def named_ranks(findings: Iterable[Finding]) -> set[int]:
+    """Return the ranks that findings are about."""
+    of_each = ([*finding.ranks, finding.rank] for finding in findings)
+    return {rank for ranks in of_each for rank in ranks if rank is not None}
+
+
 def loss_is_nan(findings: Iterable[Finding]) -> bool:
     """Whether the ranks' losses are known not to be numbers: the record leaves such values out."""
     return any(finding.kind == "non_finite" and finding.cause == "loss" for finding in findings)

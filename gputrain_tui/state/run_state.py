@@ -10,7 +10,7 @@ from typing import Any
 from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
-from gputrain_tui.state.finding_text import loss_is_nan
+from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
@@ -210,7 +210,7 @@ class RunState:
     @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
-        named = {rank for _, rank in self.findings if rank is not None}
+        named = named_ranks(self.findings.values())
         failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
         return named.union(failed)
 
@@ -381,7 +381,7 @@ class RunState:
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
-            self.unmeasured = event.message
+            self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:

@@ -57,8 +57,6 @@ class Totals(NamedTuple):
     """Durations of the steps whose tokens are known."""
     timed_tokens: int = 0
     """Tokens of those steps."""
-    loaded_steps: int = 0
-    """Steps of which every phase and the wait for data were measured: data from no DataLoader is in other phases."""
 
     def plus(self, event: Step) -> Totals:
         """Return the sums with one more event; an absent value adds nothing.
@@ -68,7 +66,7 @@ class Totals(NamedTuple):
         (
             steps, samples, tokens, step_ms, timed_steps, whole_ms, whole_steps, data_ms, forward_ms, backward_ms,
             sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, sample_ms, timed_samples,
-            token_ms, timed_tokens, loaded_steps,
+            token_ms, timed_tokens,
         ) = self  # fmt: skip
         n, duration_ms, mean_wait_ms = event.steps, event.step_ms, event.sync_exposed_ms
         event_samples, event_tokens = event.samples, event.tokens
@@ -79,7 +77,7 @@ class Totals(NamedTuple):
             waited_ms = mean_wait_ms * synced
             if not synced_steps:  # what came before lacks the synchronisation
                 whole_ms = data_ms = forward_ms = backward_ms = optimizer_ms = other_ms = 0.0
-                whole_steps = loaded_steps = 0
+                whole_steps = 0
             exposed_ms += waited_ms
             synced_steps += synced
         if duration_ms is not None:
@@ -104,7 +102,6 @@ class Totals(NamedTuple):
                 if named_ms + other >= MEASURED_SHARE * covered_ms:
                     whole_ms += named_ms + other
                     whole_steps += n
-                    loaded_steps += 0 if event.data_ms is None and event.h2d_ms is None else n
                     data_ms += data
                     forward_ms += forward
                     backward_ms += backward
@@ -117,7 +114,7 @@ class Totals(NamedTuple):
         return Totals._make((
             steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
             whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,
-            loss, loss_steps, sample_ms, timed_samples, token_ms, timed_tokens, loaded_steps,
+            loss, loss_steps, sample_ms, timed_samples, token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
@@ -165,7 +162,8 @@ class Totals(NamedTuple):
         return self.phase_ms(phase) / self.whole_ms if self.whole_ms > 0 and self._is_measured(phase) else None
 
     def _is_measured(self, phase: Phase) -> bool:
-        return bool(self.synced_steps if phase == "sync" else self.loaded_steps or phase != "data")
+        """Whether a phase was measured: without a DataLoader the wait for data is within others, and takes no time."""
+        return bool(self.synced_steps) if phase == "sync" else phase == "other" or self.phase_ms(phase) > 0.0
 
     @property
     def compute_share(self) -> float | None:
@@ -173,9 +171,4 @@ class Totals(NamedTuple):
 
 
 ZERO_TOTALS = Totals()
-NO_PHASES: dict[str, Any] = {
-    "whole_ms": 0.0,
-    "whole_steps": 0,
-    "loaded_steps": 0,
-    **{f"{phase}_ms": 0.0 for phase in PHASES},
-}
+NO_PHASES: dict[str, Any] = {"whole_ms": 0.0, "whole_steps": 0, **{f"{phase}_ms": 0.0 for phase in PHASES}}

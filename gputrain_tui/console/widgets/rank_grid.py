@@ -26,6 +26,7 @@ from gputrain_tui.console.widgets.rank_columns import (
 )
 from gputrain_tui.console.widgets.rank_table import HEAD_LINES, GridView, draw_grid, visible_ranks
 from gputrain_tui.state import RankView
+from gputrain_tui.state.finding_text import named_ranks
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -267,7 +268,7 @@ class RankGrid(Panel, can_focus=True):
         """Filter and sort the ranks."""
         state, late = self.live.state, self.live.state.lateness()
         self._arranged_at, self._arranged_version = now, self.live.version
-        self._warned = {rank for _, rank in state.findings if rank is not None}
+        self._warned = named_ranks(state.findings.values())
         self._hosts = {view.host for view in state.ranks.values() if view.host}
         in_steps = rate_in_steps(state.ranks.values())
         ranks = (RankRow(view, late.get(rank), in_steps) for rank, view in state.ranks.items())

@@ -127,8 +127,7 @@ class Step(Event, kw_only=True, tag="step"):
     steps: StepsCovered
     """Number of optimizer steps that this event covers."""
     samples: Count | None = None
-    """Samples that this rank read in the covered steps; absent where they cannot be counted. In records of earlier
-    versions a script's were 0 then."""
+    """Samples that this rank read in the covered steps; absent where not known (0 in earlier versions)."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
     non_finite: list[str] = []
@@ -300,6 +299,8 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     """Memory of the machine, or the limit of its container."""
     record_free_bytes: Count | None = None
     """Space left on the disk of this node's record."""
+    log_bytes: Count | None = None
+    """Size of its node agent's log."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
