@@ -35,6 +35,7 @@ CAUSES = {
     "cpu_quota": "cpu quota",
     "gpu_clock": "GPU clock",
     "gpu_thermal": "GPU heat",
+    "collectives": "different collectives",
     "unattributed": "",
 }
 """Texts of causes, where the identifier does not read well."""
