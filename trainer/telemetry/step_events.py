@@ -230,6 +230,8 @@ def merge(steps: Sequence[Step]) -> Step:
         event.bucket_ms = next((step.bucket_ms for step in reversed(synced) if step.bucket_ms is not None), None)
     if any(step.groups for step in steps):
         event.groups = merged([step.groups for step in steps])
+        if synced and None not in (sizes := [step.sync_bytes for step in synced]):
+            event.sync_bytes = round(sum(filter(None, sizes)) / len(sizes))
         event.calls = next((step.calls for step in reversed(steps) if step.calls), None)
     return event
 
