@@ -80,7 +80,9 @@ def mismatch(views: Sequence[RankView], stacks: Mapping[int, RankStacks]) -> Mis
     for group in _groups(views):
         calls = {rank: _call(by_rank[rank]) for rank in group.ranks if rank in by_rank}
         inside = {rank: call[0] for rank, call in calls.items() if call is not None and call[1] == group.name}
-        if len(inside) == len(group.ranks) and (found := _different(inside, inside, f" of {group.name}", "waits in")):
+        if len(inside) == len(group.ranks) and (
+            found := _different(inside, inside, f" of {group.name}", "waits in", "wait in")
+        ):
             return found
     for name, members in _recorded_groups(views):
         last = {rank: stacks[rank].collectives for rank in members if rank in stacks and rank in by_rank}
@@ -119,21 +121,26 @@ def _of_record(last: Mapping[int, Sequence[Collective]], name: str) -> Mismatch 
         keys = {
             rank: (call.name, str(call.sizes) if call.name in OF_EQUAL_SIZES else "") for rank, call in of_ranks.items()
         }
-        if found := _different(keys, {rank: call.text for rank, call in of_ranks.items()}, "", "has called"):
+        if found := _different(
+            keys, {rank: call.text for rank, call in of_ranks.items()}, "", "has called", "have called"
+        ):
             return found
     return None
 
 
-def _different(keys: Mapping[int, Hashable], texts: Mapping[int, str], end: str, verb: str) -> Mismatch | None:
+def _different(
+    keys: Mapping[int, Hashable], texts: Mapping[int, str], end: str, verb: str, verb_of_many: str
+) -> Mismatch | None:
     """Return the ranks whose key is not that of the most; None where all are equal."""
     counts = Counter(keys.values())
     if len(counts) < 2:
         return None
     first = keys[min(keys)]
     usual = max(counts, key=lambda key: (counts[key], key == first))
-    ranks = sorted(rank for rank in keys if keys[rank] != usual)
-    others = next(texts[rank] for rank in sorted(keys) if keys[rank] == usual)
-    verbs = {"waits in": "wait in", "has called": "have called"}
-    does = verb if len(ranks) == 1 else verbs[verb]
-    text = f"{ranks_text(ranks)} {does} {texts[ranks[0]]}{end}, the others {verbs[verb]} {others}{end}"
-    return Mismatch(ranks, text)
+    odd = sorted(rank for rank in keys if keys[rank] != usual)
+    others = sorted(rank for rank in keys if keys[rank] == usual)
+    who_and_what = [
+        f"{ranks_text(ranks)} {verb if len(ranks) == 1 else verb_of_many} {texts[ranks[0]]}{end}"
+        for ranks in (odd, others)
+    ]
+    return Mismatch(odd, ", ".join(who_and_what))

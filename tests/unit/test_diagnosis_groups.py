@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
+from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.state import RunState
+from gputrain_tui.state.finding_text import finding_summary
 from trainer.contract.record import (
     Collective,
     CollectiveCall,
@@ -328,7 +330,7 @@ def test_a_rank_that_waits_in_another_collective_than_its_group_is_named() -> No
     reduce = "all_reduce of world"
     (found,) = run.stand_still(25.0, {0: reduce, 1: reduce, 2: "all_gather of world", 3: reduce})
     assert (found.kind, found.rank, found.cause, found.severity) == ("stalled", 2, "collectives", "critical")
-    assert found.message.endswith("; rank 2 waits in all_gather of world, the others wait in all_reduce of world")
+    assert found.message.endswith("; rank 2 waits in all_gather of world, ranks 0, 1, 3 wait in all_reduce of world")
     assert "same collectives in the same order" in found.advice
 
 
@@ -353,5 +355,23 @@ def test_torch_s_own_record_shows_unequal_sizes_later() -> None:
     found = run.diagnosis.update(run.state, 40.0)
     assert kinds(found) == [("stalled", "cleared", None, "sync"), ("stalled", "raised", 1, "collectives")]
     assert found[1].message.endswith(
-        "; rank 1 has called all_reduce 8 of [5], the others have called all_reduce 8 of [4]"
+        "; rank 1 has called all_reduce 8 of [5], ranks 0, 2, 3 have called all_reduce 8 of [4]"
     )
+
+
+# --- roll-up --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lateness_of_all_ranks_of_a_group_is_told_once() -> None:
+    """All of one tensor-parallel group are slow: two findings in the record, one in views."""
+    run = ParallelRun(TENSOR_PARALLEL, {"tp": [[0, 1], [2, 3], [4, 5]], "dp": [[0, 2, 4], [1, 3, 5]]}, ranks=6)
+    run.steps(60)
+    both = late_in(TENSOR_PARALLEL, 2, "backward", 50.0) | late_in(TENSOR_PARALLEL, 3, "backward", 60.0)
+    found = run.steps(20, both)
+    assert sorted(kinds(found)) == [("straggler", "raised", rank, "backward") for rank in (2, 3)]
+    (merged,) = roll_up(found, run.state.ranks)
+    assert (merged.rank, merged.ranks, merged.evidence["ranks"]) == (3, [2, 3], 2.0)
+    assert merged.message.startswith("ranks 2, 3 (tp) take ")
+    assert merged.message.endswith("because of their backward pass")
+    assert finding_summary(merged).startswith("ranks 2, 3 slow +")
+    assert roll_up(found[:1], run.state.ranks) == found[:1]
