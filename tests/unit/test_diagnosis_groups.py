@@ -276,6 +276,7 @@ def test_bare_transfers_in_groups_bind_a_run_and_waits_for_a_late_rank_do_not(co
     assert kinds([found]) == [("communication_bound", "raised", None, "communication")]
     assert found.evidence["wire_exposed_ms"] == pytest.approx(80.0, rel=0.05), "four collectives a step"
     assert found.message.startswith("communication that computing does not hide")
+    assert "even the last rank waits that long, longest in tp (at most" in found.message
     assert "fully_shard" in found.advice
 
 
