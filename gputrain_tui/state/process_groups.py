@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
@@ -116,17 +116,27 @@ def least_transfer_of_calls_ms(ranks: Mapping[int, RankGroups]) -> float | None:
     return min(sum(bare[group] for group, of in calls.items() if rank in of) for rank in ranks)
 
 
+def _distinct(groups: Iterable[ProcessGroup]) -> Iterator[ProcessGroup]:
+    seen: set[ProcessGroup] = set()
+    for group in groups:
+        if group not in seen:
+            seen.add(group)
+            yield group
+
+
 def connected(groups: Iterable[ProcessGroup], ranks: Iterable[int]) -> list[frozenset[int]]:
     """Return the sets of ranks that wait for each other, directly or through others, by the groups that they share.
 
     A rank without a group is alone.
     """
     of: dict[int, set[int]] = {rank: {rank} for rank in ranks}
-    for group in dict.fromkeys(groups):
+    for group in _distinct(groups):
         joined: set[int] = set()
         for rank in group.ranks:
             if rank in of and rank not in joined:
                 joined |= of[rank]
         for rank in joined:
             of[rank] = joined
+        if len(joined) == len(of):
+            break
     return [frozenset(each) for each in {id(each): each for each in of.values()}.values()]
