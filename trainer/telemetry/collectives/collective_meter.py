@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,11 +16,14 @@ from trainer.telemetry.clocks import Clock, CudaClock, Mark
 from trainer.telemetry.collectives.group_names import GroupNames, NamedGroup
 from trainer.telemetry.torch_compile import leave_uncompiled
 
+RUN_DELAY_INTERVAL_S = 1e-3
+"""Minimum time between two readings of the run delay: a step may have hundreds of calls."""
+
 
 class Call:
     """A collective, from its call to the end of the wait for it."""
 
-    __slots__ = ("bytes", "group", "interval", "operation", "start", "waited")
+    __slots__ = ("begun", "bytes", "group", "interval", "operation", "start", "waited")
 
     def __init__(self, group: int, operation: str, nbytes: int, interval: int, start: Mark) -> None:
         self.group = group
@@ -29,21 +32,16 @@ class Call:
         self.bytes = nbytes
         self.interval = interval
         """Number of phases of the step that were complete at the call."""
-        self.start = start
+        self.start = self.begun = start
+        """At the call; and where the rank was blocked in it last."""
         self.waited = False
         """Whether a wait for it has ended."""
 
 
-class Wait(NamedTuple):
-    """Time for which the training thread, or on a GPU its stream, was blocked in a call or in waiting for it."""
-
-    call: Call
-    interval: int
-    """Number of phases of the step that were complete."""
-    start: Mark
-    end: Mark
-    last: bool
-    """Whether the collective is complete with it."""
+Wait = tuple[Call, int, Mark, Mark, bool]
+"""Time for which the training thread, or on a GPU its stream, was blocked in a call or in waiting for its result: the
+call, the number of phases of the step that were complete, start, end, and whether the collective is complete with it.
+A plain tuple, since a step may have hundreds."""
 
 
 @dataclass(slots=True)
@@ -62,15 +60,15 @@ class StepCollectives:
     def marks(self) -> Iterator[Mark]:
         for call in self.calls:
             yield call.start
-        for wait in self.waits:
-            yield wait.start
-            yield wait.end
+        for _, _, start, end, _ in self.waits:
+            yield start
+            yield end
 
     def spent_marks(self) -> list[Mark]:
         """Return the marks that no later step needs, each once."""
-        spent = [wait.end for wait in self.waits if wait.end is not wait.start]
-        spent += [wait.start for wait in self.waits if wait.start is not wait.call.start]
-        return spent + [wait.call.start for wait in self.waits if wait.last]
+        spent = [end for _, _, start, end, _ in self.waits if end is not start]
+        spent += [start for call, _, start, _, _ in self.waits if start is not call.start]
+        return spent + [call.start for call, _, _, _, last in self.waits if last]
 
 
 _comm_hooks = 0
@@ -107,12 +105,13 @@ class CollectiveMeter:
         """Why nothing is measured any more; None without a fault."""
         self.blocked: Call | None = None
         """The collective that the training thread is in, or waits for."""
-        self._names = GroupNames()
-        self._clock: Any = None
+        self.names = GroupNames()
+        self._mark: Callable[[], Mark] = lambda: None
+        self._on_gpu = False
         self._thread = 0
         self._in_backward: Callable[[], bool] = lambda: False
         self._phases: Sequence[object] = ()
-        self._step = StepCollectives(self._names.named, detailed=False)
+        self._step = StepCollectives(self.names.named, detailed=False)
         self._seen = False
         self._works: dict[int, tuple[ref[Any], Call]] = {}
         """Calls by the address of their ``Work``."""
@@ -125,7 +124,8 @@ class CollectiveMeter:
 
     def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
         """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
-        self._clock = clock
+        self._mark = lambda: clock.mark(every_s=RUN_DELAY_INTERVAL_S)
+        self._on_gpu = isinstance(clock, CudaClock)
         self._thread = threading.get_ident()
         self._in_backward = in_backward
         self.on = True
@@ -138,7 +138,7 @@ class CollectiveMeter:
     def begin_step(self, phases: Sequence[object], *, detailed: bool = False) -> None:
         """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
         self._phases = phases
-        self._step = StepCollectives(self._names.named, detailed)
+        self._step = StepCollectives(self.names.named, detailed)
 
     def take(self) -> StepCollectives | None:
         """Return the collectives of the step that ends; None before the first one, and after a fault."""
@@ -148,16 +148,16 @@ class CollectiveMeter:
         """Drop the collectives after the first ``phases`` phases of the step."""
         step = self._step
         step.calls = [call for call in step.calls if call.interval < phases]
-        step.waits = [wait for wait in step.waits if wait.interval < phases]
+        step.waits = [wait for wait in step.waits if wait[1] < phases]
 
     def blocked_in(self) -> str:
         """Return the collective in which the training thread is blocked; empty without one. For other threads."""
         call = self.blocked
-        return "" if call is None else f"{call.operation} of {self._names.named[call.group].name}"
+        return "" if call is None else f"{call.operation} of {self.names.named[call.group].name}"
 
     # ------------------------------------------------------------------------------------------------------- calls
 
-    def begin(self, group: Any, operation: str, tensors: Any) -> Wait | None:
+    def begin(self, group: Any, operation: str, tensors: Any) -> Call | None:
         """Follow a call that hands its work back; None where it is not measured.
 
         Args:
@@ -168,44 +168,40 @@ class CollectiveMeter:
         if not self._followed():
             return None
         try:
-            interval = len(self._phases)
-            if self._outer is not None:
-                call = self._outer
-                call.bytes += bytes_of(tensors)
-                start = self._clock.mark()
-            else:
-                index = self._names.index(group)
+            call = self._outer
+            if call is None:
+                index = self.names.index(group)
                 if index is None:
                     return None
-                nbytes = bytes_of(tensors)
-                start = self._clock.mark()
-                call = self._add(index, operation, nbytes, start)
+                call = self._add(index, operation, bytes_of(tensors))
+            else:
+                call.bytes += bytes_of(tensors)
+                call.begun = self._mark()
             self.blocked = call
-            return Wait(call, interval, start, start, False)
+            return call
         except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
             self.fail(error)
             return None
 
-    def launched(self, begun: Wait, work: Any, *, passed: bool = True) -> None:
-        """The call has returned, with its work or without one; or it has raised, if not ``passed``."""
+    def launched(self, call: Call, work: Any) -> None:
+        """The call has returned its work; without one it is complete, or has raised."""
         try:
-            call = begun.call
-            self.blocked = self._outer
-            self._wait(begun, last=work is None)
-            if work is not None and passed:
+            self._end(call, last=work is None)
+            if work is not None:
                 self._works[id(work)] = ref(work), call
-                self._bound()
+                if len(self._works) > MAX_OPEN:
+                    self._forget()
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
-    def begin_wait(self, work: Any) -> Wait | None:
+    def begin_wait(self, work: Any) -> Call | None:
         """Follow the wait for a work; None where its call is not followed."""
         known = self._works.pop(id(work), None)
         if known is None or known[0]() is not work or not self._followed():
             return None
         return self._begin_wait(known[1])
 
-    def begin_tensor_wait(self, tensor: Any) -> Wait | None:
+    def begin_tensor_wait(self, tensor: Any) -> Call | None:
         """Follow the wait for a functional collective's result; None where its call is not followed."""
         if not self._followed():
             return None
@@ -216,19 +212,10 @@ class CollectiveMeter:
             return None
         return None if call is None else self._begin_wait(call)
 
-    def _begin_wait(self, call: Call) -> Wait | None:
+    def end_wait(self, call: Call) -> None:
         try:
-            self.blocked = call
-            start = self._clock.mark()
-            return Wait(call, len(self._phases), start, start, True)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
-            return None
-
-    def end_wait(self, begun: Wait) -> None:
-        try:
-            self.blocked = self._outer
-            self._wait(begun, last=True)
+            call.waited = True
+            self._end(call, last=True)
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
@@ -238,10 +225,10 @@ class CollectiveMeter:
             return None
         try:
             resolved = group()
-            index = None if resolved is None else self._names.index(resolved)
+            index = None if resolved is None else self.names.index(resolved)
             if index is None:
                 return None
-            self._outer = self._add(index, operation, bytes_of(tensors), self._clock.mark(waits=False))
+            self._outer = self._add(index, operation, bytes_of(tensors))
             return self._outer
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
@@ -258,21 +245,25 @@ class CollectiveMeter:
         try:
             self._outer = self.blocked = None
             if gathers:
-                call.bytes *= len(self._names.named[call.group].ranks) or 1
-            if call.waited or not _flat(results):
-                now = self._clock.mark(waits=False)
-                self._step.waits.append(Wait(call, len(self._phases), now, now, True))
+                call.bytes *= len(self.names.named[call.group].ranks) or 1
+            tensors = results if isinstance(results, list | tuple) else (results,)
+            if call.waited or not tensors:
+                now = self._mark()
+                self._step.waits.append((call, len(self._phases), now, now, True))
                 return
-            for tensor in _flat(results):
+            for tensor in tensors:
                 self._tensors[_storage(tensor)] = call
-            self._bound()
+            if len(self._tensors) > MAX_OPEN:
+                self._forget()
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
     def coalesced(self, group: Any, work: Any) -> None:
         """The work of several calls of a group that were put together is that of the last one."""
+        if not self._followed():
+            return
         try:
-            index = self._names.index(group) if self._followed() else None
+            index = self.names.index(group)
             if index is not None and work is not None and index in self._last:
                 self._works[id(work)] = ref(work), self._last[index]
         except Exception as error:  # noqa: BLE001 - as above
@@ -296,47 +287,53 @@ class CollectiveMeter:
             torch._C._current_graph_task_id() != -1 and self._in_backward()
         ):
             return False
-        return not (isinstance(self._clock, CudaClock) and torch.cuda.is_current_stream_capturing())
+        return not self._on_gpu or not torch.cuda.is_current_stream_capturing()
 
-    def _add(self, group: int, operation: str, nbytes: int, start: Mark) -> Call:
-        call = Call(group, operation, nbytes, len(self._phases), start)
+    def _add(self, group: int, operation: str, nbytes: int) -> Call:
+        call = Call(group, operation, nbytes, len(self._phases), self._mark())
         self._step.calls.append(call)
         self._last[group] = call
         self._seen = True
         return call
 
-    def _wait(self, begun: Wait, *, last: bool) -> None:
-        call = begun.call
-        end = self._clock.mark()
-        call.waited |= last
-        # A function that calls collectives itself is complete when it returns.
-        self._step.waits.append(Wait(call, begun.interval, begun.start, end, last and call is not self._outer))
+    def _begin_wait(self, call: Call) -> Call | None:
+        try:
+            self.blocked = call
+            call.begun = self._mark()
+            return call
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
 
-    def _bound(self) -> None:
-        # Works and results that nothing waits for stay until here.
-        max_open = 10_000
-        if len(self._works) > max_open:
-            self._works = {key: known for key, known in self._works.items() if known[0]() is not None}
-        if len(self._works) > max_open or len(self._tensors) > max_open:
+    def _end(self, call: Call, *, last: bool) -> None:
+        """The training thread is no longer blocked in a call, or in the wait for it."""
+        self.blocked = outer = self._outer
+        # A function that calls collectives itself is complete when it returns.
+        self._step.waits.append((call, len(self._phases), call.begun, self._mark(), last and call is not outer))
+
+    def _forget(self) -> None:
+        """Forget works and results for which nothing has waited."""
+        self._works = {key: known for key, known in self._works.items() if known[0]() is not None}
+        if len(self._works) > MAX_OPEN:
             self._works.clear()
-            self._tensors.clear()
+        self._tensors.clear()
+
+
+MAX_OPEN = 10_000
+"""Calls that are remembered until something waits for them."""
 
 
 def bytes_of(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all in nested lists."""
     if type(tensors) is Tensor:
         return tensors.nbytes
+    if isinstance(tensors, list | tuple):
+        return bytes_of(tensors[0]) if len(tensors) == 1 else sum([bytes_of(each) for each in tensors])
     if isinstance(tensors, Tensor):
         # Without the subclass's own code, which might count its calls.
         with torch._C.DisableTorchFunctionSubclass():
             return int(tensors.nbytes)
-    if isinstance(tensors, list | tuple):
-        return sum([bytes_of(each) for each in tensors])
     return 0
-
-
-def _flat(tensors: Any) -> Sequence[Any]:
-    return tensors if isinstance(tensors, list | tuple) else (tensors,)
 
 
 def _storage(tensor: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
-from trainer.telemetry.clocks import Clock, Mark
+from trainer.telemetry.clocks import Clock, HostClock, Mark
 from trainer.telemetry.collectives.collective_meter import Call, StepCollectives
 
 MAX_CALLS = 500
@@ -30,44 +30,49 @@ class CollectiveTimes(NamedTuple):
 
 def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, clock: Clock) -> CollectiveTimes:
     """Return the numbers of a step whose marks are ready; ``start`` is its first mark."""
-    waits = [wait for wait in step.waits if _phase(phases, wait.interval) != "excluded"]
-    calls = [call for call in step.calls if _phase(phases, call.interval) != "excluded"]
-    exposed: dict[str, float] = {}
-    delayed: dict[str, float] | None = {}
+    names = [*phases, "other"]
+    last_phase = len(phases)
+    calls, waits = step.calls, step.waits
+    if "excluded" in names:
+        calls = [call for call in calls if names[min(call.interval, last_phase)] != "excluded"]
+        waits = [wait for wait in waits if names[min(wait[1], last_phase)] != "excluded"]
     by_group: dict[int, GroupSync] = {}
     for call in calls:
-        sync = _group(by_group, call, step)
+        sync = by_group.get(call.group) or _add_group(by_group, call, step)
         sync.calls += 1
         sync.bytes += call.bytes
-        sync.operations[call.operation] = sync.operations.get(call.operation, 0) + 1
+        operations = sync.operations
+        operations[call.operation] = operations.get(call.operation, 0) + 1
+    exposed: dict[str, float] = {}
     under_way: list[tuple[float, float]] = []
-    for wait in waits:
-        phase = _phase(phases, wait.interval)
-        blocked_ms = clock.elapsed_ms(wait.start, wait.end)
-        exposed[phase] = exposed.get(phase, 0.0) + blocked_ms
-        core_ms = clock.waits_ms((wait.start, wait.end))
-        if core_ms is None or delayed is None:
-            delayed = None
-        else:
-            delayed[phase] = delayed.get(phase, 0.0) + core_ms[0]
-        sync = _group(by_group, wait.call, step)
+    ends: dict[Call, tuple[float, float]] = {}
+    begins_ms = clock.offsets_ms(start, [wait[2] for wait in waits])
+    ends_ms = clock.offsets_ms(start, [wait[3] for wait in waits])
+    for (call, interval, _, _, last), begin_ms, end_ms in zip(waits, begins_ms, ends_ms, strict=True):
+        name, blocked_ms = names[min(interval, last_phase)], end_ms - begin_ms
+        exposed[name] = exposed.get(name, 0.0) + blocked_ms
+        sync = by_group.get(call.group) or _add_group(by_group, call, step)
         sync.exposed_ms = (sync.exposed_ms or 0.0) + blocked_ms
-        if wait.last:
-            begin, end = clock.elapsed_ms(start, wait.call.start), clock.elapsed_ms(start, wait.end)
-            sync.total_ms = (sync.total_ms or 0.0) + end - begin
-            under_way.append((max(0.0, begin), end))
-        else:
-            begin = clock.elapsed_ms(start, wait.start)
-            under_way.append((begin, begin + blocked_ms))
+        if last:
+            begin_ms = clock.elapsed_ms(start, call.start)
+            sync.total_ms = (sync.total_ms or 0.0) + end_ms - begin_ms
+        under_way.append((begin_ms, end_ms))
+        if step.detailed:
+            ends[call] = end_ms, ends.get(call, (0.0, 0.0))[1] + blocked_ms
     for sync in by_group.values():
         sync.exposed_ms, sync.total_ms = _rounded(sync.exposed_ms), _rounded(sync.total_ms)
     return CollectiveTimes(
         exposed,
-        delayed,
+        _delayed_ms([(names[min(wait[1], last_phase)], wait[2], wait[3]) for wait in waits], clock),
         _covered_ms(under_way),
         sum([call.bytes for call in calls]),
         list(by_group.values()),
-        _single_calls(calls[:MAX_CALLS], step, start, clock) if step.detailed else None,
+        [
+            _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, (None, 0.0)))
+            for call in calls[:MAX_CALLS]
+        ]
+        if step.detailed
+        else None,
     )
 
 
@@ -92,40 +97,40 @@ def merged(steps: Sequence[Sequence[GroupSync] | None]) -> list[GroupSync]:
     return list(total.values())
 
 
-def _phase(phases: Sequence[str], interval: int) -> str:
-    return phases[interval] if interval < len(phases) else "other"
+def _delayed_ms(waits: Sequence[tuple[str, Mark, Mark]], clock: Clock) -> Mapping[str, float] | None:
+    """Return the run delay within waits, by phase; None where it is not counted."""
+    if not isinstance(clock, HostClock) or not clock.counts_waits:
+        return None
+    delayed: dict[str, float] = {}
+    for name, (_, before), (_, after) in waits:
+        if after != before:
+            delayed[name] = delayed.get(name, 0.0) + (after - before) * 1e3
+    return delayed
 
 
-def _group(by_group: dict[int, GroupSync], call: Call, step: StepCollectives) -> GroupSync:
-    sync = by_group.get(call.group)
-    if sync is None:
-        sync = by_group[call.group] = GroupSync(group=step.groups[call.group].name, calls=0, operations={})
+def _add_group(by_group: dict[int, GroupSync], call: Call, step: StepCollectives) -> GroupSync:
+    sync = by_group[call.group] = GroupSync(group=step.groups[call.group].name, calls=0, operations={})
     return sync
 
 
-def _single_calls(calls: Sequence[Call], step: StepCollectives, start: Mark, clock: Clock) -> list[CollectiveCall]:
-    """Return the calls as far as the step goes: a wait for one may be in a later step."""
-    ends: dict[Call, Mark] = {}
-    exposed: dict[Call, float] = {}
-    for wait in step.waits:
-        ends[wait.call] = wait.end
-        exposed[wait.call] = exposed.get(wait.call, 0.0) + clock.elapsed_ms(wait.start, wait.end)
-    return [
-        CollectiveCall(
-            step.groups[call.group].name,
-            call.operation,
-            call.bytes,
-            round(clock.elapsed_ms(start, call.start), 4),
-            round(clock.elapsed_ms(call.start, ends.get(call, call.start)), 4),
-            round(exposed.get(call, 0.0), 4),
-        )
-        for call in calls
-    ]
+def _single(
+    call: Call, step: StepCollectives, start_ms: float, end_ms: float | None, exposed_ms: float
+) -> CollectiveCall:
+    """Return a call as far as the step goes: a wait for it may be in a later step."""
+    total_ms = 0.0 if end_ms is None else end_ms - start_ms
+    return CollectiveCall(
+        step.groups[call.group].name,
+        call.operation,
+        call.bytes,
+        round(start_ms, 4),
+        round(total_ms, 4),
+        round(exposed_ms, 4),
+    )
 
 
 def _covered_ms(spans: list[tuple[float, float]]) -> float:
     """Return the length of the union of spans of time."""
-    covered = reached = 0.0
+    covered = reached = 0.0  # what began in an earlier step counts from the start of this one
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, reached))
         reached = max(reached, end)

@@ -151,7 +151,7 @@ def _call(meter: CollectiveMeter, operation: str, index: int, name: str, origina
         try:
             work = original(self, *args, **kwargs)
         except BaseException:
-            meter.launched(begun, None, passed=False)
+            meter.launched(begun, None)
             raise
         meter.launched(begun, work)
         return work
