@@ -77,6 +77,8 @@ ADVICE = {
     "resume from a checkpoint from before step {step} with a lower one, with clipped gradients (clipping does not "
     "remove a NaN), or with bf16 instead of fp16. If it recurs at the same step, look at that batch; "
     "torch.autograd.set_detect_anomaly(True) names the operation",
+    "collectives": "all ranks of a group must call the same collectives in the same order, with tensors of equal size: "
+    "look for a branch, a loop or a batch that depends on the rank; `gputrain stacks RUN` shows the lines",
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",

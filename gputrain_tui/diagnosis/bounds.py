@@ -12,7 +12,7 @@ from gputrain_tui.diagnosis.statistics import quantile
 from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
-from gputrain_tui.state.process_groups import least_transfer_of_calls_ms
+from gputrain_tui.state.process_groups import least_transfer_of_calls_ms, transfers
 
 
 def bounds(state: RunState, timeline: Timeline, *, throttled: bool = False) -> list[Symptom]:
@@ -111,8 +111,19 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         cause="communication",
         step=window[-1].step,
         message=f"{what} that computing does not hide takes {percent(share)} of a step "
-        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits that long"
+        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits that long{_most(window)}"
         + (" (at most: waits for a core were not measured and are included)" if estimate else ""),
         evidence=evidence,
         advice=ADVICE["communication_bound_groups" if in_groups else "communication_bound"],
     )
+
+
+def _most(window: Sequence[StepRow]) -> str:
+    """Return in which groups the transfers take longest, as the end of a sentence; empty with groups of one name."""
+    total_ms: dict[str, list[float]] = {}
+    for row in window:
+        for group, bare_ms in transfers(row.group_waits).items():
+            total_ms.setdefault(group.name, []).append(bare_ms)
+    if len(total_ms) < 2:
+        return ""
+    return f", longest in {max(total_ms, key=lambda name: median(total_ms[name]))}"

@@ -35,6 +35,7 @@ CAUSES = {
     "cpu_quota": "cpu quota",
     "gpu_clock": "GPU clock",
     "gpu_thermal": "GPU heat",
+    "collectives": "different collectives",
     "unattributed": "",
 }
 """Texts of causes, where the identifier does not read well."""
@@ -81,6 +82,8 @@ def _subject(finding: Finding) -> str:
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "
+    if finding.kind == "straggler" and finding.ranks:
+        return f"{ranks_text(finding.ranks)} "
     ranks = finding.evidence.get("ranks", 1) if finding.kind == "straggler" else 1
     return f"{ranks:.0f} ranks of {finding.host or 'a node'} " if ranks > 1 else f"rank {finding.rank} "
 

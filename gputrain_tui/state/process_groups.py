@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
@@ -70,12 +70,16 @@ class RankGroups:
         return {self.group(sync.group): sync.exposed_ms for sync in event.groups or () if sync.exposed_ms is not None}
 
 
-def transfers(waits: Mapping[ProcessGroup, Sequence[float]]) -> dict[ProcessGroup, float]:
-    """Return the bare transfer in each group, ms, from its ranks' waits: the last to arrive waits for no other.
+def transfers(waits: Sequence[Mapping[ProcessGroup, float]]) -> dict[ProcessGroup, float]:
+    """Return the bare transfer in each group, ms, from each rank's waits: the last to arrive waits for no other.
 
-    It is unknown, so 0 at least, where not all ranks of the group have told theirs.
+    It is left out where not all ranks of the group have told their wait.
     """
-    return {group: min(each) for group, each in waits.items() if 1 < len(group.ranks) == len(each)}
+    by_group: dict[ProcessGroup, list[float]] = {}
+    for each in waits:
+        for group, wait in each.items():
+            by_group.setdefault(group, []).append(wait)
+    return {group: min(each) for group, each in by_group.items() if 1 < len(group.ranks) == len(each)}
 
 
 def least_transfer_ms(waits: Sequence[Mapping[ProcessGroup, float]]) -> float:
@@ -83,11 +87,7 @@ def least_transfer_ms(waits: Sequence[Mapping[ProcessGroup, float]]) -> float:
 
     A rank may be last in one group and wait in another, so that the least sum of waits over all ranks is more.
     """
-    by_group: dict[ProcessGroup, list[float]] = {}
-    for each in waits:
-        for group, wait in each.items():
-            by_group.setdefault(group, []).append(wait)
-    bare = transfers(by_group)
+    bare = transfers(waits)
     return min((sum(bare.get(group, 0.0) for group in each) for each in waits), default=0.0)
 
 
@@ -116,17 +116,27 @@ def least_transfer_of_calls_ms(ranks: Mapping[int, RankGroups]) -> float | None:
     return min(sum(bare[group] for group, of in calls.items() if rank in of) for rank in ranks)
 
 
+def _distinct(groups: Iterable[ProcessGroup]) -> Iterator[ProcessGroup]:
+    seen: set[ProcessGroup] = set()
+    for group in groups:
+        if group not in seen:
+            seen.add(group)
+            yield group
+
+
 def connected(groups: Iterable[ProcessGroup], ranks: Iterable[int]) -> list[frozenset[int]]:
     """Return the sets of ranks that wait for each other, directly or through others, by the groups that they share.
 
     A rank without a group is alone.
     """
     of: dict[int, set[int]] = {rank: {rank} for rank in ranks}
-    for group in dict.fromkeys(groups):
+    for group in _distinct(groups):
         joined: set[int] = set()
         for rank in group.ranks:
             if rank in of and rank not in joined:
                 joined |= of[rank]
         for rank in joined:
             of[rank] = joined
+        if len(joined) == len(of):
+            break
     return [frozenset(each) for each in {id(each): each for each in of.values()}.values()]

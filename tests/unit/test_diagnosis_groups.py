@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
+from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.state import RunState
-from trainer.contract.record import CollectiveCall, CollectiveGroup, Finding, GroupSync, RankState, Step
+from gputrain_tui.state.finding_text import finding_summary
+from trainer.contract.record import (
+    Collective,
+    CollectiveCall,
+    CollectiveGroup,
+    Doing,
+    Finding,
+    GroupSync,
+    RankStacks,
+    RankState,
+    Step,
+)
 
 Part = tuple[str, float | str, str]
 """A phase, its ms and nothing; or ``sync``, the name of a group and an operation."""
@@ -72,6 +85,22 @@ class ParallelRun:
                 new = self.diagnosis.update(self.state, 1.0 + max(self.clocks) / 1e3)
                 self.state.apply_all(new)
                 found += new
+        return found
+
+    def stand_still(self, seconds: float, waits_in: Mapping[int, str], **parts_done: int) -> list[Finding]:
+        """Let ranks wait in a collective, or work in their forward pass where that is empty."""
+        now = 1.0 + max(self.clocks) / 1e3
+        for rank, collective in waits_in.items():
+            part: Any = "sync" if collective else "forward"
+            done = parts_done.get(f"rank{rank}", 1) + bool(collective)
+            step = self.step + 1
+            doing = Doing(
+                time=now, rank=rank, step=step, part=part, parts_done=done, waited_ms=6e3, waits_in=collective
+            )
+            self.state.apply(doing)
+        self.diagnosis.update(self.state, now)
+        found = self.diagnosis.update(self.state, now + seconds)
+        self.state.apply_all(found)
         return found
 
     def one_step(self, late: Mapping[tuple[int, int], float]) -> None:
@@ -247,6 +276,7 @@ def test_bare_transfers_in_groups_bind_a_run_and_waits_for_a_late_rank_do_not(co
     assert kinds([found]) == [("communication_bound", "raised", None, "communication")]
     assert found.evidence["wire_exposed_ms"] == pytest.approx(80.0, rel=0.05), "four collectives a step"
     assert found.message.startswith("communication that computing does not hide")
+    assert "even the last rank waits that long, longest in tp (at most" in found.message
     assert "fully_shard" in found.advice
 
 
@@ -256,3 +286,93 @@ def test_ranks_that_are_last_in_turn_within_a_step_are_not_bound_by_communicatio
     turns = {(rank, 2 + 2 * rank): 40.0 for rank in range(4)}
     found = run.steps(200, turns)
     assert {finding.kind for finding in found} <= {"straggler"}
+
+
+# --- stalls ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_rank_that_works_is_stalled_and_not_those_that_wait_for_it_or_for_them() -> None:
+    """Ranks 0 and 1 are further: they wait at the end of the step."""
+    run = ParallelRun(TENSOR_PARALLEL, MESH_2X2)
+    run.steps(40)
+    waits_in = {0: "reduce_scatter of dp", 1: "reduce_scatter of dp", 2: "all_reduce of tp", 3: ""}
+    (found,) = run.stand_still(12.0, waits_in, rank0=4, rank1=4)
+    assert (found.kind, found.rank, found.cause) == ("stalled", 3, "forward")
+    assert "rank 3 is in its forward pass" in found.message
+    assert found.message.endswith("; rank 1 waits in reduce_scatter of dp; rank 2 waits in all_reduce of tp")
+
+
+def test_a_rank_that_waits_within_the_step_before_is_not_stalled_either() -> None:
+    run = ParallelRun(TENSOR_PARALLEL, MESH_2X2)
+    run.steps(40)
+    for rank in (0, 1):
+        run.state.apply(Step(time=3.0, rank=rank, step=41, epoch=1, steps=1, samples=8, step_ms=60.0))
+    (found,) = run.stand_still(12.0, {2: "all_reduce of tp", 3: ""})
+    assert (found.kind, found.rank) == ("stalled", 3)
+
+
+def test_ranks_that_train_on_in_another_group_hide_no_stall() -> None:
+    parts: list[Part] = [("forward", 20.0, ""), ("backward", 40.0, ""), ("sync", "pair", "all_reduce")]
+    run = ParallelRun(parts, {"pair": [[0, 1], [2, 3]]})
+    run.steps(40)
+    run.stand_still(0.0, {2: "", 3: "all_reduce of pair"})
+    found = []
+    for second in range(1, 16):
+        for rank in (0, 1):
+            now = 1.0 + max(run.clocks) / 1e3 + second
+            run.state.apply(Step(time=now, rank=rank, step=40 + second, epoch=1, steps=1, samples=8, step_ms=60.0))
+        found += run.diagnosis.update(run.state, now)
+    assert [(each.kind, each.rank) for each in found if each.kind == "stalled"] == [("stalled", 2)]
+
+
+def test_a_rank_that_waits_in_another_collective_than_its_group_is_named() -> None:
+    run = ParallelRun(FSDP, WORLD)
+    run.steps(40)
+    reduce = "all_reduce of world"
+    (found,) = run.stand_still(25.0, {0: reduce, 1: reduce, 2: "all_gather of world", 3: reduce})
+    assert (found.kind, found.rank, found.cause, found.severity) == ("stalled", 2, "collectives", "critical")
+    assert found.message.endswith("; rank 2 waits in all_gather of world, ranks 0, 1, 3 wait in all_reduce of world")
+    assert "same collectives in the same order" in found.advice
+
+
+def test_two_groups_of_one_name_may_wait_in_unlike_collectives() -> None:
+    run = ParallelRun(TENSOR_PARALLEL, MESH_2X2)
+    run.steps(40)
+    reduce, gather = "all_reduce of tp", "all_gather of tp"
+    (found,) = run.stand_still(25.0, {0: reduce, 1: reduce, 2: gather, 3: gather})
+    assert (found.kind, found.rank, found.cause) == ("stalled", None, "sync")
+
+
+def test_torch_s_own_record_shows_unequal_sizes_later() -> None:
+    run = ParallelRun(FSDP, WORLD)
+    run.steps(40)
+    reduce = dict.fromkeys(range(4), "all_reduce of world")
+    (found,) = run.stand_still(25.0, reduce)
+    assert (found.rank, found.cause) == (None, "sync")
+    for rank in range(4):
+        last = [Collective("all_reduce", 7, "complete", [[4]], "default_pg")]
+        last.append(Collective("all_reduce", 8, "scheduled", [[5 if rank == 1 else 4]], "default_pg"))
+        run.state.apply(RankStacks(time=1.0, rank=rank, request="a", collectives=last))
+    found = run.diagnosis.update(run.state, 40.0)
+    assert kinds(found) == [("stalled", "cleared", None, "sync"), ("stalled", "raised", 1, "collectives")]
+    assert found[1].message.endswith(
+        "; rank 1 has called all_reduce 8 of [5], ranks 0, 2, 3 have called all_reduce 8 of [4]"
+    )
+
+
+# --- roll-up --------------------------------------------------------------------------------------------------------
+
+
+def test_a_lateness_of_all_ranks_of_a_group_is_told_once() -> None:
+    """All of one tensor-parallel group are slow: two findings in the record, one in views."""
+    run = ParallelRun(TENSOR_PARALLEL, {"tp": [[0, 1], [2, 3], [4, 5]], "dp": [[0, 2, 4], [1, 3, 5]]}, ranks=6)
+    run.steps(60)
+    both = late_in(TENSOR_PARALLEL, 2, "backward", 50.0) | late_in(TENSOR_PARALLEL, 3, "backward", 60.0)
+    found = run.steps(20, both)
+    assert sorted(kinds(found)) == [("straggler", "raised", rank, "backward") for rank in (2, 3)]
+    (merged,) = roll_up(found, run.state.ranks)
+    assert (merged.rank, merged.ranks, merged.evidence["ranks"]) == (3, [2, 3], 2.0)
+    assert merged.message.startswith("ranks 2, 3 (tp) take ")
+    assert merged.message.endswith("because of their backward pass")
+    assert finding_summary(merged).startswith("ranks 2, 3 slow +")
+    assert roll_up(found[:1], run.state.ranks) == found[:1]

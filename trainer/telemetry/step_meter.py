@@ -352,7 +352,8 @@ class StepMeter:
                 part=part,
                 parts_done=len(phases) + (part == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
-                collectives=flight_recorder.dump() or blocked_in,
+                collectives=flight_recorder.dump(),
+                waits_in=blocked_in,
                 line=innermost_line(self._thread),
             )
         )

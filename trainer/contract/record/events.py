@@ -213,7 +213,7 @@ class Doing(Event, kw_only=True, tag="doing"):
         "data", "h2d", "batch", "loss", "forward", "backward", "sync", "gradients", "optimizer", "other", "group",
         "compile",
     ]  # fmt: skip
-    """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
+    """``sync``: it waits for other ranks in a collective, as for their gradients. ``group``: likewise
     outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
     from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
     to the optimizer's step."""
@@ -223,6 +223,8 @@ class Doing(Event, kw_only=True, tag="doing"):
     """Time in this phase so far."""
     collectives: str = ""
     """Description of the rank's last collectives; empty if torch has recorded none."""
+    waits_in: str = ""
+    """Collective that it is blocked in, and its ``CollectiveGroup``, such as ``all_reduce of tp``."""
     line: str = ""
     """Innermost line of the user's code that the training thread is in, such as ``train.py:12 in augment``."""
 
@@ -369,6 +371,8 @@ class Finding(Event, kw_only=True, tag="finding"):
     message: str = ""
     evidence: dict[str, FiniteFloat] = {}
     advice: str = ""
+    diagnosed: bool = False
+    """Whether it comes from the comparison of the record, which also clears it, not from a rank."""
 
 
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):

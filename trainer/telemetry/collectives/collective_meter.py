@@ -105,7 +105,7 @@ class CollectiveMeter:
         """Why nothing is measured any more; None without a fault."""
         self.blocked: Call | None = None
         """The collective that the training thread is in, or waits for."""
-        self._names = GroupNames()
+        self.names = GroupNames()
         self._mark: Callable[[], Mark] = lambda: None
         self._on_gpu = False
         self._current_stream: Callable[[], Any] = lambda: None
@@ -118,7 +118,7 @@ class CollectiveMeter:
         self._thread = 0
         self._in_backward: Callable[[], bool] = lambda: False
         self._phases: Sequence[object] = ()
-        self._step = StepCollectives(self._names.named, detailed=False)
+        self._step = StepCollectives(self.names.named, detailed=False)
         self._seen = False
         self._works: dict[int, tuple[ref[Any], Call]] = {}
         """Calls by the address of their ``Work``."""
@@ -146,7 +146,7 @@ class CollectiveMeter:
     def begin_step(self, phases: Sequence[object], *, detailed: bool = False) -> None:
         """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
         self._phases = phases
-        self._step = StepCollectives(self._names.named, detailed)
+        self._step = StepCollectives(self.names.named, detailed)
 
     def take(self) -> StepCollectives | None:
         """Return the collectives of the step that ends; None before the first one, and after a fault."""
@@ -159,9 +159,9 @@ class CollectiveMeter:
         step.waits = [wait for wait in step.waits if wait[1] < phases]
 
     def blocked_in(self) -> str:
-        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
+        """Return the collective in which the training thread is blocked; empty without one. For other threads."""
         call = self.blocked
-        return "" if call is None else f"it waits in {call.operation} of {self._names.named[call.group].name}"
+        return "" if call is None else f"{call.operation} of {self.names.named[call.group].name}"
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -178,7 +178,7 @@ class CollectiveMeter:
         try:
             call = self._outer
             if call is None:
-                index = self._names.index(group)
+                index = self.names.index(group)
                 if index is None:
                     return None
                 call = self._add(index, operation, bytes_of(tensors))
@@ -258,7 +258,7 @@ class CollectiveMeter:
             return None
         try:
             resolved = group()
-            index = None if resolved is None else self._names.index(resolved)
+            index = None if resolved is None else self.names.index(resolved)
             if index is None:
                 return None
             self._outer = self._add(index, operation, bytes_of(tensors))
@@ -278,7 +278,7 @@ class CollectiveMeter:
         try:
             self._outer = self.blocked = None
             if gathers:
-                call.bytes *= len(self._names.named[call.group].ranks) or 1
+                call.bytes *= len(self.names.named[call.group].ranks) or 1
             tensors = results if isinstance(results, list | tuple) else (results,)
             if call.waited or not tensors:
                 now = self._mark()
@@ -296,7 +296,7 @@ class CollectiveMeter:
         if not self._followed():
             return
         try:
-            index = self._names.index(group)
+            index = self.names.index(group)
             if index is not None and work is not None and index in self._last:
                 self._works[id(work)] = ref(work), self._last[index]
         except Exception as error:  # noqa: BLE001 - as above

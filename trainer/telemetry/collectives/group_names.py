@@ -52,7 +52,7 @@ class GroupNames:
             return self._other()
         ranks = sorted(ranks)
         world = dist.get_world_size()
-        name = _name(str(group.group_name), str(group.group_desc), whole=len(ranks) == world)[:LONGEST_NAME]
+        name = name_of(str(group.group_name), str(group.group_desc), whole=len(ranks) == world)[:LONGEST_NAME]
         taken = {each.name: index for index, each in enumerate(self.named)}
         numbered, number = name, 1
         while numbered in taken:
@@ -73,7 +73,7 @@ class GroupNames:
         return len(self.named) - 1
 
 
-def _name(group_name: str, description: str, *, whole: bool) -> str:
+def name_of(group_name: str, description: str, *, whole: bool) -> str:
     """Return the name of a group by torch's name and description of it; ``whole`` if all ranks are in it."""
     # DeviceMesh describes its groups as ``mesh_tp``, or ``mesh_dim_0`` where the dimension has no name.
     dimension = description.removeprefix("mesh_")
