@@ -45,10 +45,6 @@ class HostClock:
     def enter_thread(self) -> None:
         """Prepare a thread other than the training thread to read marks."""
 
-    def stream(self) -> Any:
-        """Return the stream on which a mark would be now; None on the host."""
-        return None
-
     def mark(self, *, waits: bool = True, every_s: float = RUN_DELAY_INTERVAL_S) -> tuple[float, float]:
         """Return a mark after all work that is queued on the device.
 
@@ -107,7 +103,10 @@ class CudaClock:
         stream: Callable[[], Any] | None = None,
         set_device: Callable[[torch.device], None] = torch.cuda.set_device,
         peak_bytes: Callable[[torch.device], int] = torch.cuda.max_memory_allocated,
+        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
+        self.is_capturing = is_capturing
+        """Whether the current stream is captured into a graph, where a mark has no time."""
         self._device = device
         self._set_device = set_device
         self._peak_bytes = peak_bytes
@@ -120,9 +119,6 @@ class CudaClock:
     def enter_thread(self) -> None:
         # A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
         self._set_device(self._device)
-
-    def stream(self) -> Any:
-        return self._stream()
 
     def mark(self, *, waits: bool = True, every_s: float = 0.0) -> Any:
         try:
@@ -150,6 +146,10 @@ class CudaClock:
 
     def release(self, marks: Sequence[Any]) -> None:
         self._events.extend(marks)
+
+    def stream_handle(self) -> int:
+        """Return the handle of the device's current stream."""
+        return int(self._stream().cuda_stream)
 
     def memory_peak_bytes(self) -> int | None:
         return self._peak_bytes(self._device) or None

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from trainer.contract.record import Step
 from trainer.telemetry.clocks import Clock, Mark
-from trainer.telemetry.collectives.collective_meter import StepCollectives
 from trainer.telemetry.collectives.collective_times import CollectiveTimes, collective_times, merged
+from trainer.telemetry.collectives.readings import StepCollectives
 from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 

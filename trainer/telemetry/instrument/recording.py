@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
-from trainer.telemetry.collectives.stream_waits import wrap_streams
 from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
 from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
@@ -399,8 +398,6 @@ class Recording:
             self._open_record()
             tracker = self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             tracker.meter.follow_collectives(self.collectives, lambda: tracker.open_phase == "backward")
-            if device.type == "cuda":
-                wrap_streams(self.collectives)
             tracker.start()
         elif self._tracker.laps > max_laps:
             self._discard(self._tracker)
