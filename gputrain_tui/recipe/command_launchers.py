@@ -74,6 +74,7 @@ def pop_flag(flags: dict[str, str], *names: str) -> str | None:
 
 
 def parse_number(value: str, flag: str, *, least: int = 1) -> int:
+    """Return a flag's whole number; raise if it is none, or below ``least``."""
     if not re.fullmatch(r"[0-9]{1,6}", value) or int(value) < least:
         raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number, at least {least}")
     return int(value)
@@ -320,9 +321,26 @@ def _note_deepspeed_environment(command: LaunchCommand, context: Context) -> Non
             command.notes.append(f"{file} sets {', '.join(names)}, which is left out: add what the ranks need to env")
 
 
-def _python(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
+STARTS_RANKS = re.compile(r"\b(?:mp|multiprocessing)\.(?:spawn|start_processes)\(")
+"""A call by which a script starts its ranks itself."""
+SPAWN_FLAG = "--multiprocessing-distributed"
+"""Flag by which scripts in the style of PyTorch's imagenet example start their ranks themselves."""
+
+
+def _python(command: LaunchCommand, _: dict[str, str], context: Context) -> None:
     command.nodes = [{"ranks": 1}]
-    if command.makes_group is not False:
+    try:
+        text = context.read_file(command.script)
+    except (OSError, ValueError):
+        text = ""
+    has_flag = SPAWN_FLAG in command.args
+    if has_flag or (STARTS_RANKS.search(text) and SPAWN_FLAG.strip("-").replace("-", "_") not in text):
+        why = SPAWN_FLAG if has_flag else "torch.multiprocessing"
+        command.notes.append(
+            f"{command.script} starts its ranks itself ({why}), so the recipe has one, and they are not measured: for "
+            "that let it take RANK, WORLD_SIZE and LOCAL_RANK from the environment, and raise ranks"
+        )
+    elif command.makes_group is not False:
         where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
         command.notes.append(
             f"python starts one process: raise ranks for more{where}; each gets RANK, WORLD_SIZE and LOCAL_RANK"
@@ -330,6 +348,7 @@ def _python(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
 
 
 def parse_devices(text: str, flag: str) -> list[int]:
+    """Return a flag's device indices, separated by commas."""
     return [parse_number(part.strip(), flag, least=0) for part in text.split(",")]
 
 

@@ -1,4 +1,4 @@
-"""Words in front of a launch command: settings of variables, ``uv run``, ``nohup``, ``taskset`` and others of their kind."""
+"""Words in front of a launch command: settings of variables, ``uv run``, ``nohup``, ``taskset`` and others."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gputrain_tui.recipe import command_launchers
 from gputrain_tui.recipe.command_launchers import (
     Context,
@@ -35,7 +37,8 @@ def _fabric(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
     if flags.get("strategy") == "dp":
         raise RequestError("--strategy dp is one process for all GPUs: give it --strategy ddp")
     devices = (pop_flag(flags, "devices") or "1").strip("[] ")
-    count: int | str = 1
+    count: int | str
+    ranks: dict[str, Any]
     if devices == "-1":
         count, ranks = "-1", {"gpus": "all"}
     elif "," in devices:
@@ -57,7 +60,7 @@ def _take_later_flags(command: LaunchCommand, flags: dict[str, str]) -> None:
     command.args = []
     while args:
         word = args.pop(0)
-        name, equals, value = word.removeprefix("--").replace("-", "_").partition("=")
+        name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and name in _FABRIC_FLAGS:
             flags[name] = word.partition("=")[2] if equals else args.pop(0) if args else ""
         else:
@@ -74,7 +77,7 @@ def _composer(command: LaunchCommand, flags: dict[str, str], _: Context) -> None
     leave_out(command, flags, ("node_rank", "base_rank", "stdout", "stderr"))
     per_node = pop_flag(flags, "nproc")
     world = pop_flag(flags, "world_size")
-    ranks = {"gpus": "all"} if per_node is None else {"ranks": parse_number(per_node, "nproc")}
+    ranks: dict[str, Any] = {"gpus": "all"} if per_node is None else {"ranks": parse_number(per_node, "nproc")}
     nodes = 1
     if world is not None and parse_number(world, "world_size") != ranks.get("ranks", 0):
         if per_node is None or int(world) % int(per_node):

@@ -7,49 +7,59 @@ from pathlib import PurePath
 
 from trainer.contract.errors import RequestError, quoted
 
-_MPI = (
-    "gives each process its rank in variables of MPI and sets no RANK and MASTER_ADDR: if the script joins "
-    "torch.distributed by env://, give init: torchrun --nproc-per-node N SCRIPT.py"
+_TORCHRUN = "give init: torchrun --nproc-per-node N SCRIPT.py"
+_LINE = "give init the line in it that starts torchrun or python, with the values of its variables"
+_BEHIND = "give init the command behind it"
+_ROWS = (
+    (
+        "horovodrun",
+        "starts ranks that meet over Horovod's own MPI or gloo: once the script calls init_process_group() and "
+        f"DistributedDataParallel in place of Horovod, {_TORCHRUN}",
+    ),
+    (
+        "mpirun mpiexec orterun jsrun flux aprun",
+        "gives each process its rank in variables of MPI, not in RANK and MASTER_ADDR: if the script joins "
+        f"torch.distributed by env://, {_TORCHRUN}",
+    ),
+    ("bash sh zsh dash ksh", f"runs a shell script, which may do anything: {_LINE}"),
+    (
+        "sbatch",
+        "submits a batch script: give init the line in it with srun, torchrun or python, and write its #SBATCH options "
+        "into [slurm]; `gputrain run` submits the job",
+    ),
+    ("salloc", f"only gets an allocation: {_BEHIND}; in an allocation `gputrain run` starts in that"),
+    (
+        "yolo",
+        "starts its ranks from a file that it writes itself: call YOLO(MODEL).train(...) in a script of your own, and "
+        + _TORCHRUN,
+    ),
+    (
+        "ray",
+        f"gives processes on Ray's cluster their ranks itself: if the script needs no Ray, {_TORCHRUN}",
+    ),
+    (
+        "tune",
+        "runs a file of torchtune's package: copy it with `tune cp RECIPE FILE.py`, and give init: torchrun "
+        "--nproc-per-node N FILE.py --config CONFIG",
+    ),
+    ("axolotl", "calls accelerate itself: give init: accelerate launch -m axolotl.cli.train CONFIG"),
+    ("llamafactory-cli", "calls torchrun itself: give init: torchrun --nproc-per-node N src/train.py CONFIG"),
+    ("torchx", f"submits to a scheduler: {_TORCHRUN}"),
+    (
+        "docker podman singularity apptainer enroot kubectl",
+        f"starts a container: {_BEHIND}, and start gputrain in the image",
+    ),
+    ("make just invoke tox nox dvc snakemake", f"runs what stands in a file: {_LINE}"),
+    ("nsys ncu py-spy viztracer scalene perf strace", f"would watch the launcher and not the ranks: {_BEHIND}"),
+    ("ssh pdsh clush", f"runs it on other hosts: {_BEHIND}, and name the hosts in [[cluster.nodes]] of the recipe"),
+    ("tmux screen", f"keeps a terminal: {_BEHIND}; `gputrain run --detach` goes on in the background"),
+    ("sudo", f"changes the user: {_BEHIND}, and start gputrain as that user"),
+    (
+        "jupyter ipython",
+        "runs cells or a session, which have no ranks: write them into a file, and give init: python SCRIPT.py",
+    ),
 )
-_SHELL = (
-    "is a shell script, which may do anything: give init the line in it that starts torchrun or python, with the values of "
-    "its variables"
-)
-_CONTAINER = "starts a container, which gputrain does not: install gputrain in the image, and give init the command behind it there"
-_PROFILER = (
-    "would watch the launcher and not the ranks that gputrain starts: give init the command behind it; "
-    "`gputrain report` says what a step's time goes to"
-)
-REASONS = {
-    "horovodrun": "starts ranks that meet over Horovod's own MPI or gloo, not in torch.distributed: gputrain can run the "
-    "script once it calls init_process_group() and DistributedDataParallel; then give init: torchrun --nproc-per-node N "
-    "SCRIPT.py",
-    **dict.fromkeys(("mpirun", "mpiexec", "orterun", "jsrun", "flux", "aprun"), _MPI),
-    **dict.fromkeys(("bash", "sh", "zsh", "dash", "ksh"), _SHELL),
-    "sbatch": "submits a batch script: give init the line in it with srun, torchrun or python, and write its #SBATCH options "
-    "into [slurm]; `gputrain run` submits the job",
-    "salloc": "only gets an allocation: give init the command behind it; `gputrain run` starts in the allocation that it is in",
-    "yolo": "starts its ranks from a file that it writes itself: call YOLO(MODEL).train(...) in a script of your own, and "
-    "give init: torchrun --nproc-per-node N SCRIPT.py",
-    "ray": "places workers on Ray's cluster and gives them their ranks itself: if the script does without Ray, give init: "
-    "torchrun --nproc-per-node N SCRIPT.py",
-    "tune": "runs a recipe that lies in torchtune's package: copy it with `tune cp RECIPE FILE.py`, and give init: torchrun "
-    "--nproc-per-node N FILE.py --config CONFIG",
-    "axolotl": "calls accelerate itself: give init: accelerate launch -m axolotl.cli.train CONFIG",
-    "llamafactory-cli": "calls torchrun itself: give init: torchrun --nproc-per-node N src/train.py CONFIG",
-    "torchx": "submits to a scheduler: give init the command of its role, such as torchrun --nproc-per-node N SCRIPT.py",
-    "xla_dist": "starts ranks on TPUs, which gputrain does not know",
-    **dict.fromkeys(("docker", "podman", "singularity", "apptainer", "enroot", "kubectl"), _CONTAINER),
-    **dict.fromkeys(("make", "just", "invoke", "tox", "nox", "dvc", "snakemake"), "runs what stands in a file: " + (
-        "give init the line in it that starts torchrun or python")),
-    **dict.fromkeys(("nsys", "ncu", "py-spy", "viztracer", "scalene", "perf", "strace"), _PROFILER),
-    **dict.fromkeys(("pdsh", "clush", "parallel-ssh", "ssh"), "starts the command on other hosts: give init the command "
-    "behind it, and name the hosts in [[cluster.nodes]]; `gputrain run` starts all of them over ssh"),
-    **dict.fromkeys(("tmux", "screen"), "keeps a terminal: give init the command behind it, and start `gputrain run --detach`"),
-    "sudo": "changes the user: give init the command behind it, and start gputrain as that user",
-    "jupyter": "runs a notebook, which has no ranks: write its cells into a Python file",
-    "ipython": "runs a session: give init: python SCRIPT.py",
-}  # fmt: skip
+REASONS = {name: reason for names, reason in _ROWS for name in names.split()}
 """Names of programs → the end of a sentence about them."""
 MODULES = {
     "horovod.runner": "horovodrun",
@@ -65,6 +75,6 @@ def require_translatable(argv: Sequence[str], *, shown_as: str) -> None:
     name = MODULES.get(argv[1], "") if argv[0] == "-m" else PurePath(argv[0]).name
     reason = REASONS.get(name)
     if reason is None and name.endswith((".sh", ".bash", ".slurm", ".sbatch")):
-        reason = _SHELL
+        reason = REASONS["bash"].replace("runs", "is", 1)
     if reason is not None:
         raise RequestError(f"{quoted(shown_as)} {reason}")

@@ -6,10 +6,10 @@ value is not in the text.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trainer.contract.errors import RequestError, quoted
 
@@ -177,7 +177,7 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[_Simple]:
             word = (word or "") + value
         elif kind == "plain":
             if word is None and re.match(r"~(/|$)", value):
-                value = os.path.expanduser(value)
+                value = str(Path(value).expanduser()) + "/" * (len(value) > 2 and value.endswith("/"))
             word = (word or "") + value
             is_glob |= re.search(r"[*?]", value) is not None
         elif kind in ("space", "comment", "redirect", "end"):

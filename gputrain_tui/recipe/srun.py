@@ -19,13 +19,15 @@ SHORT = {
     "A": "account", "B": "extra-node-info", "C": "constraint", "D": "chdir", "E": "preserve-env", "G": "gpus",
     "H": "hold", "I": "immediate", "J": "job-name", "K": "kill-on-bad-exit", "L": "licenses", "M": "clusters",
     "N": "nodes", "O": "overcommit", "Q": "quiet", "S": "core-spec", "T": "threads", "W": "wait", "X": "disable-status",
-    "Z": "no-allocate", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "i": "input", "k": "no-kill",
+    "Z": "no-allocate", "b": "begin", "c": "cpus-per-task", "d": "dependency", "e": "error", "i": "input",
+    "k": "no-kill",
     "l": "label", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "r": "relative",
     "s": "oversubscribe", "t": "time", "u": "unbuffered", "v": "verbose", "w": "nodelist", "x": "exclude",
 }  # fmt: skip
 SWITCHES = frozenset(
     (
-        "contiguous", "disable-status", "exact", "exclusive", "hold", "immediate", "kill-on-bad-exit", "label", "multi-prog",
+        "contiguous", "disable-status", "exact", "exclusive", "hold", "immediate", "kill-on-bad-exit", "label",
+        "multi-prog",
         "no-allocate", "no-kill", "nice", "overcommit", "overlap", "oversubscribe", "preserve-env", "propagate", "pty",
         "quiet", "quit-on-interrupt", "reboot", "resv-ports", "send-libs", "spread-job", "unbuffered", "use-min-nodes",
         "verbose", "no-container-entrypoint", "container-writable", "no-container-mount-home", "container-mount-home",
@@ -35,15 +37,18 @@ SWITCHES = frozenset(
 KEYS = ("partition", "account", "qos", "time", "mem", "constraint")
 """Options that are keys of ``[slurm]``."""
 FOR_SBATCH = (
-    "begin", "clusters", "comment", "contiguous", "core-spec", "cores-per-socket", "cpus-per-gpu", "deadline", "dependency",
-    "exclude", "exclusive", "gpu-freq", "hint", "hold", "licenses", "mail-type", "mail-user", "mem-per-cpu", "mem-per-gpu",
+    "begin", "clusters", "comment", "contiguous", "core-spec", "cores-per-socket", "cpus-per-gpu", "deadline",
+    "dependency",
+    "exclude", "exclusive", "gpu-freq", "hint", "hold", "licenses", "mail-type", "mail-user", "mem-per-cpu",
+    "mem-per-gpu",
     "mincpus", "network", "nice", "nodelist", "oversubscribe", "power", "priority", "reboot", "reservation",
     "sockets-per-node", "spread-job", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "wckey",
 )  # fmt: skip
 """Options that sbatch has with the same meaning; they become ``slurm.extra``."""
 DONE_BY_GPUTRAIN = (
     "cpu-bind", "disable-status", "distribution", "error", "exact", "gpu-bind", "input", "jobid", "job-name",
-    "kill-on-bad-exit", "label", "mpi", "no-kill", "output", "overlap", "pty", "quiet", "quit-on-interrupt", "unbuffered",
+    "kill-on-bad-exit", "label", "mpi", "no-kill", "output", "overlap", "pty", "quiet", "quit-on-interrupt",
+    "unbuffered",
     "verbose", "wait", "open-mode",
 )  # fmt: skip
 """Options of a step that gputrain replaces: its steps, their output, and the end of all when one fails."""
@@ -77,8 +82,8 @@ def read_srun(argv: Sequence[str]) -> tuple[SlurmStep, list[str]]:
     for name in given:
         if name.startswith("container"):
             raise RequestError(
-                f"srun --{name} starts the command in a container, which gputrain does not: install gputrain in the image, "
-                "and give init the command behind srun there; or name a python outside of it"
+                f"srun --{name} starts the command in a container, which gputrain does not: give init the command "
+                "behind srun, and start gputrain in the image"
             )
     if "multi-prog" in given:
         raise RequestError("srun --multi-prog starts several programs: a recipe is for one")
@@ -208,8 +213,8 @@ def apply_step(command: LaunchCommand, step: SlurmStep, *, launcher: str) -> Non
             )
         if len(command.nodes) not in (1, count) or (len(command.nodes) == 1 and count > 1):
             raise RequestError(
-                f"srun starts {launcher} on {count} node{'s' * (count > 1)}, but its own flags say {len(command.nodes)}: "
-                "give both the same number"
+                f"srun starts {launcher} on {count} node{'s' * (count > 1)}, but its own flags say "
+                f"{len(command.nodes)}: give both the same number"
             )
         node = {name: value for name, value in command.nodes[0].items() if name != "host"}
         command.notes = [note for note in command.notes if "put their names in place" not in note]
@@ -240,12 +245,12 @@ def apply_step(command: LaunchCommand, step: SlurmStep, *, launcher: str) -> Non
 def _note_what_the_job_knows(command: LaunchCommand, step: SlurmStep, node: Mapping[str, Any]) -> None:
     if step.nodes is None or not step.options.keys() & {"partition", "account", "time"}:
         command.notes.append(
-            "srun takes what it does not name from its job: put the job's nodes, partition, time and others into [slurm]"
+            "srun takes what it does not name from its job: put the job's nodes, partition and time into [slurm]"
         )
     if "gpus" in node and step.gpus_per_node is None:
         command.notes.append("gpus counts the ranks of a node; for ranks without GPUs write cpu_ranks in its place")
     elif step.gpus_per_node is not None and node.get("gpus", step.gpus_per_node) < step.gpus_per_node:
         command.notes.append(
-            f"srun asks for {step.gpus_per_node} GPUs on each node, and starts {node['gpus']} of the recipe's ranks there, "
-            "which have one each"
+            f"srun asks for {step.gpus_per_node} GPUs on each node, but the recipe has {node['gpus']} there, one for "
+            "each rank"
         )
