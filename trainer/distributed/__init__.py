@@ -232,8 +232,7 @@ def join_group(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if is_nccl(backend) else None,
     )
-    if is_nccl(backend):
-        flight_recorder.attach(dist.group.WORLD)
+    flight_recorder.attach(dist.group.WORLD)
     own = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
     if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[own].ranks[0]:
         # Gloo's connections break when a machine is gone, and a collective raises; NCCL waits for its time-out.

@@ -27,8 +27,9 @@ OLD_NAMES = {
 """Environment variables of torch, and their names in earlier versions."""
 RENAMED_IN = (2, 10)
 """First version of torch that warns about the old names."""
-UNRECORDED = frozenset(("ProcessGroupNCCL2", "ProcessGroupNCCLLazy"))
-"""Backends that record nothing themselves: ``nccl2``, ``nccl-lazy``, and ``nccl`` with ``TORCH_DIST_USE_NCCL2=1``."""
+RECORDING = frozenset(("ProcessGroupNCCL", "ProcessGroupGloo"))
+"""Backends that record by themselves; ``nccl2`` and ``nccl-lazy`` of torch 2.14 do not, nor does ``nccl`` there with
+``TORCH_DIST_USE_NCCL2=1``."""
 LAST = 3
 """Collectives that are described, and that an answer to a request for stacks has."""
 
@@ -60,14 +61,14 @@ def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.enviro
             environ[name] = value
 
 
-def attach(group: dist.ProcessGroup) -> bool:
+def attach(group: dist.ProcessGroup | None) -> bool:
     """Record the collectives of a group whose backend does not; return whether that was needed and is possible.
 
     Newer torch than 2.14 attaches the same hook by itself when it makes such a group.
     """
     hook = getattr(torch._C._distributed_c10d, "FlightRecorderHook", None)
     attached = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
-    if hook is None or group in attached or not _backends(group) & UNRECORDED:
+    if hook is None or group in attached or _backends(group) <= RECORDING:
         return False
     _hooks.append(hook.attach(group))
     return True
