@@ -30,6 +30,8 @@ RENAMED_IN = (2, 10)
 RECORDING = frozenset(("ProcessGroupNCCL", "ProcessGroupGloo"))
 """Backends that record by themselves; ``nccl2`` and ``nccl-lazy`` of torch 2.14 do not, nor does ``nccl`` there with
 ``TORCH_DIST_USE_NCCL2=1``."""
+HOOKED = "c10d:"
+"""Beginning of the names of collectives that torch's hook has recorded, in place of the backend's."""
 LAST = 3
 """Collectives that are described, and that an answer to a request for stacks has."""
 
@@ -129,7 +131,12 @@ def describe_collectives(recorded: dict[str, Any]) -> str:
 
 
 def _status(recorded: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the progress of the process group of an entry."""
+    """Return the progress of the process group of an entry; empty if unknown.
+
+    torch's hook counts a collective as complete once it has been issued, which says nothing about its end.
+    """
+    if str(entry["profiling_name"]).startswith(HOOKED):
+        return {}
     status: Mapping[str, Any] = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})
     return status
 
@@ -141,8 +148,9 @@ def _collective(entry: Mapping[str, Any], status: Mapping[str, Any]) -> Collecti
     # gloo's entries stay "scheduled": only the group's count tells which are complete.
     if not is_p2p and number <= int(status.get("last_completed_collective", -1)):
         state = "complete"
+    name = str(entry["profiling_name"]).rpartition(":")[2]
     return Collective(
-        name=str(entry["profiling_name"]).rpartition(":")[2],
+        name=name.replace("allreduce", "all_reduce").replace("allgather", "all_gather"),  # as backends spell them
         number=number,
         state=state,
         sizes=[[int(size) for size in shape] for shape in entry.get("input_sizes", [])],
