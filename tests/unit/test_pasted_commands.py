@@ -354,3 +354,30 @@ def test_what_no_recipe_can_say_is_refused_with_what_to_do_instead(text: str, me
         recipe_text(text)
     assert "\n" not in str(refused.value)
     assert "\ue000" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("torchrun train.py 2>&1 | tee log", "`gputrain logs RUN` prints what each rank has printed"),
+        ("nohup torchrun train.py &", "& is left out: `gputrain run --detach` goes on"),
+        ("nohup torchrun train.py &", "nohup is left out: a run that outlives its terminal"),
+        ("uv run --with wandb train.py", "start gputrain itself with it (uv run --with wandb gputrain run …)"),
+        ("taskset -c 0-7 torchrun train.py", "taskset -c 0-7 is left out: put it before gputrain run"),
+        ("env -u A python train.py", "env -u A is left out"),
+        ("torchrun train.py --files data/*.bin", "data/*.bin stays as it is"),
+        ("python spawn.py", "spawn.py starts its ranks itself (torch.multiprocessing)"),
+        ("python main.py --multiprocessing-distributed", "starts its ranks itself (--multiprocessing-distributed)"),
+        ("srun -N 2 python train.py", "SLURM_PROCID does not tell its rank"),
+        ("srun -N 2 python train.py", "put the job's nodes, partition and time into [slurm]"),
+        ("srun -N 2 --gpus-per-node=8 python train.py", "asks for 8 GPUs on each node, but the recipe has 1 there"),
+        ("srun --label --mpi=none python train.py", "srun --label, --mpi: not needed"),
+        ("srun --bb=x python train.py", "srun --bb=x has no counterpart and is left out"),
+        ("srun torchrun --rdzv-endpoint $HOST:1 train.py", "--rdzv-endpoint $HOST:1: not needed, as gputrain computes"),
+    ],
+)
+def test_what_is_left_out_is_told_with_what_to_do(text: str, note: str) -> None:
+    pasted = read_pasted_command(text)
+    command = read_launch_command(pasted.argv, read_file=read_file, ask_accelerate=ask_accelerate)
+    notes = [*pasted.notes, *command.notes]
+    assert any(note in line for line in notes), notes
