@@ -154,7 +154,8 @@ class RunStatusWriter:
             status.lr = None if first is None or first.last is None else first.last.lr
             status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
             rates = run_throughput(state.ranks.values())
-            status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
+            status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
+            status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
             status.valid = _valid(state)
         self.record(

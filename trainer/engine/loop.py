@@ -45,7 +45,7 @@ from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.muon import require_equal_products
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer
+from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
@@ -78,6 +78,13 @@ class Loop:
 
         self.optimizer = training_optimizer(task, self.raw_model, options)
         require_equal_products(self.optimizer, ctx)
+        reports.finding(
+            ctx,
+            "not_optimized",
+            without_optimizer(self.optimizer, self.raw_model),
+            severity="warning",
+            advice="add it to the task's optimizer, or freeze it with requires_grad_(False)",
+        )
         self.schedule = Schedule(options, self.optimizer, end=self._schedule_end())
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self._accumulation = Accumulation(self.model)

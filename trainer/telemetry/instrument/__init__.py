@@ -49,10 +49,15 @@ def install(path: Path, rank: int) -> None:
         global _recording
         try:
             with own_package():
+                from trainer.telemetry.collectives import interception
                 from trainer.telemetry.instrument import patches
 
-            _recording = patches.patch(path, rank)
+            recording = _recording = patches.patch(path, rank)
+            functional = interception.FUNCTIONAL_MODULE
+            after_import(functional, lambda: interception.wrap_functional(recording.collectives))
             after_import("torch._inductor.compile_fx", _recording.await_compiler)
+            for module, patch in patches.patch_later(_recording).items():
+                after_import(module, patch)
         except Exception as error:  # noqa: BLE001 - a script must train with an unknown version of torch too
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
