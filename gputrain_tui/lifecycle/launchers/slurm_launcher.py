@@ -170,9 +170,9 @@ class SlurmLauncher(LocalLauncher):
         if _in_job():
             super().start_detached(run, recipe, plan)
             return
-        from gputrain_tui.lifecycle.launchers import slurm_submission
+        from gputrain_tui.lifecycle.launchers import slurm_submission, slurm_successor
 
-        slurm_submission.record_queued(run.dir, slurm_submission.submit(run, recipe, plan))
+        slurm_successor.record_queued(run.dir, slurm_submission.submit(run, recipe, plan))
 
     def take_over(self, run: Run) -> subprocess.Popen[bytes]:
         if _in_job():

@@ -33,7 +33,7 @@ from gputrain_tui.preflight.checks import with_location
 from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.record import Queued, RunDir, write_atomically
+from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
@@ -103,16 +103,6 @@ def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
     return job
 
 
-def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
-    """Record why a pending job waits; do nothing for other jobs."""
-    if job is None or job.state != "PENDING":
-        return
-    event = Queued(
-        time=time.time(), job=job.number, partition=job.partition, reason=job.reason, expected_start=job.starts
-    )
-    RunStatusWriter(run_dir, read_plan(run_dir)).record(event)
-
-
 def refresh(run: Run) -> Run:
     """Return a run with its current status; if its job is over without a recorded end, record one first."""
     job = read_job(run.dir)
@@ -172,7 +162,7 @@ def _submit_successor(run_dir: RunDir, job: slurm_commands.Job, ended: AttemptRe
     with suppress(RequestError):
         lost = slurm_commands.lost_hosts(job.nodes)
     try:
-        writer.requeued(ended, slurm_successor.submit_successor(run_dir, before, submission, lost))
+        writer.requeued(ended, slurm_successor.submit_successor(run_dir, before, submission, lost)[1])
     except RequestError as error:
         return str(error)
     return ""
@@ -289,18 +279,19 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
             if not leased and status.status != "queued":
                 return ExitCode.FINISHED
+            if (current := read_job(run_dir) or job).number != job.number:
+                job, query_at, interval_s = current, 0.0, MIN_QUERY_INTERVAL_S  # a successor
             with suppress(RequestError):
                 if stop_request.level:
                     request.send(stop_request.level)
                     interval_s = MIN_QUERY_INTERVAL_S
                 if time.monotonic() >= query_at:
-                    job = read_job(run_dir) or job
                     now = slurm_commands.job(job.number)
                     if now is None or now.is_over:
                         _record_end(run_dir, job.number)
                     elif shown != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
-                        record_queued(run_dir, now)
+                        slurm_successor.record_queued(run_dir, now)
                     query_at = time.monotonic() + interval_s
                     interval_s = min(2 * interval_s, MAX_QUERY_INTERVAL_S)
             stop_request.wait(POLL_S)

@@ -6,15 +6,17 @@ submission on: a supervisor of another job refuses the run, so that there are ne
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.plan_file import SlurmJob, SlurmSubmission, read_submission
+from gputrain_tui.history.plan_file import SlurmJob, SlurmSubmission, read_plan, read_submission
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
+from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import longest_save_s
 from gputrain_tui.plan.batch_script import (
     excluded_by,
@@ -25,7 +27,7 @@ from gputrain_tui.plan.batch_script import (
 )
 from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expand_home
-from trainer.contract.record import RunDir, Step, decode_events, write_atomically
+from trainer.contract.record import Queued, RunDir, Step, decode_events, write_atomically
 from trainer.contract.record.regular_file import read_tail
 
 TAIL_BYTES = 1 << 18
@@ -34,6 +36,16 @@ TAIL_BYTES = 1 << 18
 
 STATES = ("TIMEOUT", "PREEMPTED", "NODE_FAIL")
 """States of a job that is over after which the run goes on."""
+
+
+def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
+    """Record why a pending job waits; do nothing for other jobs."""
+    if job is None or job.state != "PENDING":
+        return
+    event = Queued(
+        time=time.time(), job=job.number, partition=job.partition, reason=job.reason, expected_start=job.starts
+    )
+    RunStatusWriter(run_dir, read_plan(run_dir)).record(event)
 
 
 def asks_for_requeue(run_dir: RunDir, job: SlurmJob | None) -> bool:
@@ -107,10 +119,12 @@ def go_on(
         submission = msgspec.structs.replace(submission, arguments=with_signal(submission.arguments, before_s))
         why = refused or f"saving needs the signal {before_s} s before the limit"
     try:
-        note = submit_successor(run_dir, job, submission, lost)
+        number, note = submit_successor(run_dir, job, submission, lost)
     except RequestError as error:
         return "; ".join(filter(None, [refused, f"its successor was refused: {error}"]))
     record(f"{note} ({why})")
+    with suppress(RequestError):
+        record_queued(run_dir, slurm_commands.job(number))
     return ""
 
 
@@ -137,8 +151,10 @@ def leave_out(run_dir: RunDir, job: SlurmJob, lost: Sequence[str]) -> str:
     return _leaving_out(lost)
 
 
-def submit_successor(run_dir: RunDir, job: SlurmJob, submission: SlurmSubmission, lost: Sequence[str]) -> str:
-    """Submit the job that follows; return a note with its number and the hosts that it leaves out.
+def submit_successor(
+    run_dir: RunDir, job: SlurmJob, submission: SlurmSubmission, lost: Sequence[str]
+) -> tuple[int, str]:
+    """Submit the job that follows; return its number, and a note with it and the hosts that it leaves out.
 
     Raises:
         RequestError: Slurm refuses it, or the run directory cannot name it.
@@ -168,7 +184,7 @@ def submit_successor(run_dir: RunDir, job: SlurmJob, submission: SlurmSubmission
         raise RequestError(f"cannot write {run_dir.slurm}: {error.strerror}") from None
     with suppress(OSError):  # without it the next job asks for the signal as this one did
         write_atomically(run_dir.submission, msgspec.json.encode(submission))
-    return "; ".join(filter(None, [f"job {number} follows job {job.number}", note]))
+    return number, "; ".join(filter(None, [f"job {number} follows job {job.number}", note]))
 
 
 def _earlier_signal_s(run_dir: RunDir, submission: SlurmSubmission, saving_s: float | None) -> int | None:
