@@ -459,13 +459,13 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
 
     It is sent at once, except at a ``limit``, where Slurm sends it within half a minute.
     """
-    steps, pause = (1400, {"pause_s": 0.1}) if "limit" in ways else (1200, {})  # the signal comes long before the last
+    steps, pause = (1000, {"pause_s": 0.1}) if "limit" in ways else (1200, {})  # the signal comes long before the last
     cluster = user.cluster
     straight = SlurmUser(cluster, user.folder / "straight")
     straight.folder.mkdir()
     text = recipe([None, None], [2, 1], max_updates=steps) + "[slurm]\n"
     (straight.folder / "long.toml").write_text(text)
-    straight.run("run", "long.toml")
+    assert straight.start("run", "long.toml").wait(3 * LIMIT_S) == 0
     text = recipe([None, None], [2, 1], max_updates=steps, task=pause) + "[slurm]\n"
     (user.folder / "long.toml").write_text(text + "requeue = true\n")
     process = user.start("run", "long.toml")
@@ -639,6 +639,22 @@ def test_a_run_directory_that_a_node_does_not_see_is_reported_in_one_line(
         assert f"{who} does not see the run directory {home}/runs/" in ended.stderr
     finally:
         host.run("umount", "--lazy", home)
+
+
+def test_requeue_with_a_save_folder_that_a_node_does_not_see_is_refused_before_the_training(user: SlurmUser) -> None:
+    saves, host = user.folder / "saves", user.cluster.nodes[1]
+    saves.mkdir()
+    host.run("mount", "-t", "tmpfs", "tmpfs", saves)
+    try:
+        words = ("run", "recipe.toml", "--set", "slurm.requeue=true", "--set", f"train.save_dir={saves}")
+        ended = user.run(*words, check=False)
+    finally:
+        host.run("umount", "--lazy", saves)
+    assert (ended.returncode, user.status()["exit_code"]) == (3, 3), ended.stderr
+    line = f"n2 does not see the save folder {saves}: slurm.requeue needs one that all nodes see; remove train.save_dir"
+    assert line in " ".join(ended.stderr.split())
+    assert not is_training(user.record(), 0)
+    assert not list(saves.iterdir())
 
 
 @pytest.mark.slow
