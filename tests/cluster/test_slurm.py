@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -554,6 +554,34 @@ def test_a_run_goes_on_without_the_node_that_failed_in_a_successor_that_stop_rea
     user.run("stop", "last")
     assert user.status()["message"].startswith("stopped by `gputrain stop` at step ")
     cluster.wait(user.job())
+
+
+@pytest.mark.slow
+def test_the_command_that_follows_a_run_submits_the_successor_of_a_job_whose_first_host_died(user: SlurmUser) -> None:
+    cluster, host = user.cluster, user.cluster.nodes[0]
+    text = (user.folder / "endless.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)
+    (user.folder / "endless.toml").write_text(text)
+    process = user.start("run", "endless.toml")
+    user.await_steps()
+    first = user.job()
+    cluster.kill_node(host)
+    for pid in host.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        wait_until(lambda: starts(user.record()) == 2, "it trains again", [process])
+        (finding,) = [event for event in events(user.record(), "run") if event.get("kind") == "requeued"]
+        assert (
+            finding["message"] == f"Slurm lost n1; job {user.job()} follows job {first}; leaving out n1, which failed"
+        )
+        assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
+        user.run("stop", "last")
+        assert process.wait(LIMIT_S) == 130
+        assert user.status()["message"].startswith("stopped by `gputrain stop` at step ")
+    finally:
+        cluster.start_node(host)
+        cluster.run("scancel", "--user=root")
+        cluster.wait_idle()
 
 
 @pytest.mark.parametrize("way", ["stop", "refused"])

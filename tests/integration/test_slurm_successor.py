@@ -80,7 +80,7 @@ def test_a_job_whose_signal_came_too_late_for_what_saving_took_gets_a_successor_
 ) -> None:
     put_slurm(site, requeue=True)
     saved = Checkpoint(time=1.0, step=1, path="/c/1.pt", bytes=1, write_ms=write_ms)
-    site.dir.rank_events(0).write_bytes(encode_event(saved))
+    site.dir.rank_events(0).write_bytes(b"{}\n" + encode_event(saved))
     assert site.go_on(saving_s=saving_s) == ""
     if seconds is None:
         assert site.typed()[0] == "scontrol requeue 4"

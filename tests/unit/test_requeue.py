@@ -8,7 +8,7 @@ import pytest
 from gputrain_tui.history.plan_file import SlurmJob
 from gputrain_tui.lifecycle.launchers.slurm_cause import is_for_slurm, is_put_back
 from gputrain_tui.lifecycle.launchers.slurm_launcher import SlurmLauncher
-from gputrain_tui.lifecycle.saving_time import longest_save_s
+from gputrain_tui.lifecycle.saving_time import saving_time_s
 from gputrain_tui.plan.batch_script import (
     excluded_by,
     save_before_limit_s,
@@ -16,7 +16,7 @@ from gputrain_tui.plan.batch_script import (
     successor_arguments,
     with_signal,
 )
-from trainer.contract.record import Checkpoint, RunDir, encode_event
+from trainer.contract.record import Checkpoint, RunDir, Step, encode_event
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,21 @@ def test_hosts_that_the_recipe_leaves_out_are_read(arguments: list[str], hosts: 
     assert excluded_by(arguments) == hosts
 
 
-def test_the_longest_of_the_last_saves_is_measured(tmp_path: Path) -> None:
+def test_the_time_to_save_is_the_longest_step_and_the_longest_write_of_the_end_of_the_record(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    assert longest_save_s(run_dir) is None
+    assert saving_time_s(run_dir) is None
     run_dir.events.mkdir()
+    steps = [
+        Step(time=1.0, rank=0, step=step, epoch=1, steps=1, samples=4, step_ms=ms)
+        for step, ms in ((1, 1e6), (2, 2_000.0), (3, 100.0))
+    ]
     saves = [
         Checkpoint(time=1.0, step=step, path=f"/c/{step}.pt", bytes=1, write_ms=ms)
-        for step, ms in ((1, 500.0), (2, 9_000.0), (3, 20.0))
+        for step, ms in ((2, 9_000.0), (3, 20.0))
     ]
-    run_dir.rank_events(0).write_bytes(b"".join(map(encode_event, saves)) + b'{"type":"checkpoint"')
-    assert longest_save_s(run_dir) == 9.0
+    lines = [*map(encode_event, steps[:1]), b" " * (1 << 20), b"\n", *map(encode_event, [*steps[1:], *saves])]
+    run_dir.rank_events(0).write_bytes(b"".join(lines) + b'{"type":"checkpoint"')
+    assert saving_time_s(run_dir) == 11.0
 
 
 @pytest.mark.parametrize(

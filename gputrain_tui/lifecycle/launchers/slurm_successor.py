@@ -17,7 +17,7 @@ from gputrain_tui.history.plan_file import SlurmJob, SlurmSubmission, read_plan,
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.lifecycle.saving_time import longest_save_s
+from gputrain_tui.lifecycle.saving_time import saving_time_s
 from gputrain_tui.plan.batch_script import (
     excluded_by,
     save_before_limit_s,
@@ -188,12 +188,17 @@ def submit_successor(
 
 
 def _earlier_signal_s(run_dir: RunDir, submission: SlurmSubmission, saving_s: float | None) -> int | None:
-    """Return how long before its limit the next job needs its signal, seconds, if that is earlier than it has it."""
+    """Return how long before its limit the next job needs its signal, seconds; None where it has it early enough.
+
+    That is where saving took at most half of that time.
+    """
     asked_s = signal_before_limit_s(submission.arguments)
-    measured_s = max(saving_s or 0.0, longest_save_s(run_dir) or 0.0)
+    measured_s = max(saving_s or 0.0, saving_time_s(run_dir) or 0.0)
+    if asked_s is None or 2 * measured_s <= asked_s:
+        return None
     limit = recorded_table(run_dir, "slurm").get("time")
     wanted_s = save_before_limit_s(limit if isinstance(limit, str) else None, measured_s)
-    return wanted_s if asked_s is not None and measured_s and wanted_s > asked_s else None
+    return wanted_s if wanted_s > asked_s else None
 
 
 def _excluded(submission: SlurmSubmission | None, lost: Sequence[str]) -> list[str]:
