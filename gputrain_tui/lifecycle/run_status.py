@@ -95,14 +95,17 @@ class RunStatusWriter:
         self._status.status = "stopping"
         self._write_status()
 
-    def requeued(self, ended: AttemptResult) -> None:
-        """Write into the status and the record that the run waits for a scheduler to start it again, and why."""
+    def requeued(self, ended: AttemptResult, note: str = "") -> None:
+        """Write into the status and the record that the run waits for a scheduler to start it again, why, and how."""
         kept = attempt_outcome.describe_kept(self._dir, [node.node for node in self._plan.nodes])
-        message = " ".join(filter(None, [ended.reason, kept]))
+        failure = ended.failure
+        why = failure.message if failure is not None else " ".join(filter(None, [ended.reason, kept]))
+        message = "; ".join(filter(None, [why, note]))
         status = self._status
         status.status, status.supervisor, status.message = "queued", None, message
         status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
-        self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", message=message))
+        host = None if failure is None else failure.host
+        self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", host=host, message=message))
         self._write_status()
 
     def record(self, event: Event) -> None:

@@ -83,6 +83,9 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     if slurm is not None and slurm.requeue and cluster.launcher not in ("auto", "slurm"):
         where = source.where(("slurm", "requeue"))
         raise RequestError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
+    if slurm is not None and slurm.requeue and script is None and not train.save:
+        where = source.where(("slurm", "requeue"))
+        raise RequestError(f"{where} goes on from a checkpoint, but train.save is false: keep one")
     _check_spare(cluster, slurm, source)
     if script is None:
         require_consistent(
