@@ -127,7 +127,7 @@ def attempt_lines(state: RunState) -> list[list[Piece]]:
 def status_line(state: RunState) -> list[Piece]:
     """Return the last line of the report: status, duration, steps and samples, of the record if others are unknown."""
     took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
-    samples = sum(view.totals.samples for view in state.ranks.values())
+    samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"

@@ -152,7 +152,7 @@ class RunStatusWriter:
                 status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr
-            status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
+            status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None
             rates = run_throughput(state.ranks.values())
             status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
