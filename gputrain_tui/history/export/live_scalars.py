@@ -117,7 +117,7 @@ class LiveScalars:
                     else:
                         reading.note(event)
         if not self._follower.backlog_bytes:
-            self._emit_complete()
+            self._emit_through(self._complete)
         return has_grown
 
     def finish(self) -> None:
@@ -142,13 +142,13 @@ class LiveScalars:
         if len(self._rows[key]) == world_size:
             self._complete = max(self._complete, key)
             if self._order[0][0] == single.attempt:  # else a rank that is gone may have steps of an earlier attempt
-                self._emit_complete()
+                self._emit_through(key)
         elif len(self._rows) > max_rows:
             self._emit_first()
 
-    def _emit_complete(self) -> None:
-        """Forward the complete steps, and those before them that a rank has skipped."""
-        while self._order and self._order[0] <= self._complete:
+    def _emit_through(self, key: tuple[int, int]) -> None:
+        """Forward the steps up to a complete one, also those that a rank has skipped."""
+        while self._order and self._order[0] <= key:
             self._emit_first()
 
     def _emit_first(self) -> None:
