@@ -137,6 +137,8 @@ def status_line(state: RunState) -> list[Piece]:
         steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
     elif not state.step and (state.unmeasured or status == "finished"):
         steps = f"; {state.unmeasured or 'no step was measured'}"
+    if state.former:
+        steps += f", {len(state.ranks)} of {len(state.ranks) + len(state.former)} ranks at the end"
     only_evaluated = not state.step and state.validations
     findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
     condition = run_mark(roll_up(findings, state.ranks))
