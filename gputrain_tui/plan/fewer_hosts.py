@@ -23,15 +23,12 @@ def recipe_without(recipe: Recipe, plan: Plan, lost: Collection[str]) -> Recipe:
     ``plan`` has the nodes of the recipe. If the first node was lost, the ranks meet at the first one that is left.
 
     Raises:
-        RequestError: fewer ranks are left than ``cluster.min_ranks``, or that is not set.
+        RequestError: fewer ranks are left than ``cluster.min_ranks``, by default all.
     """
     left = [node for node in plan.nodes if node.host not in lost]
-    count, least = sum(len(node.ranks) for node in left), recipe.cluster.min_ranks
-    if least is None or count < least:
-        names = f"without {' and '.join(sorted(lost))} {count} of {plan.world_size} ranks are left"
-        if least is None:
-            raise RequestError(f"{names}; cluster.min_ranks allows to go on with them")
-        raise RequestError(f"{names}, and cluster.min_ranks is {least}")
+    count, least = sum(len(node.ranks) for node in left), recipe.cluster.min_ranks or plan.world_size
+    if count < least:
+        raise RequestError(f"{count} of {plan.world_size} ranks are left, but cluster.min_ranks is {least}")
     sizes = recipe.train.batch_size
     if sizes is not None and len(sizes) > 1:
         sizes = tuple(sizes[rank] for node in left for rank in node.ranks)
