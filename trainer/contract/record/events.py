@@ -50,10 +50,14 @@ class RunStarted(Event, kw_only=True, tag="run_started"):
 
 
 class World(Event, kw_only=True, tag="world"):
-    """The run has ranks 0 to ``world_size`` - 1 from here on, since ``attempt``; 0: in all, as if planned so."""
+    """The run has ranks 0 to ``world_size`` - 1 from here on: a new attempt has others, or a rank has started more.
+
+    It is written before the first event of a rank that the plan does not have.
+    """
 
     world_size: WorldSize
     attempt: Count = 0
+    """The first attempt with these ranks, from 1; 0: all have them."""
 
 
 class RankState(Event, kw_only=True, tag="rank_state"):
