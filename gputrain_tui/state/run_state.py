@@ -16,7 +16,7 @@ from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
-from trainer.contract.outcome import RECORD_END_MISSING, root_cause
+from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
@@ -97,7 +97,7 @@ class RunState:
             record.Finding: self._finding,
             record.Failure: self._failure,
             record.RankStacks: self._rank_stacks,
-            record.Lost: self._lost,
+            record.Lost: lambda e: self.add_gap(e.time, f"{e.events} events were not recorded: {e.message}"),
             record.RunEnded: self._run_ended,
             record.Queued: partial(setattr, self, "queued"),
         }
@@ -382,6 +382,9 @@ class RunState:
         self.past_findings.append(event)
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
+        if event.kind == RESTARTED:  # the failure before is no longer that of the run
+            self._attempt_began = event.time
+            self._attribute()
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
@@ -423,9 +426,6 @@ class RunState:
         before = self.stacks.get(event.rank)
         if before is None or event.request >= before.request:  # native frames may come after the answer to a newer one
             self.stacks[event.rank] = event
-
-    def _lost(self, event: record.Lost) -> None:
-        self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
 
     def add_gap(self, time: float, message: str) -> None:
         """Add the finding that events are missing in the record, unless the gaps that stand say the same."""
