@@ -81,6 +81,7 @@ def launch(
                 environ=environ,
                 target=MEASURED_SCRIPT_TARGET if ranks_run.instrument and run_dir is not None else SCRIPT_TARGET,
                 preloaded=SCRIPT_PRELOADED,
+                follows_started=ranks_run.instrument and run_dir is not None,
             )
         else:
             spec = _with_resume(ranks_run, run_dir, run_id, environ)
@@ -134,11 +135,16 @@ def _assign(
 def _for_script(
     assignment: RankAssignment, script: Script, address: tuple[str, int], environ: Mapping[str, str]
 ) -> RankAssignment:
-    environment = launcher_environment(assignment, address, environ)
+    environment = launcher_environment(assignment, address, environ, starts_ranks=script.starts_ranks)
     argv = [*(["-m"] if script.module else []), script.script]
     if script.local_rank_flag is not None:
         argv.append(f"{script.local_rank_flag}={assignment.local_rank}")
-    return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
+    return dataclasses.replace(
+        assignment,
+        environment=environment,
+        script_argv=(*argv, *script.args),
+        must_start_ranks=script.starts_ranks,
+    )
 
 
 def _make_run_dir(path: Path) -> None:

@@ -69,6 +69,8 @@ class Recording:
         self.on = True
         self.thread: int | None = None
         """The one that trains; None before it has begun."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called once, when the script begins to train."""
         self.optimizer_steps = 0
         self._path = path
         self._rank = rank
@@ -352,6 +354,7 @@ class Recording:
         max_laps = 100_000
         if self._tracker is None:
             self.thread = threading.get_ident()
+            self.on_begin()
             self._open_record()
             self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             self._tracker.start()
