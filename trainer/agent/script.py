@@ -67,7 +67,7 @@ def run_script(
     own_package.restore()
     starts_ranks = assignment.starts_ranks()
     # Where its processes are the ranks, this one has no place in the record, and the node agent attributes its failure.
-    record = (lambda *_: "") if starts_ranks else partial(write_state, assignment)
+    record: Callable[..., str] = (lambda *_: "") if starts_ranks else partial(write_state, assignment)
     not_recorded = at_end(failure is not None or starts_ranks)
     if failure is not None:
         not_recorded = record("failed", failure) or not_recorded

@@ -124,12 +124,12 @@ class StartedRanks:
         """Answer the processes that have joined a group, descendants of those that the node agent has launched."""
         while True:
             try:
-                connection, _ = self._listener.accept()
+                peer, _ = self._listener.accept()
             except OSError:  # none waits, or there is no descriptor left
                 break
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            connection.setblocking(True)
-            self._asking.append((Connection(connection.detach()), struct.unpack("3i", credentials)[0]))
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            peer.setblocking(True)
+            self._asking.append((Connection(peer.detach()), struct.unpack("3i", credentials)[0]))
         for connection, pid in list(self._asking):
             try:
                 if not connection.poll():

@@ -51,7 +51,8 @@ def join(address: str, plan_pid: int, rank: int, world_size: int, *, at_once: bo
     if _asked_pid == os.getpid():
         return  # another group of the same process
     _asked_pid = os.getpid()
-    local_rank = os.environ.get("LOCAL_RANK", "")
+    # A launcher in the script sets both; otherwise they are those of the script's process.
+    local_rank = os.environ.get("LOCAL_RANK", "") if os.environ.get("RANK") == str(rank) and world_size > 1 else ""
     member = GroupMember(
         plan_pid=plan_pid,
         rank=rank,

@@ -22,4 +22,4 @@ except Exception as _error:  # noqa: BLE001 - whatever is wrong here, the proces
 
 del sys.modules["sitecustomize"]
 # If there is none, the error is the one for which ``site`` looks then.
-import sitecustomize as _users  # noqa: E402, F401
+import sitecustomize as _users  # type: ignore[import-not-found]  # noqa: E402, F401
