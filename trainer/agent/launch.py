@@ -72,6 +72,8 @@ def launch(
         agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
         assignments = _assign(decision, options, init_method, run_dir, run_id, devices, environ)
         if isinstance(ranks_run, Script):
+            if ranks_run.starts_ranks and len(assignments) < assignments[0].local_world_size:
+                raise RequestError("--starts-ranks: another launcher has started the ranks already; remove one of both")
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
             address = master_address(init_method, environ)

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.agent import script
+from trainer.agent import own_package, script
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.own_package import own_package
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import RunDir
 from trainer.telemetry.instrument import started_process
@@ -58,7 +57,7 @@ def install(path: Path, rank: int, *, on_begin: Callable[[], None] = lambda: Non
     def begin() -> None:
         global _recording
         try:
-            with own_package():
+            with own_package.own_package():
                 from trainer.telemetry.instrument import patches
 
             _recording = patches.patch(path, rank)
@@ -83,7 +82,7 @@ def _follow_started(assignment: RankAssignment) -> None:
         return True
 
     started_process.follow(
-        assignment.started_ranks_socket, starts_ranks=assignment.must_start_ranks, own_group=own_group
+        assignment.started_ranks_socket, own_package, starts_ranks=assignment.must_start_ranks, own_group=own_group
     )
 
 

@@ -20,16 +20,15 @@ SITE_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "started_
 """Folder that is first in the script's ``PYTHONPATH``."""
 
 
-def follow(address: str, *, starts_ranks: bool, own_group: Callable[[int, int], bool]) -> None:
+def follow(address: str, own_package: Any, *, starts_ranks: bool, own_group: Callable[[int, int], bool]) -> None:
     """Make the processes that this one starts ask to be ranks when they join a process group.
 
     Args:
         address: file of the node agent's socket.
+        own_package: the module ``trainer.agent.own_package``.
         starts_ranks: whether the recipe says that the script starts its ranks.
         own_group: called in each process that has joined, with its rank and world size; returns whether it is this one.
     """
-    from trainer.agent import own_package
-
     _own.append(own_package)
     described = [address, str(os.getpid()), str(int(starts_ranks)), *own_package.own_path()]
     os.environ[STARTED] = "\n".join([sys.prefix, str(sys.hexversion), *described])
