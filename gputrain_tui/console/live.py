@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.log_times import LogTimes
-from gputrain_tui.history.plan_file import max_world_size, read_plan
+from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
@@ -61,7 +61,7 @@ class LiveRun:
         self.hardware = HardwareSeries()
         self.caught_up = False
         """Whether the whole record was read once; until then the state is a past one."""
-        replayed = replay(run.dir, max_world_size(run.dir)) if source is None else None
+        replayed = replay(run.dir, self.state.world_size) if source is None else None
         begin = replayed.begin if replayed is not None else None
         self._source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock

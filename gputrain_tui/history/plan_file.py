@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
 from gputrain_tui.plan.planner import Plan, stop_grace
-from gputrain_tui.recipe.model import MAX_RANKS_PER_NODE
 from trainer.contract.errors import RecordError
 from trainer.contract.record import MAX_RANKS, RunDir
 from trainer.contract.record.numbers import Count
@@ -59,26 +57,9 @@ def read_plan(run: RunDir) -> Plan:
     return plan
 
 
-def _runs_script(argv: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--script" for word in argv)
-
-
 def planned_world_size(run: RunDir) -> int:
     """Return the world size by a run's plan; the maximum where that cannot be read."""
     try:
         return read_plan(run).world_size
     except RecordError:
         return MAX_RANKS
-
-
-def max_world_size(run: RunDir) -> int:
-    """Return how many ranks a run's record may have: those of its plan; the maximum where that cannot be read.
-
-    A script on one node may start more ranks than the plan has.
-    """
-    try:
-        plan = read_plan(run)
-    except RecordError:
-        return MAX_RANKS
-    starts_ranks = len(plan.nodes) == 1 and _runs_script(plan.nodes[0].argv)
-    return max(plan.world_size, MAX_RANKS_PER_NODE) if starts_ranks else plan.world_size

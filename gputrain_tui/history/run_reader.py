@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.plan_file import max_world_size
+from gputrain_tui.history.plan_file import planned_world_size
 from trainer.contract.record import AnyEvent, RunDir, RunEnded, decode_events
 
 AnyTimed = TypeVar("AnyTimed")
@@ -42,7 +42,7 @@ class RunReader:
     ) -> None:
         """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
         self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
-        self._world_size = max_world_size(run)
+        self._world_size = planned_world_size(run)
         self._ended: RunEnded | None = None
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:

@@ -101,7 +101,7 @@ class RunStatusWriter:
         message = " ".join(filter(None, [ended.reason, kept]))
         status = self._status
         status.status, status.supervisor, status.message = "queued", None, message
-        status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
+        status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
         self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", message=message))
         self._write_status()
 
@@ -116,13 +116,11 @@ class RunStatusWriter:
         except OSError as error:
             log_line(f"cannot record {type(event).__name__}: {error.strerror}")
 
-    def follow(self, state: RunState) -> None:
-        """Write the newest validation loss, and ranks that a script has started beyond the plan, into the status."""
-        valid, status = _valid(state), self._status
-        grown = state.world_size > status.world_size
-        if grown or (valid is not None and valid != status.valid):
-            status.valid = valid if valid is not None else status.valid
-            status.world_size = max(status.world_size, state.world_size)
+    def validated(self, state: RunState) -> None:
+        """Write the newest validation loss into the status, if it has changed."""
+        valid = _valid(state)
+        if valid is not None and valid != self._status.valid:
+            self._status.valid = valid
             self._write_status()
 
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
@@ -146,10 +144,9 @@ class RunStatusWriter:
         status.status, status.exit_code, status.message = ended.status, int(code), message
         now = self._now()
         status.elapsed_s, status.ended = elapsed_of(status, now), now
-        status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
+        status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
         status.tested = last_test(self._dir)
         if state is not None:
-            status.world_size = max(status.world_size, state.world_size)
             if state.step:
                 loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
                 status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None

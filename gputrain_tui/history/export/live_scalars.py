@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from gputrain_tui.history.export.steps import RankExtent, SingleStep
 from gputrain_tui.history.export.tensorboard_folder import hyper_parameters, over_ranks, validation_scalars
 from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.plan_file import max_world_size
 from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, decode_events
 
 
@@ -79,8 +78,6 @@ class LiveScalars:
     def __init__(self, run_dir: RunDir, world_size: int, sink: Sink) -> None:
         self._follower = Follower(run_dir.events, ".ndjson")
         self._world_size = world_size
-        """By the plan, or more where a script starts more ranks."""
-        self._max_world_size = max_world_size(run_dir)
         self._sink = sink
         self.ended = False
         """Whether the record has the end of the run."""
@@ -96,7 +93,7 @@ class LiveScalars:
         budget_bytes = 1 << 20
         for name, lines in self._follower.poll(budget_bytes):
             has_grown = True
-            events = decode_events(lines, self._max_world_size)
+            events = decode_events(lines, self._world_size)
             if name == "run":
                 for event in events:
                     self.ended = isinstance(event, RunEnded) or (self.ended and not isinstance(event, RunStarted))
@@ -123,7 +120,6 @@ class LiveScalars:
 
     def _step(self, rank: int, single: SingleStep) -> None:
         self._sink.rank(rank, single)
-        self._world_size = max(self._world_size, rank + 1)
         key = (single.attempt, single.step.step)
         if key not in self._rows:
             self._rows[key] = {}
