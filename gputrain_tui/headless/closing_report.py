@@ -127,7 +127,7 @@ def attempt_lines(state: RunState) -> list[list[Piece]]:
 def status_line(state: RunState) -> list[Piece]:
     """Return the last line of the report: status, duration, steps and samples, of the record if others are unknown."""
     took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
-    samples = sum(view.totals.samples for view in state.ranks.values())
+    samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
@@ -137,6 +137,8 @@ def status_line(state: RunState) -> list[Piece]:
         steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
     elif not state.step and (state.unmeasured or status == "finished"):
         steps = f"; {state.unmeasured or 'no step was measured'}"
+    if state.former:
+        steps += f", {len(state.ranks)} of {len(state.ranks) + len(state.former)} ranks at the end"
     only_evaluated = not state.step and state.validations
     findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
     condition = run_mark(roll_up(findings, state.ranks))

@@ -21,7 +21,7 @@ from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import failure_summary, marking
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import REQUEUED, RESTARTED, exit_code_of
-from trainer.contract.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, encode_event
+from trainer.contract.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, World, encode_event
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.boot import BootMoment
 from trainer.host.process_identity import identify
@@ -91,6 +91,17 @@ class RunStatusWriter:
         )
         self._write_status()
 
+    def change_plan(self, plan: Plan) -> None:
+        """Write the number of ranks of the attempt that begins into the status and the record, if it has changed."""
+        before, self._plan = self._plan, plan
+        if plan.world_size == before.world_size:
+            return
+        status = self._status
+        status.most_ranks = max(status.recorded_ranks, plan.world_size)
+        status.world_size = plan.world_size
+        self.record(World(time=self._now(), world_size=plan.world_size, attempt=status.restarts + 1))
+        self._write_status()
+
     def stopping(self) -> None:
         self._status.status = "stopping"
         self._write_status()
@@ -152,7 +163,7 @@ class RunStatusWriter:
                 status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr
-            status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
+            status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None
             rates = run_throughput(state.ranks.values())
             status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
             status.findings = marking(roll_up(state.findings.values(), state.ranks))

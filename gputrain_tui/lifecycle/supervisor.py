@@ -130,6 +130,7 @@ class Supervisor:
             if isinstance(again, AttemptResult):
                 return again
             plan = self._plan = again
+            self._gaps.change_plan(plan)
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)

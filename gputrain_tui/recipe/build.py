@@ -83,7 +83,8 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     if slurm is not None and slurm.requeue and cluster.launcher not in ("auto", "slurm"):
         where = source.where(("slurm", "requeue"))
         raise RequestError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
-    _check_spare(cluster, slurm, source)
+    _check_spare(cluster, source)
+    _check_restart_keys(cluster, slurm, source)
     if script is None:
         require_consistent(
             train, typed_options, where=lambda name: source.where(("train", name)), named=lambda name: f"train.{name}"
@@ -180,11 +181,9 @@ def _cluster(source: Source) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes)
 
 
-def _check_spare(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> None:
-    """Raise for spare hosts that are no hosts, are nodes or spares already, or would never take a place."""
+def _check_spare(cluster: Cluster, source: Source) -> None:
+    """Raise for spare hosts that are no hosts, or are nodes or spares already."""
     where, (pattern, rule) = source.where(("cluster", "spare")), PATTERNS["host"]
-    if not cluster.spare:
-        return
     nodes = {node.host for node in cluster.nodes}
     for index, host in enumerate(cluster.spare):
         if not re.fullmatch(pattern, host):
@@ -192,13 +191,21 @@ def _check_spare(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -
         if host in nodes or host in cluster.spare[:index]:
             twice = "is a node" if host in nodes else "is named twice"
             raise RequestError(f"{where} has {quoted(host)}, which {twice}: name a host once, in nodes or in spare")
+
+
+def _check_restart_keys(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> None:
+    """Raise for keys about the hosts of a restart where none follows, or where its hosts are not reached over ssh."""
     launcher = "slurm" if slurm is not None and cluster.launcher == "auto" else cluster.launcher
-    if launcher not in ("auto", "ssh"):
-        raise RequestError(
-            f'{where} needs cluster.launcher = "ssh", but it is "{launcher}": change it, or remove spare'
-        )
-    if not cluster.max_restarts:
-        raise RequestError(f"{where} is used at a restart, but cluster.max_restarts is 0: set it to 1 or more")
+    for name in ("spare", "min_ranks"):
+        where = source.where(("cluster", name))
+        if not getattr(cluster, name):
+            continue
+        if launcher not in ("auto", "ssh"):
+            raise RequestError(
+                f'{where} needs cluster.launcher = "ssh", but it is "{launcher}": change it, or remove {name}'
+            )
+        if not cluster.max_restarts:
+            raise RequestError(f"{where} is used at a restart, but cluster.max_restarts is 0: set it to 1 or more")
 
 
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:

@@ -47,6 +47,7 @@ from trainer.contract.record.events import (
     Step as Step,
     TrainingPlan as TrainingPlan,
     Validation as Validation,
+    World as World,
 )
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
 from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS

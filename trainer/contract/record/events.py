@@ -48,6 +48,13 @@ class RunStarted(Event, kw_only=True, tag="run_started"):
     run_dir: str
 
 
+class World(Event, kw_only=True, tag="world"):
+    """The run has ranks 0 to ``world_size`` - 1 from here on, since ``attempt``; 0: in all, as if planned so."""
+
+    world_size: WorldSize
+    attempt: Count = 0
+
+
 class RankState(Event, kw_only=True, tag="rank_state"):
     """A rank entered a state."""
 
@@ -438,6 +445,6 @@ def _or_nan(value: float | None) -> float:
 
 
 AnyEvent = (
-    RunStarted | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
+    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
     | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
 )  # fmt: skip
