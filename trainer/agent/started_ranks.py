@@ -22,7 +22,7 @@ from trainer.agent.assignment import STARTS_RANKS, RankAssignment
 from trainer.agent.started_group import GroupMember, Place, Planned, Verdict, verdict
 from trainer.agent.worker_process import StartedProcess, WorkerProcess
 from trainer.contract.outcome import RankReport
-from trainer.contract.record import EventWriter, Failure, Finding
+from trainer.contract.record import EventWriter, Failure, Finding, World
 from trainer.contract.record.regular_file import size_of
 
 REPLACED_S = 60.0
@@ -82,6 +82,8 @@ class StartedRanks:
         """By rank: time of the report in ns, failure, and time of its receipt on the monotonic clock."""
         self._died: dict[int, int] = {}
         """Ranks that ended without a report, in order, each with the time in ns."""
+        self._world_size = planned[0].world_size
+        """Number of ranks that readers know of."""
         self._told: set[Verdict] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with socket_name(self.address) as name:
@@ -186,6 +188,9 @@ class StartedRanks:
                 parent.reports.send_bytes(STARTS_RANKS)
             if self._pids.get(plan_rank) == parent.process.pid:
                 del self._pids[plan_rank]
+        if self._plan.is_whole and member.world_size != self._world_size:
+            self._world_size = member.world_size
+            self._writer.write(World(time=time.time(), world_size=member.world_size))
         if before is not None:  # a rank of an earlier group, or of a restart by the script's launcher
             self._writer.write(assignment.state("spawned", pid=pid))
         self._writer.write(assignment.state("ready", pid=pid))
