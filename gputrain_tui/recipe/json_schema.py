@@ -126,7 +126,7 @@ def _cluster() -> dict[str, Any]:
         table["properties"]["env"] = env
     cluster["properties"]["init_method"] |= init_method
     one, listed = cluster["properties"]["spare"]["anyOf"]
-    one |= places["host"]
+    one["pattern"] = f"^(?:{PATTERNS['host'][0]})?$"  # an empty text is an empty list
     listed["items"] |= places["host"]
     node["properties"]["gpus"] = gpus
     node["oneOf"] = [{"required": [name]} for name in RANK_KEYS]

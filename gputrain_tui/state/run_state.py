@@ -161,7 +161,7 @@ class RunState:
         """Optimizer steps after which the training ends by its own limits, where that is known."""
         limits = [self.max_updates] if self.max_updates else []
         if self.max_epochs and self.plan is not None and self.plan.updates_per_epoch:
-            limits.append(self.max_epochs * self.plan.updates_per_epoch)
+            limits.append(self.plan.last_update or self.max_epochs * self.plan.updates_per_epoch)
         return min(limits) if limits else None
 
     @property

@@ -74,6 +74,8 @@ def check_epoch(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -
         assert sum(event.get("steps", 1) for event in steps) == steps[-1]["step"] - resumed
         samples += sum(event["samples"] for event in steps)
         checksums.add(str([event["parameters"] for event in found if event["type"] == "checksum"][-1]))
+    planned = [event for event in events(cluster.record, 0) if event["type"] == "training_plan"][-1]
+    assert planned["last_update"] == steps[-1]["step"], "what is left is known from the first step on"
     assert samples + resumed * EPOCH["batch"] * before == EPOCH["samples"]
     assert len(checksums) == 1
 

@@ -24,7 +24,7 @@ from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions
 from trainer.contract import errors
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode
-from trainer.contract.record import AnyEvent, events
+from trainer.contract.record import AnyEvent, events, gpu_sample
 from trainer.contract.schema import Option, describe
 
 SCHEMA = FOLDER.parent / "recipe" / "recipe.schema.json"
@@ -130,9 +130,9 @@ def prose(text: str) -> str:
 
 def event_tables() -> str:
     """Return the events, each with its fields."""
-    docs = field_docs(events)
+    docs = field_docs(events) | field_docs(gpu_sample)
     parts = []
-    for event in (*get_args(AnyEvent), events.RankSample, events.GpuSample):
+    for event in (*get_args(AnyEvent), events.RankSample, gpu_sample.GpuSample):
         tag = event.__struct_config__.tag
         title = f"`{tag}`" if tag else {"RankSample": "`ranks` of `node_sample`"}.get(event.__name__, "`gpus` of it")
         fields = docs[event.__name__]

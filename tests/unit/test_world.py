@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from synthetic import BEGIN, run as synthetic_run, write
 
 from gputrain_tui.console.live import LiveRun
@@ -35,6 +36,7 @@ from trainer.contract.record import (
     RunEnded,
     RunStarted,
     Step,
+    TrainingPlan,
     World,
 )
 
@@ -135,6 +137,15 @@ def test_a_world_that_grows_has_the_new_ranks_before_their_first_step() -> None:
     state.apply(World(time=BEGIN + 3, world_size=2))
     state.apply(World(time=BEGIN + 4, world_size=3))
     assert (sorted(state.ranks), state.former) == ([0, 1, 2], {})
+
+
+def test_the_steps_that_are_left_are_those_of_the_last_world() -> None:
+    state = RunState(world_size=3)
+    plan = TrainingPlan(time=BEGIN, world_size=3, updates_per_epoch=100, samples_per_epoch=2400, max_epochs=2)
+    state.apply(plan)
+    assert state.updates_total == 200
+    state.apply(replace(plan, world_size=2, updates_per_epoch=150, first_update=50, last_update=275))
+    assert state.updates_total == 275
 
 
 @pytest.mark.parametrize("budget", [1, 8 << 20], ids=["in portions", "at once"])

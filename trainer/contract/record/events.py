@@ -12,6 +12,7 @@ import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
+from trainer.contract.record.gpu_sample import GpuSample
 from trainer.contract.record.numbers import (
     MAX_NUMBER,
     Count,
@@ -94,6 +95,9 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """0: no limit."""
     first_update: Count = 0
     """Optimizer steps done before this start, when it resumes."""
+    last_update: Count = 0
+    """Optimizer steps done after ``max_epochs``, when it resumes: with other ranks epochs have other numbers of steps.
+    0: not known."""
     parameters: Count | None = None
     """Trainable parameters of the model."""
     loss_unit: str = ""
@@ -338,22 +342,6 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
     line: str = ""
     """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
-
-
-class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sample of a GPU."""
-
-    index: Count
-    uuid: str
-    rank: Rank | None = None
-    utilization_percent: FiniteFloat | None = None
-    memory_used_bytes: Count | None = None
-    memory_total_bytes: Count | None = None
-    power_watts: FiniteFloat | None = None
-    temperature_celsius: FiniteFloat | None = None
-    sm_clock_mhz: Count | None = None
-    max_sm_clock_mhz: Count | None = None
-    throttle_reasons: list[str] = []
 
 
 class Finding(Event, kw_only=True, tag="finding"):
