@@ -31,7 +31,7 @@ from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.fairseq_flags import NO_EFFECT, REFUSED
-from trainer.contract.option_rules import require_consistent
+from trainer.contract.option_rules import require_consistent, require_one_launcher
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.schema import check, check_values, describe
@@ -286,6 +286,7 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
             raise RequestError(f"{where} is missing: {tasks}, or your own as module:Class or path.py:Class")
         return train, launch, None
     script = options(Script, Script.__struct_fields__)
+    require_one_launcher(script, where=lambda name: source.where(("train", name)))
     if train.task:
         raise RequestError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
     for key in table:  # a script has its own loop and would not receive the options of ours

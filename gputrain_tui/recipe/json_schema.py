@@ -93,7 +93,11 @@ def _train() -> dict[str, Any]:
         "properties": {option.name: known[option.name] for option in train_options()},
         "additionalProperties": False,
         "if": _any_of(Script.__struct_fields__),
-        "then": {"required": ["script"], "properties": {"task": {"const": ""}, **dict.fromkeys(loop, False)}},
+        "then": {
+            "required": ["script"],
+            "properties": {"task": {"const": ""}, **dict.fromkeys(loop, False)},
+            "not": {"required": ["local_rank_flag", "starts_ranks"], "properties": {"starts_ranks": {"const": True}}},
+        },
         "else": {"required": ["task"], "properties": {"task": tasks}},
     }
 
