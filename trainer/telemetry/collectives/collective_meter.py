@@ -106,10 +106,9 @@ class CollectiveMeter:
         step.calls = [call for call in step.calls if call.interval < phases]
         step.waits = [wait for wait in step.waits if wait[1] < phases]
 
-    def blocked_in(self) -> str:
-        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
-        call = self.blocked
-        return "" if call is None else f"it waits in {call.operation} of {self.names.named[call.group].name}"
+    def described(self, call: Call) -> str:
+        """Return operation and group of a call, for a reader; also on other threads."""
+        return f"{call.operation} of {self.names.named[call.group].name}"
 
     # ------------------------------------------------------------------------------------------------------- calls
 
