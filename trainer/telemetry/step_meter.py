@@ -327,15 +327,16 @@ class StepMeter:
         now, progress = self._host_clock(), (self._count, len(self._phases))
         if self._paused or progress != self._progress:
             self._progress, self._progress_s, self._reported_part = progress, now, None
+        blocked_in, blocked_s = self._blocked_in(now)
         waited_s = now - self._progress_s
         long_phase_s = 5.0  # minimum time of a phase before it is reported as long, seconds
         if waited_s < long_phase_s:
             return
         phases = self._phases.copy()  # the training thread appends to it
         part: Any = self.part_after(phases[-1] if phases else None)
-        blocked_in, blocked_s = self._blocked_in(now)
-        if blocked_s >= long_phase_s:
-            part, waited_s = "sync", blocked_s
+        # Seen within a second of its start: one that a rank is in for a moment is not why its phase is long.
+        if blocked_s >= long_phase_s - 1.0:
+            part, waited_s = "sync", max(blocked_s, long_phase_s)
         elif part == "backward" and any(hook.waiting for hook in self._hooks):
             part = "sync"
         elif is_compiling():
