@@ -81,4 +81,5 @@ def bus_bytes_per_s(views: Iterable[RankView], world_size: int) -> float | None:
         return None
     spans = [step.sync_ms for step in steps if step.sync_ms is not None]
     t_ms = min([sum(wire), *spans])
-    return steps[0].sync_bytes / (t_ms / 1e3) * 2 * (world_size - 1) / world_size if t_ms > 0 else None
+    bucket_bytes = steps[0].sync_bytes - sum(group.bytes for group in steps[0].groups or ())
+    return bucket_bytes / (t_ms / 1e3) * 2 * (world_size - 1) / world_size if t_ms > 0 else None

@@ -20,9 +20,6 @@ Mark = Any
 
 Scalar = Tensor | float | None
 
-RUN_DELAY_INTERVAL_S = 50e-6
-"""Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is negligible."""
-
 
 class HostClock:
     """Clock of a CPU rank; a mark is ready at once: the time and the run delay, both in seconds.
@@ -45,13 +42,20 @@ class HostClock:
     def enter_thread(self) -> None:
         """Prepare a thread other than the training thread to read marks."""
 
-    def mark(self, *, waits: bool = True, every_s: float = RUN_DELAY_INTERVAL_S) -> tuple[float, float]:
-        """Return a mark after all work that is queued on the device.
-
-        Without ``waits``, or less than ``every_s`` after the last reading of the run delay, it repeats that.
-        """
+    def mark(self, *, waits: bool = True) -> tuple[float, float]:
+        """Return a mark after all work that is queued on the device; without ``waits`` it repeats the run delay."""
         now = self._clock()
-        if waits and now - self._read_s > every_s and self._waits is not None:
+        # Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is
+        # negligible.
+        run_delay_interval_s = 50e-6
+        if waits and now - self._read_s > run_delay_interval_s and self._waits is not None:
+            self._waited, self._read_s = self._waits(), now
+        return now, self._waited
+
+    def mark_often(self) -> tuple[float, float]:
+        """Return a mark, of which a step may have hundreds: the run delay is read each millisecond."""
+        now = self._clock()
+        if now - self._read_s > 1e-3 and self._waits is not None:
             self._waited, self._read_s = self._waits(), now
         return now, self._waited
 
@@ -120,13 +124,16 @@ class CudaClock:
         # A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
         self._set_device(self._device)
 
-    def mark(self, *, waits: bool = True, every_s: float = 0.0) -> Any:
+    def mark(self, *, waits: bool = True) -> Any:
         try:
             event = self._events.pop()
         except IndexError:  # no check before: a callback on another thread may take the last one
             event = self._event()
         event.record(self._stream())
         return event
+
+    def mark_often(self) -> Any:
+        return self.mark()
 
     def ready(self, marks: Iterable[Any]) -> bool:
         return all(mark.query() for mark in marks)

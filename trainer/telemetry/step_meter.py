@@ -24,6 +24,7 @@ from trainer.host.cores import core_waits
 from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+from trainer.telemetry.collectives.readings import Call
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, total
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
@@ -121,6 +122,8 @@ class StepMeter:
         self._progress = (0, 0)
         """Complete steps, and phases of the next one, at the last check by the writer's thread."""
         self._progress_s = clock()
+        self._blocked: tuple[Call | None, float] = None, 0.0
+        """Collective of the script that the training thread was seen in, and since when."""
         self._reported_part: str | None = None
         """Part that was reported as long since then."""
         self.part_after: Callable[[Phase | None], str] = NEXT_PHASE.__getitem__
@@ -325,14 +328,17 @@ class StepMeter:
         now, progress = self._host_clock(), (self._count, len(self._phases))
         if self._paused or progress != self._progress:
             self._progress, self._progress_s, self._reported_part = progress, now, None
+        blocked_in, blocked_s = self._blocked_in(now)
         waited_s = now - self._progress_s
         long_phase_s = 5.0  # minimum time of a phase before it is reported as long, seconds
         if waited_s < long_phase_s:
             return
         phases = self._phases.copy()  # the training thread appends to it
         part: Any = self.part_after(phases[-1] if phases else None)
-        blocked_in = "" if self._collectives is None else self._collectives.blocked_in()
-        if blocked_in or (part == "backward" and any(hook.waiting for hook in self._hooks)):
+        # Seen within a second of its start: one that a rank is in for a moment is not why its phase is long.
+        if blocked_s >= long_phase_s - 1.0:
+            part, waited_s = "sync", max(blocked_s, long_phase_s)
+        elif part == "backward" and any(hook.waiting for hook in self._hooks):
             part = "sync"
         elif is_compiling():
             part = "compile"
@@ -357,6 +363,15 @@ class StepMeter:
                 line=innermost_line(self._thread),
             )
         )
+
+    def _blocked_in(self, now: float) -> tuple[str, float]:
+        """Describe the collective that the training thread is in, and for how many seconds it has been seen there."""
+        call = None if self._collectives is None else self._collectives.blocked
+        if call is None or call is not self._blocked[0]:
+            self._blocked = call, now
+        if call is None or self._collectives is None:
+            return "", 0.0
+        return f"it waits in {self._collectives.described(call)}", now - self._blocked[1]
 
     def _on_gc(self, phase: str, info: Any) -> None:
         if phase == "start":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 from weakref import ref
 
@@ -16,10 +16,6 @@ from trainer.telemetry.collectives.group_names import GroupNames
 from trainer.telemetry.collectives.readings import Call, StepCollectives
 from trainer.telemetry.collectives.side_streams import SideStreams
 from trainer.telemetry.torch_compile import leave_uncompiled
-
-RUN_DELAY_INTERVAL_S = 1e-3
-"""Minimum time between two readings of the run delay: a step may have hundreds of calls."""
-
 
 _comm_hooks = 0
 """Comm hooks that are running; their buckets are measured otherwise."""
@@ -71,16 +67,14 @@ class CollectiveMeter:
         """Calls by the address of the storage of their results."""
         self._outer: Call | None = None
         """The call of a function that calls collectives itself."""
-        self._last: dict[int, Call] = {}
-        """Newest call by group."""
 
     def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
         """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
-        self._mark = lambda: clock.mark(every_s=RUN_DELAY_INTERVAL_S)
+        self._mark = clock.mark_often
         if isinstance(clock, CudaClock):
             self._streams = SideStreams(clock.stream_handle)
             self._is_capturing = clock.is_capturing
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._in_backward = in_backward
         self.on = True
 
@@ -106,10 +100,9 @@ class CollectiveMeter:
         step.calls = [call for call in step.calls if call.interval < phases]
         step.waits = [wait for wait in step.waits if wait[1] < phases]
 
-    def blocked_in(self) -> str:
-        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
-        call = self.blocked
-        return "" if call is None else f"it waits in {call.operation} of {self.names.named[call.group].name}"
+    def described(self, call: Call) -> str:
+        """Return operation and group of a call, for a reader; also on other threads."""
+        return f"{call.operation} of {self.names.named[call.group].name}"
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -121,12 +114,16 @@ class CollectiveMeter:
             operation: Such as ``all_gather``.
             tensors: Tensor or nested lists of them whose bytes count.
         """
-        if not self._followed():
+        # Written out, since a step may have hundreds of calls.
+        if (get_ident() != self._thread or self._streams is not None or not self.on) and not self._followed():
+            return None
+        if _comm_hooks:
             return None
         try:
             call = self._outer
             if call is None:
-                index = self.names.index(group)
+                known = self.names.indices.get(id(group))
+                index = known[1] if known is not None and known[0]() is group else self.names.index(group)
                 if index is None:
                     return None
                 call = self._add(index, operation, bytes_of(tensors))
@@ -142,10 +139,11 @@ class CollectiveMeter:
     def launched(self, call: Call, work: Any) -> None:
         """The call has returned its work; without one it is complete, or has raised."""
         try:
-            self._end(call, last=work is None)
+            self._end(call, work is None)
             if work is not None:
-                self._works[id(work)] = ref(work), call
-                if len(self._works) > MAX_OPEN:
+                works = self._works
+                works[id(work)] = ref(work), call
+                if len(works) > MAX_OPEN:
                     self._forget()
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
@@ -171,7 +169,7 @@ class CollectiveMeter:
     def end_wait(self, call: Call) -> None:
         try:
             call.waited = True
-            self._end(call, last=True)
+            self._end(call, True)
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
@@ -240,8 +238,9 @@ class CollectiveMeter:
             return
         try:
             index = self.names.index(group)
-            if index is not None and work is not None and index in self._last:
-                self._works[id(work)] = ref(work), self._last[index]
+            newest = next((call for call in reversed(self._step.calls) if call.group == index), None)
+            if newest is not None and work is not None:
+                self._works[id(work)] = ref(work), newest
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
@@ -259,7 +258,7 @@ class CollectiveMeter:
         if not self.on or _comm_hooks:
             return False
         try:
-            if threading.get_ident() != self._thread and not (
+            if get_ident() != self._thread and not (
                 # On a GPU the hooks of a backward pass run in a thread of autograd.
                 torch._C._current_graph_task_id() != -1 and self._in_backward()
             ):
@@ -272,7 +271,6 @@ class CollectiveMeter:
     def _add(self, group: int, operation: str, nbytes: int) -> Call:
         call = Call(group, operation, nbytes, len(self._phases), self._mark())
         self._step.calls.append(call)
-        self._last[group] = call
         self._seen = True
         if self._streams is not None:
             self._streams.issued(call)
@@ -287,7 +285,7 @@ class CollectiveMeter:
             self.fail(error)
             return None
 
-    def _end(self, call: Call, *, last: bool) -> None:
+    def _end(self, call: Call, last: bool) -> None:
         """The training thread is no longer blocked in a call, or in the wait for it."""
         self.blocked = outer = self._outer
         if self._streams is not None and self._streams.is_elsewhere():

@@ -36,13 +36,12 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
     if "excluded" in names:
         calls = [call for call in calls if names[min(call.interval, last_phase)] != "excluded"]
         waits = [wait for wait in waits if names[min(wait[1], last_phase)] != "excluded"]
-    by_group: dict[int, GroupSync] = {}
+    by_group: dict[int, _Sum] = {}
     for call in calls:
-        sync = by_group.get(call.group) or _add_group(by_group, call, step)
-        sync.calls += 1
-        sync.bytes += call.bytes
-        operations = sync.operations
-        operations[call.operation] = operations.get(call.operation, 0) + 1
+        total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
+        total.calls += 1
+        total.bytes += call.bytes
+        total.operations[call.operation] = total.operations.get(call.operation, 0) + 1
     exposed: dict[str, float] = {}
     under_way: list[tuple[float, float]] = []
     ends: dict[Call, tuple[float, float]] = {}
@@ -51,22 +50,22 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
     for (call, interval, _, _, last), begin_ms, end_ms in zip(waits, begins_ms, ends_ms, strict=True):
         name, blocked_ms = names[min(interval, last_phase)], end_ms - begin_ms
         exposed[name] = exposed.get(name, 0.0) + blocked_ms
-        sync = by_group.get(call.group) or _add_group(by_group, call, step)
-        sync.exposed_ms = (sync.exposed_ms or 0.0) + blocked_ms
+        total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
+        total.waits += 1
+        total.exposed_ms += blocked_ms
         if last:
             begin_ms = clock.elapsed_ms(start, call.start)
-            sync.total_ms = (sync.total_ms or 0.0) + end_ms - begin_ms
+            total.complete += 1
+            total.total_ms += end_ms - begin_ms
         under_way.append((begin_ms, end_ms))
         if step.detailed:
             ends[call] = end_ms, ends.get(call, (0.0, 0.0))[1] + blocked_ms
-    for sync in by_group.values():
-        sync.exposed_ms, sync.total_ms = _rounded(sync.exposed_ms), _rounded(sync.total_ms)
     return CollectiveTimes(
         exposed,
         _delayed_ms([(names[min(wait[1], last_phase)], wait[2], wait[3]) for wait in waits], clock),
         _covered_ms(under_way),
         sum([call.bytes for call in calls]),
-        list(by_group.values()),
+        [_group_sync(step.groups[index].name, total) for index, total in by_group.items()],
         [
             _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, (None, 0.0)))
             for call in calls[:MAX_CALLS]
@@ -108,9 +107,26 @@ def _delayed_ms(waits: Sequence[tuple[str, Mark, Mark]], clock: Clock) -> Mappin
     return delayed
 
 
-def _add_group(by_group: dict[int, GroupSync], call: Call, step: StepCollectives) -> GroupSync:
-    sync = by_group[call.group] = GroupSync(group=step.groups[call.group].name, calls=0, operations={})
-    return sync
+class _Sum:
+    """Collectives of a group."""
+
+    __slots__ = ("bytes", "calls", "complete", "exposed_ms", "operations", "total_ms", "waits")
+
+    def __init__(self) -> None:
+        self.calls = self.bytes = self.waits = self.complete = 0
+        self.exposed_ms = self.total_ms = 0.0
+        self.operations: dict[str, float] = {}
+
+
+def _group_sync(name: str, total: _Sum) -> GroupSync:
+    return GroupSync(
+        group=name,
+        calls=total.calls,
+        bytes=total.bytes,
+        exposed_ms=round(total.exposed_ms, 4) if total.waits else None,
+        total_ms=round(total.total_ms, 4) if total.complete else None,
+        operations=total.operations,
+    )
 
 
 def _single(

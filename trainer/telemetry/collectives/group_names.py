@@ -31,16 +31,16 @@ class GroupNames:
     def __init__(self) -> None:
         self.named: list[NamedGroup] = []
         """Grows only, so that other threads may read it up to an index they know."""
-        self._indices: dict[int, tuple[ref[Any], int | None]] = {}
+        self.indices: dict[int, tuple[ref[Any], int | None]] = {}
         """Index in ``named`` by the address of the process group, which a later group may have again."""
 
     def index(self, group: Any) -> int | None:
         """Return the index of a process group in ``named``; None for a group of one, which waits for nobody."""
-        known = self._indices.get(id(group))
+        known = self.indices.get(id(group))
         if known is not None and known[0]() is group:
             return known[1]
         index = self._add(group)
-        self._indices[id(group)] = ref(group), index
+        self.indices[id(group)] = ref(group), index
         return index
 
     def _add(self, group: Any) -> int | None:
