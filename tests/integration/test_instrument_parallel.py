@@ -205,7 +205,7 @@ def without_loader_and_wrapper(rank: int, steps: int) -> tuple[nn.Module, list[f
 
 @pytest.fixture(scope="module")
 def gang() -> Iterator[Gang]:
-    gang = Gang(2)
+    gang = Gang(2, timeout_s=300.0)  # two hundred steps on a busy machine
     yield gang
     gang.close()
 
