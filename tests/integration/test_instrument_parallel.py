@@ -154,6 +154,21 @@ def own_reduction(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
+def local_steps(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """Local SGD: DDP reduces no gradients, and every third step the parameters are averaged."""
+    model = DDP(Net())
+    optimizer = sgd(model)
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        with model.no_sync():
+            losses.append(train(model, optimizer, batch))
+        if number % 3 == 2:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= 2
+    return model, losses
+
+
 def without_loader(rank: int, steps: int, *, wrapped: bool = True) -> tuple[nn.Module, list[float]]:
     """Data from a function, which is called while the model's loss is there and backward was not called yet."""
     model: nn.Module = DDP(NetWithLoss()) if wrapped else NetWithLoss()
@@ -190,7 +205,7 @@ def without_loader_and_wrapper(rank: int, steps: int) -> tuple[nn.Module, list[f
 
 @pytest.fixture(scope="module")
 def gang() -> Iterator[Gang]:
-    gang = Gang(2)
+    gang = Gang(2, timeout_s=300.0)  # two hundred steps on a busy machine
     yield gang
     gang.close()
 
@@ -227,6 +242,7 @@ LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
     sharded_flat: (set(), (BATCH, BATCH)),
     tensor_parallel: (set(), (BATCH, None)),
     own_reduction: (set(), (BATCH, BATCH)),
+    local_steps: (set(), (BATCH, BATCH)),
     without_loader: ({"data_ms"}, (2 * BATCH, 2 * BATCH)),
     without_loader_and_wrapper: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
 }

@@ -53,6 +53,8 @@ class StepReading(NamedTuple):
     """By how much the clock was set since the rank's start; None below a second."""
     collectives: StepCollectives | None = None
     """Collectives other than those of DDP's buckets; None where none are followed."""
+    is_local: bool = False
+    """Whether DDP reduced nothing in the step, as in ``no_sync()``: nothing of it is in the backward pass."""
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield all marks, which must be ready before the step's times can be read."""
@@ -97,6 +99,7 @@ def step_event(
     With ``synchronised`` the ranks exchange gradients; ``wire_ratio`` are the bytes sent per byte of gradient, None
     where they are not known. Durations are rounded to a tenth of a microsecond, finer than any clock here.
     """
+    synchronised = synchronised and not (reading.is_local and sync is None)
     loss, grad_norm, local, grad_scale = reading.numbers()
     laps_ms = clock.laps_ms(reading.marks)
     phase_ms: dict[str, float] = {}

@@ -192,13 +192,14 @@ class StepMeter:
         lr: float | None = None,
         grad_norm: Scalar = None,
         grad_scale: Scalar = 1.0,
+        is_local: bool = False,
     ) -> None:
         """End the step and start the next one. Tensors are copied from the device without synchronising.
 
         Loss, samples and tokens are this rank's, the loss a mean in nats; None: not known. The gradient norm is the
         global one after the reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward
         that is divided out afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is
-        divided by it too.
+        divided by it too. With ``is_local`` DDP reduced no gradients in the step.
         """
         if not self._enabled:
             return
@@ -226,6 +227,7 @@ class StepMeter:
                 self._count >= WARM_UP,
                 self._clock_set.ms(),
                 None if self._collectives is None else self._collectives.take(),
+                is_local,
             )
         )
         self._marks, self._phases = [end], []

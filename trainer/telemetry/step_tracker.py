@@ -152,6 +152,7 @@ class StepTracker:
             tokens=self.tokens,
             lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
             grad_scale=self.grad_scale,
+            is_local=self._ddp is not None and not self.synchronises,
         )
         if self._ddp is not None and self._replica is not None and not self.synchronises:
             self._stop_comparing()
