@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 
-from trainer.contract.record import CollectiveCall, CollectiveGroup, Step
+from trainer.contract.record import MAX_GROUPS, CollectiveCall, CollectiveGroup, Step
 
 POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 """Operations between two ranks: who waits least is not the last of its group to arrive."""
@@ -48,6 +48,8 @@ class RankGroups:
         self.recent = deque(maxlen=self.window)
 
     def add(self, event: CollectiveGroup) -> None:
+        if len(self.by_name) > MAX_GROUPS and event.name not in self.by_name:
+            return  # more than a rank tells apart, with ``OTHER_GROUPS``: the record is damaged
         self.by_name[event.name] = _group(event.name, tuple(event.ranks))
 
     def note(self, event: Step) -> None:
